@@ -369,14 +369,14 @@ def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
 def test_a_silo_with_rows_of_its_own_trains_on_all_its_classes(tmp_path):
     model, rows = tiny_clip.save("clip", tmp_path / "clip"), tiny_clip.pictures(tmp_path / "rows.npz")
     tables = {
-        "data": {"path": str(rows), "base_classes": 2, "partition": {"name": "iid", "clients": 1}},
-        "model": {"name": str(model), "task": "zero_shot"},
+        "data": {"path": str(rows), "partition": {"name": "iid", "clients": 1}},
+        "model": {"name": str(model), "task": "zero_shot", "base_classes": 2},
         "method": {"name": "fedavg", "rounds": 1},
         "run": {"engine": "simulation", "timeout": 5.0},
     }
     demanded = Experiment.from_dict(tables)
     site, own = silo_site(tmp_path / "north", "north", demanded, data=str(rows), models=[str(model)])
-    with pytest.raises(InputError, match=r"data\.base_classes: silos with their own rows train on all of them"):
+    with pytest.raises(InputError, match=r"model\.base_classes: silos with their own rows train on all of them"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid({100: App(site, own)}))
 
 

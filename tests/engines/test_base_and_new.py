@@ -41,10 +41,11 @@ def tables(place, name="fedavg", adaptation=None, data=None, **model):
     default, keys = METHODS[name]
     partition = {"name": "iid", "clients": 2}
     return {
-        "data": {"path": str(place / "rows.npz"), "base_classes": 2, "partition": partition} | (data or {}),
+        "data": {"path": str(place / "rows.npz"), "partition": partition} | (data or {}),
         "model": {
             "name": str(place / "model"),
             "task": "zero_shot",
+            "base_classes": 2,
             "adaptation": {"name": adaptation or default, "rank": 2, "tokens": 3},
         }
         | model,
@@ -99,7 +100,9 @@ def test_the_notice_the_report_and_the_table_tell_it(place, tmp_path):
     details = fedfm.run(tables(place), tmp_path / "run")["details"]
     notices = json.loads((tmp_path / "run/manifest.json").read_text())["notices"]
     new = int((np.load(place / "rows.npz")["y"][:120] >= 2).sum())
-    assert f'data.base_classes = 2: {new} training rows of new classes are left out ("bird", "cow", "photo")' in notices
+    assert (
+        f'model.base_classes = 2: {new} training rows of new classes are left out ("bird", "cow", "photo")' in notices
+    )
     head, _, row = compare.table([tmp_path / "run"]).splitlines()
     for column in ("base", "new", "harmonic mean"):
         assert column in head
@@ -109,7 +112,7 @@ def test_the_notice_the_report_and_the_table_tell_it(place, tmp_path):
 
 def test_without_the_key_nothing_is_said(place, tmp_path):
     given = tables(place)
-    del given["data"]["base_classes"]
+    del given["model"]["base_classes"]
     assert "base_accuracy" not in fedfm.run(given, tmp_path / "run")["details"]
     assert "harmonic mean" not in compare.table([tmp_path / "run"])
 
@@ -117,8 +120,10 @@ def test_without_the_key_nothing_is_said(place, tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        ({"base_classes": 5}, {}, r"data\.base_classes = 5: expected fewer than the 5 classes"),
-        ({}, {"task": "classification"}, r"data\.base_classes: .*zero_shot"),
+        ({}, {"base_classes": 5}, r"model\.base_classes = 5: expected fewer than the 5 classes"),
+        ({}, {"task": "classification"}, r'model\.base_classes belongs to task "zero_shot", and the task is "classif'),
+        ({}, {"task": None}, r'model\.base_classes belongs to task "zero_shot", which no data imply; set model\.task'),
+        ({"base_classes": 2}, {}, r"data\.base_classes: unknown key \(did you mean model\.base_classes\?\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(place, tmp_path, data, model, message):

@@ -70,12 +70,11 @@ def check_as_asked(e: ExperimentParts) -> None:
         from fedfm.config import options
 
         options.check_augmented(e, method)
-    unseen = tasks.names(lambda task: task.scores_unseen_classes)
-    if e.data.base_classes is not None and e.model.task not in unseen:
+    tasks.check_keys(e.model, tasks.task_named(e.model.task))
+    if tasks.trained_classes(e.model) is not None and (run.engine == "folder" or e.data.classes is not None):
         raise InputError(
-            "data.base_classes: only names score classes without training rows; "
-            f"set model.task = {quote_names(unseen)}",
-            key="data.base_classes",
+            "model.base_classes chooses among the server's rows, and here silos train on their own; drop it",
+            key="model.base_classes",
         )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
         raise InputError(
@@ -159,11 +158,6 @@ def _check_folder(e: ExperimentParts) -> None:
         raise InputError(
             f'[attack]: {method} on engine = "folder" has real silos, which do not attack; drop it',
             key="attack",
-        )
-    if e.data.base_classes is not None:
-        raise InputError(
-            'data.base_classes: silos of engine = "folder" train on all of their classes; drop it',
-            key="data.base_classes",
         )
 
 

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Protocol
 
 from fedfm.config.registry import ours, resolve
+from fedfm.core import tasks
 from fedfm.core.fields import key_of
 from fedfm.errors import InputError, close, closest, quote_names
 
@@ -139,7 +140,8 @@ def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
         yield f"{path}.name"
     yield from (f"{inside}{name}" for name in _SAME.get(word, ()) if name in known)
     for name in (word, *_SAME.get(word, ())):
-        places = [place for place, names in _PLACES.items() if name in names and place != path]
+        having = {**_PLACES, "model": (*_PLACES["model"], *tasks.model_settings())}
+        places = [place for place, names in having.items() if name in names and place != path]
         yield from (f"{place}.{name}" for place in sorted(places, key=lambda p: not (path and p.startswith(inside))))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from fedfm.core.row_kinds import Column, RowKind
 
@@ -46,9 +46,17 @@ class TaskFacts(Protocol):
     row_means: ClassVar[Mapping[str, str]]
     problem_type: ClassVar[str | None]
 
+    @classmethod
+    def of(cls, spec: Any) -> Self:
+        """The task with the values of its keys in a [model] table."""
+
     @property
     def class_templates(self) -> tuple[str, ...]:
         """Texts with one {} for a class's name."""
+
+    @property
+    def trained_classes(self) -> int | None:
+        """How many classes, the first in order, have training rows; None: all."""
 
     @property
     def mixes_rows(self) -> str:

@@ -133,17 +133,31 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def check_keys(spec: Any, task: TaskFacts) -> None:
+def trained_classes(spec: Any) -> int | None:
+    """How many classes have training rows by the [model] table, the first in order; None: all."""
+    task = task_named(spec.task)
+    return None if task is None else task.of(spec).trained_classes
+
+
+def check_keys(spec: Any, task: TaskFacts | None) -> None:
     """Refuse keys of a [model] table that only other tasks have.
+
+    Args:
+        task: None: the data will imply it; then a key is refused if no data imply a task that has it.
 
     Raises:
         InputError: such a key has another value than its default; the message names the tasks that have the key.
     """
-    own = {key_of(f.name) for f in fields(task)}
     for key, (_, of) in model_settings().items():
-        if key not in own and getattr(spec, key) != of.default:
-            owners = (other.name for other in available() if key in {key_of(f.name) for f in fields(other)})
-            whose = " or ".join(f'"{name}"' for name in owners)
+        if getattr(spec, key) == of.default:
+            continue
+        owners = [other for other in available() if key in {key_of(f.name) for f in fields(other)}]
+        whose = " or ".join(f'"{owner}"' for owner in owners)
+        if task is None and not any(owner.default or owner.implied_by for owner in owners):
+            raise InputError(
+                f"model.{key} belongs to task {whose}, which no data imply; set model.task", key=f"model.{key}"
+            )
+        if task is not None and task.name not in {owner.name for owner in owners}:
             raise InputError(
                 f'model.{key} belongs to task {whose}, and the task is "{task}"; drop it', key=f"model.{key}"
             )

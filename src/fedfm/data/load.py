@@ -17,20 +17,21 @@ from fedfm.errors import InputError
 from fedfm.seeds import generator
 
 
-def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
+def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_classes: int | None = None) -> Table:
     """The rows of the [data] table, each marked train, val or test.
 
     ``where`` keeps the rows whose columns have the listed values, and all classes. If a source marks no test rows,
     ``test_fraction`` of its training rows become test rows. They are stratified by class (and by the column of a
     ``by_column`` partition, so that each client has its own). Of running text the end becomes the test text. With
     ``clients`` each file is processed separately; classes are united by name, and the column "client" names the client.
-    With ``base_classes`` training and validation rows of the other classes are left out. ``limit`` then thins training
-    rows, never test rows.
+    With ``trained_classes`` training and validation rows of the other classes are left out. ``limit`` then thins
+    training rows, never test rows.
 
     Args:
         spec: the [data] table.
         seed: for the choice of test rows and of rows under a limit.
         task: the model's task; None: implied by the data.
+        trained_classes: how many classes, the first in order, have training rows; None: all.
 
     Raises:
         InputError: the table is contradictory, or the data are invalid; it names the place.
@@ -58,12 +59,12 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
             table = filter_rows(table, spec.where)
         table = _mark_test(_fit(table, task), spec, generator(seed, "split"))
-    if spec.base_classes is not None:
+    if trained_classes is not None:
         from fedfm.data.selection import drop_new_classes
 
-        table = drop_new_classes(table, spec.base_classes)
+        table = drop_new_classes(table, trained_classes)
     table = _limit(table, spec, generator(seed, "limit"))
-    if spec.name is None or spec.where or spec.base_classes is not None:  # in whole built-in data nothing is doubtful
+    if spec.name is None or spec.where or trained_classes is not None:  # in whole built-in data nothing is doubtful
         from fedfm.data.doubts import doubts
 
         table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))

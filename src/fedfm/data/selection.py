@@ -1,4 +1,4 @@
-"""Some rows of a table: those with certain values (``data.where``), or of certain classes (``data.base_classes``)."""
+"""Some rows of a table: those with certain values (``data.where``), or of certain classes (``model.base_classes``)."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def drop_new_classes(table: Table, base: int) -> Table:
     """
     if table.labels is None or base >= len(table.classes):
         raise InputError(
-            f"data.base_classes = {base}: expected fewer than the {len(table.classes)} classes of {table.source}, "
+            f"model.base_classes = {base}: expected fewer than the {len(table.classes)} classes of {table.source}, "
             "the others are new"
         )
     out = (table.labels >= base) & (table.split != "test")
     note = (
-        f"data.base_classes = {base}: {int(out.sum())} training rows of new classes are left out "
+        f"model.base_classes = {base}: {int(out.sum())} training rows of new classes are left out "
         f"({listing(table.classes[base:], 5)})"
     )
     return replace(table.take(np.flatnonzero(~out)), notices=(*table.notices, note))

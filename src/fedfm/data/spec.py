@@ -109,11 +109,6 @@ class DataSpec(_Columns):
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values: all other rows are left out, test rows too", least=1
     )
-    base_classes: int | None = setting(
-        None,
-        "task zero_shot: number of classes, the first in order, for training; the others are new, with only test rows",
-        ge=1,
-    )
     limit: int | None = setting(None, "largest number of training rows, stratified", ge=1)
     test_fraction: float = setting(0.2, "share of test rows if the source marks none", ge=0, lt=1)
     val_fraction: float = setting(0.0, "share of each client's training rows for validation", ge=0, lt=1)
@@ -179,11 +174,9 @@ def _check_without_rows(spec: DataSpec) -> None:
             "data.partition conflicts with data.classes: the silos have their own rows; drop it",
             key="data.partition",
         )
-    for key in ("where", "limit", "base_classes"):
+    for key in ("where", "limit"):
         if getattr(spec, key):
-            text = (
-                "data.where, limit and base_classes choose among the server's rows, but with data.classes it has none"
-            )
+            text = "data.where and limit choose among the server's rows, but with data.classes it has none"
             raise InputError(text, key=f"data.{key}")
     from fedfm.data.class_names import check_list
 

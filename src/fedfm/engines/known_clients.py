@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
+from fedfm.core import tasks
 from fedfm.errors import InputError
 
 
@@ -44,8 +45,9 @@ def dealt_clients(experiment: Experiment) -> list[str]:
         from fedfm.runtime import user_population
 
         return list(user_population.of_experiment(experiment).clients)
-    table = load_table(experiment.data, seed=experiment.run.seed, task=experiment.model.task)
-    return sorted(deal(table, experiment.data, seed=experiment.run.seed).clients)
+    spec, seed, base = experiment.model, experiment.run.seed, tasks.trained_classes(experiment.model)
+    table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
+    return sorted(deal(table, experiment.data, seed=seed).clients)
 
 
 def check_known(experiment: Experiment) -> None:

@@ -183,7 +183,7 @@ class Evaluator:
                 from fedfm.models import class_counts
 
                 line[CLASS_COUNTS] = class_counts.summary([m[CLASS_COUNTS] for m in judged])
-            if personal(self._method) and self._run.experiment.data.base_classes is not None:
+            if personal(self._method) and self._fed.model.task.trained_classes is not None:
                 line["client_base_and_new"] = {c: {k: m[k] for k in metrics.BASE_AND_NEW} for c, m in by_model.items()}
         if thorough and has(self._method, Personal, "start_models"):
             found = self._own(self._method.start_models(state), "test", self._clients.evaluate_start)
@@ -249,7 +249,6 @@ def judge(
     population: Partitioned,
     method: Method[Any],
     ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
-    base: int | None = None,
     client_scores: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
 ) -> Judge | None:
     """Metrics of a method's parameters on the global test rows; None if there are no such rows.
@@ -266,13 +265,13 @@ def judge(
     Two kinds of rows are computed a second time, since their clients' scores do not determine the global ones. Running
     text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes
     at several clients without cached logits: ``balanced_accuracy`` and ``macro_f1`` are not means over rows, and
-        clients
-    do not report logits. The scores of a sole client are the global ones, except for the counts by class.
+    clients do not report logits. The scores of a sole client are the global ones, except for the counts by class.
+
+    A task that trains only some classes adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
 
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.
-        told: returns the clients' own scores for exactly these parameters, if clients were asked and answered.
-        base: ``data.base_classes``; it adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
+        client_scores: returns the clients' own scores for exactly these parameters, if clients were asked and answered.
     """
     if not len(population.federated.test):
         return None
@@ -319,12 +318,12 @@ def judge(
         joined: dict[str, Any] = population.model.task.join_scores(parts)
         return joined
 
-    def with_new(w: Params, by_class: bool, base: int = base or 0) -> dict[str, Any]:
+    def with_new(w: Params, by_class: bool) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)
         labels = population.labels(population.federated.test)
-        return metrics.scores(said, labels) | metrics.base_and_new(said, labels, base)
+        return metrics.scores(said, labels) | metrics.base_and_new(said, labels, base or 0)
 
-    judged = whole
+    judged, base = whole, population.model.task.trained_classes
     if base is not None:
         judged = with_new
     elif by_pieces(population, method):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.core import storage
+from fedfm.core import storage, tasks
 from fedfm.core.capabilities import HiddenModel, Needs, Planned, has
 from fedfm.core.client import ClientId
 from fedfm.core.libraries import refuse
@@ -49,7 +49,8 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         return user_population.of_experiment(experiment)
     seed = experiment.run.seed
     with refuse("data: a library cannot read these rows"):
-        table = load_table(experiment.data, seed=seed, task=experiment.model.task)
+        spec, base = experiment.model, tasks.trained_classes(experiment.model)
+        table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
         federated = deal(table, experiment.data, seed=seed)
     if experiment.model.name == WITHHELD:  # at a site: only the server has the model
         return Partitioned(federated, None)

@@ -139,6 +139,11 @@ class Task:
         return ()
 
     @property
+    def trained_classes(self) -> int | None:
+        """How many classes, the first in order, have training rows; None: all."""
+        return None
+
+    @property
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
         return ""

@@ -36,6 +36,11 @@ class ZeroShotTask(OneClassTask):
         most=512,
         words="at most 512 texts with one {} for the class name",
     )
+    base_classes: int | None = setting(
+        None,
+        "zero_shot: number of classes, the first in order, for training; the others are new, with only test rows",
+        ge=1,
+    )
     loss_: str = setting(
         "cross_entropy",
         "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
@@ -45,6 +50,10 @@ class ZeroShotTask(OneClassTask):
     @property
     def class_templates(self) -> tuple[str, ...]:
         return self.templates
+
+    @property
+    def trained_classes(self) -> int | None:
+        return self.base_classes
 
     @property
     def mixes_rows(self) -> str:

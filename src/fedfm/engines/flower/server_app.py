@@ -127,13 +127,13 @@ def host(
             if link.own_data:
                 if experiment.attack is not None:
                     raise InputError("[attack]: silos with their own rows cannot play attackers; drop it")
-                if experiment.data.base_classes is not None:
-                    raise InputError("data.base_classes: silos with their own rows train on all of them; drop it")
+                if population.model.task.trained_classes is not None:
+                    raise InputError("model.base_classes: silos with their own rows train on all of them; drop it")
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
             enough(experiment, link.clients)
-            scores = judge(population, experiment.method, base=experiment.data.base_classes)
+            scores = judge(population, experiment.method)
             server = Server(run, link, population.model, judge=scores, progress=watcher)
             link.record(server.fed.transcript.add)
             result = server.go()

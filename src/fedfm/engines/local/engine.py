@@ -302,7 +302,7 @@ def start(
             spawn=None if start is None else lambda slot: start(places[slot]),
         )
         try:
-            scores = judge(population, experiment.method, link.judge, experiment.data.base_classes, link.last_scores)
+            scores = judge(population, experiment.method, link.judge, link.last_scores)
             aside = partial(fidelity, silos, population)
             return Server(run, link, population.model, judge=scores, progress=progress, aside=aside).go()
         finally:
