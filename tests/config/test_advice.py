@@ -13,7 +13,6 @@ from fedfm.core.messages import Excluded
 from fedfm.core.reasons import reasons
 from fedfm.errors import E_NONFINITE, InputError
 from fedfm.methods.fedpft.release_plan import too_noisy
-from fedfm.methods.fedpft.settings import pools
 from fedfm.runtime.after_run_checks import overfitting_notices
 
 BASE = {
@@ -72,7 +71,7 @@ def said(e):
     plan = getattr(e.method, "privacy", None)
     if plan is not None:
         yield too_noisy(plan, 192, 1, client_rows=1) if e.method.asks == ("release",) else ""
-        yield "pooled = true" if pools(e.method) else ""
+        yield "pooled = true" if e.method.could_pool else ""
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -122,10 +122,18 @@ def test_without_the_key_nothing_is_said(place, tmp_path):
     [
         ({}, {"base_classes": 5}, r"model\.base_classes = 5: expected fewer than the 5 classes"),
         ({}, {"task": "classification"}, r'model\.base_classes belongs to task "zero_shot", and the task is "classif'),
-        ({}, {"task": None}, r'model\.base_classes belongs to task "zero_shot", which no data imply; set model\.task'),
         ({"base_classes": 2}, {}, r"data\.base_classes: unknown key \(did you mean model\.base_classes\?\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(place, tmp_path, data, model, message):
     with pytest.raises(InputError, match=message):
         fedfm.run(tables(place, data=data, **model), tmp_path / "run")
+
+
+def test_a_key_of_a_task_that_no_data_imply_needs_the_task(place, tmp_path):
+    given = tables(place)
+    del given["model"]["task"]
+    with pytest.raises(
+        InputError, match=r'base_classes belongs to task "zero_shot", which no data imply; set model\.t'
+    ):
+        fedfm.run(given, tmp_path / "run")

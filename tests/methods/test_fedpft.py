@@ -18,7 +18,6 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedpft import private
 from fedfm.methods.fedpft.encoding import pack, unpack
 from fedfm.methods.fedpft.fedpft import FedPFT, Handed, Passed, Summary
-from fedfm.methods.fedpft.settings import plan_of
 from fedfm.methods.fedpft.topology import topological
 from fedfm.privacy.gaussian import epsilon_of, paper_sigma
 from fedfm.privacy.spec import PrivacySpec
@@ -238,9 +237,7 @@ def test_noisy_sums_that_no_rows_make_are_left_out(file, tmp_path, monkeypatch, 
 def test_honest_noisy_sums_are_never_too_large():
     """The bound of 200 releases of few rows under much noise; on average they use a third of it."""
     for epsilon in (0.05, 0.5, 8.0):
-        plan = plan_of(
-            FedPFT(covariance="spherical", components=1), PrivacySpec(**RECORD | {"target_epsilon": epsilon})
-        )
+        plan = FedPFT().protect(PrivacySpec(**RECORD | {"target_epsilon": epsilon})).privacy
         x = np.repeat(np.eye(D)[:1], 40, axis=0)
         for i in range(200):
             cell = private.release(x, plan, bytes([i]) * 32, "c")
@@ -357,7 +354,7 @@ def test_along_a_private_line_only_the_release_reads_rows(file, tmp_path, topolo
     assert other["params_sha256"] == first["params_sha256"]
     assert first["epsilon"] == pytest.approx(4.0)
     (entry,) = fedfm.load_run(tmp_path / "a").manifest["ledger"]["entries"]
-    one = plan_of(FedPFT(components=1, covariance="diag"), PrivacySpec(**RECORD))
+    one = FedPFT(covariance="diag").protect(PrivacySpec(**RECORD)).privacy
     assert entry["sigma"] == pytest.approx(one.sum_sigma(1))  # K = 3 is of the refits
     assert {json.loads(line)["handler"] for line in messages(tmp_path / "a")} == {"query.FedPFT_pass_noisy"}
     assert set(first["client_accuracy"].values()) == {None}

@@ -22,28 +22,28 @@ from fedfm import seeds
 from fedfm.core.capabilities import Judge, Needs, Predictor, Private, Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import Paper
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import E_FIELD, ClientFault, RunError
+from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
-from fedfm.methods.fedpft import noisy_moments, private
+from fedfm.methods.fedpft import noisy_moments, private, rules
 from fedfm.methods.fedpft.account import bound_details, communication, divergences, left_out
-from fedfm.methods.fedpft.encoding import nothing, pack, unpack
-from fedfm.methods.fedpft.mixtures import Mixture, capacity, fit_uncounted, fit_without_singles
+from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
+from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
 from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
-from fedfm.methods.fedpft.release_plan import Plan
-from fedfm.methods.fedpft.settings import Settings, check_budgets, plan_of, pools, refuse
-from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, mixtures_of
+from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
+from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, check_errors, checker, mixtures_of, shuffle
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
-from fedfm.privacy.spec import PrivacySpec
+from fedfm.privacy.spec import PrivacySpec, need
 from fedfm.training import fit_head
+from fedfm.training.fit_head import HeadSpec
 
 __all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
 
@@ -60,7 +60,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedPFT(Settings, Predictor, Private, Method[State]):
+class FedPFT(Predictor, Private, Method[State]):
     """One round: mixtures up, a head down.
 
     ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
@@ -78,6 +78,39 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     privacy: ClassVar[Plan | None] = None  # of an instance: see protect()
+
+    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
+    covariance: str | None = setting(
+        None,
+        "of a component: spherical, diag or full; under [privacy] spherical",
+        choices=COVARIANCES,
+        metadata={"usual": "diag"},
+    )
+    components: int | None = setting(
+        None,
+        "largest K; one component per ten examples of a class, none for a single example; under [privacy] 1",
+        ge=1,
+        metadata={"usual": 10},
+    )
+    budgets: dict[str, int] = setting(dict, "K of single clients by name", ge=1)
+    transport: str = setting("float16", "of the numbers sent: float16 or float32", choices=tuple(DTYPES))
+    topology: str = setting(
+        "star", "star (one server), or chain, ring (as chain), dag", choices=("star", "chain", "ring", "dag")
+    )
+    edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
+    min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
+    samples: int = setting(0, "number of draws from each mixture; 0: the class's number of examples", ge=0, le=MOST)
+    shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
+    counts: str = setting(
+        "exact", "of classes: exact; withheld: not sent, only estimable (give samples)", choices=("exact", "withheld")
+    )
+    calibration: str = setting("analytic", "of private noise: analytic; paper, paper_client", choices=CALIBRATIONS)
+    relation: str = setting("add_remove", "neighbours: add_remove, replace, replace_any", choices=RELATIONS)
+    bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
+    smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
+    pooled: bool = setting(False, "private: one noisy sum over the federation, by a mean")
+    verify: bool = setting(False, "clients count the head's errors in a second message")
+    head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
     # --- client half --------------------------------------------------------------------------------------------------
 
@@ -155,7 +188,7 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
 
     def init(self, fed: Federation) -> State:
         need_head(fed.model)
-        check_budgets(self.budgets, fed.clients)
+        rules.check_budgets(self.budgets, fed.clients)
         return State(fed.initial, {}, {})
 
     def step(self, fed: Federation, state: State, t: int) -> State:
@@ -168,7 +201,7 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
         else:
             state = self._star(fed)
         if self.verify:
-            counts = fed.ask(self.count_errors, check=_check_errors, w=state.w)
+            counts = fed.ask(self.count_errors, check=check_errors, w=state.w)
             rows = sum(c["rows"] for c in counts.values())
             state.told["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
         return state
@@ -179,7 +212,7 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
         received = {c: mixtures_of([s]) for c, s in replies.items()}
         told = self._details_of(fed, replies)
         if self.shuffle:
-            received = {"": _shuffle(received, seeds.generator(fed.seed_for("shuffle")))}
+            received = {"": shuffle(received, seeds.generator(fed.seed_for("shuffle")))}
             told |= {"components_used": {}, "withheld": {}}
         w = self._head(fed, received)
         if self.bound:
@@ -201,7 +234,7 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
                 "no client sent a mixture, every class is too small: lower method.min_count"
                 if self.privacy is None
                 else "no class exceeds the noise: set a larger target_epsilon"
-                + (", or pooled = true" if pools(self) else "")
+                + (", or pooled = true" if self.could_pool else "")
             )
         kept, missed = list(blocks()) if size <= KEEP else [], Missed()
         w, b = fit_head.fit(lambda: kept or blocks(), *_shape(fed.model), self.head, fed.seed_for("head"), missed)
@@ -287,7 +320,16 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
     # --- settings -----------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        refuse(self)
+        if self.counts == "withheld":
+            rules.check_withheld_counts(
+                samples=self.samples,
+                topology=self.topology,
+                bound=self.bound,
+                verify=self.verify,
+                covariance=self.covariance,
+                min_count=self.min_count,
+            )
+        rules.check_topology(self.topology, self.edges, shuffle=self.shuffle, bound=self.bound)
 
     def settle(self, privacy: PrivacySpec | None) -> Self:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
@@ -301,12 +343,20 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
 
     def protect(self, privacy: PrivacySpec) -> Self:
         method = copy.copy(self.settle(privacy))
-        object.__setattr__(method, "privacy", plan_of(method, privacy))
+        rules.check_private(privacy, vars(method))
+        epsilon, delta = need(privacy.target_epsilon, "target_epsilon"), need(privacy.delta, "delta")
+        plan = Plan(method.relation, method.shape, epsilon, delta, method.calibration)
+        object.__setattr__(method, "privacy", plan)
         return method
 
     def spend(self, accountant: Accountant) -> None:
         if self.privacy is not None and self.rounds:
             private.spend(accountant, self.privacy, self.pooled)
+
+    @property
+    def could_pool(self) -> bool:
+        """Whether ``pooled = true`` is possible under [privacy], and not set."""
+        return not self.pooled and self.topology == "star" and self.calibration == "analytic"
 
     @property
     def _plan(self) -> Plan:
@@ -323,24 +373,6 @@ class FedPFT(Settings, Predictor, Private, Method[State]):
         """Form of the covariances."""
         assert self.covariance is not None  # noqa: S101 - settle() has filled it in
         return self.covariance
-
-
-def _shuffle(
-    received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]], rng: np.random.Generator
-) -> list[tuple[int, int, Mixture]]:
-    """All mixtures in random order, without their senders, as from a relay between clients and server.
-
-    This hides which client has which classes. It protects no row, and similar mixtures may still be linked to one
-    client.
-    """
-    everything = [mixture for found in received.values() for mixture in found]
-    return [everything[i] for i in rng.permutation(len(everything))]
-
-
-def _check_errors(reply: dict[str, int]) -> None:
-    """Refuse a reply that does not count errors among rows."""
-    if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
-        raise ClientFault(E_FIELD, "the errors do not fit the number of rows")
 
 
 def _shape(model: Model) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""A client's summary, the message of FedPFT; its check, its mixtures, and draws from them."""
+"""A client's summary, the message of FedPFT; checks, mixtures, and draws from them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.client import ClientId
 from fedfm.core.federation import MAX_NORM
 from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.fedpft.encoding import Packed, unpack
@@ -96,3 +97,21 @@ class Synthetic:
             for start in range(0, n, _BLOCK):
                 count = min(_BLOCK, n - start)
                 yield torch.from_numpy(g.sample(count, rng)), torch.full((count,), c, dtype=torch.int64)
+
+
+def shuffle(
+    received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]], rng: np.random.Generator
+) -> list[tuple[int, int, Mixture]]:
+    """All mixtures in random order, without their senders, as from a relay between clients and server.
+
+    This hides which client has which classes. It protects no row, and similar mixtures may still be linked to one
+    client.
+    """
+    everything = [mixture for found in received.values() for mixture in found]
+    return [everything[i] for i in rng.permutation(len(everything))]
+
+
+def check_errors(reply: dict[str, int]) -> None:
+    """Refuse a reply that does not count errors among rows."""
+    if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
+        raise ClientFault(E_FIELD, "the errors do not fit the number of rows")

@@ -1,0 +1,122 @@
+"""Which settings of FedPFT exclude each other, with and without [privacy]."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fedfm.errors import Faults, InputError
+from fedfm.methods.fedpft.topology import topological
+from fedfm.privacy.spec import PrivacySpec
+
+
+def check_topology(topology: str, edges: Sequence[Sequence[str]], *, shuffle: bool, bound: bool) -> None:
+    """Refuse edges that are no directed acyclic graph, and settings that only a star has.
+
+    Raises:
+        InputError: it names the key and a valid value.
+    """
+    if (topology == "dag") != bool(edges):
+        raise InputError('method.edges goes with topology = "dag", and a dag needs them', key="method.edges")
+    if shuffle and (topology != "star" or bound):
+        raise InputError('method.shuffle: only with topology = "star" and without bound', key="method.shuffle")
+    if bound and topology != "star":
+        raise InputError(f'method.bound: only with topology = "star", not "{topology}"', key="method.bound")
+    if any(len(edge) != 2 for edge in edges):
+        raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]', key="method.edges")
+    names = {name for edge in edges for name in edge}
+    topological({n: [a for a, b in edges if b == n] for n in names})
+
+
+def check_withheld_counts(
+    *, samples: int, topology: str, bound: bool, verify: bool, covariance: str | None, min_count: int
+) -> None:
+    """Refuse settings that would reveal the counts, for ``counts = "withheld"``.
+
+    Raises:
+        InputError: it names the key and a valid value.
+    """
+    if not samples or topology != "star" or bound:
+        raise InputError(
+            'method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound',
+            key="method.samples",
+        )
+    if verify:
+        raise InputError(
+            'method.verify: clients send their numbers of rows; with counts = "withheld" drop it', key="method.verify"
+        )
+    if covariance == "full":
+        raise InputError(
+            'method.covariance = "full": the rank of a covariance matrix reveals the number of rows; with '
+            'counts = "withheld" expected spherical, diag',
+            key="method.covariance",
+        )
+    if min_count < 2:
+        raise InputError(
+            f"method.min_count = {min_count}: a class of one row has no variance, which reveals it; with "
+            'counts = "withheld" expected at least 2',
+            key="method.min_count",
+        )
+
+
+def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
+    """Refuse settings with which FedPFT cannot give the guarantee of the [privacy] table.
+
+    Args:
+        method: the settings of the method by name.
+
+    Raises:
+        InputError: all faults, each with the key and what would be right.
+    """
+    faults = Faults()
+    if privacy.mechanism not in (None, "gaussian"):
+        faults.say(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"', key="privacy.mechanism")
+    if privacy.unit != "record":
+        faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"', key="privacy.unit")
+    topology, calibration = method["topology"], method["calibration"]
+    star = topology == "star"  # elsewhere each client's own release has one component, and refits cost nothing
+    if method["pooled"] and not star:
+        faults.say(
+            f'method.pooled: one sum over the federation needs topology "star", not "{topology}"', key="method.pooled"
+        )
+    if calibration == "paper_client" and not star:
+        faults.say(
+            f'method.calibration = "paper_client": only with topology "star", not "{topology}"',
+            key="method.calibration",
+        )
+    if method["pooled"] and calibration != "analytic":
+        faults.say(
+            f'method.calibration = "{calibration}": one sum over the federation has "analytic"',
+            key="method.calibration",
+        )
+    if star and method["components"] != 1:
+        faults.say(
+            f'method.components = {method["components"]}: expected 1 under [privacy] with topology "star"',
+            key="method.components",
+        )
+    if star and method["budgets"]:
+        faults.say("method.budgets: a class has one component under [privacy]; drop it", key="method.budgets")
+    if method["bound"] or method["verify"]:
+        faults.say(
+            "method.bound and method.verify reveal what is not accounted for: drop them under [privacy]",
+            key="method.bound",
+        )
+    if method["shuffle"]:
+        faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it", key="method.shuffle")
+    if method["counts"] == "withheld":
+        faults.say(
+            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"',
+            key="method.counts",
+        )
+    faults.refuse()
+
+
+def check_budgets(budgets: Collection[str], clients: Sequence[str]) -> None:
+    """Refuse budgets of a client that is not there.
+
+    Raises:
+        InputError: with its name.
+    """
+    if strangers := sorted(set(budgets) - set(clients)):
+        text = f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(clients)}'
+        raise InputError(text, key="method.budgets")
