@@ -15,11 +15,11 @@ from PIL import Image
 from fedfm.data.load import load_table, read_inputs
 from fedfm.data.pictures import decode
 from fedfm.data.repetitions import notices
+from fedfm.data.similar_names import spellings
 from fedfm.data.sources import csv, json, jsonl
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.runtime.run_manifest import spellings
 
 TEXTS = [f"text {i} of {i * i}" for i in range(40)]
 

@@ -11,8 +11,8 @@ import pytest
 from fedfm.data.doubts import doubts
 from fedfm.data.load import load_table
 from fedfm.data.partition import deal
+from fedfm.data.similar_names import spellings
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.runtime.run_manifest import spellings
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,21 +59,27 @@ from fedfm.aggregation._secagg_keys import (
     OwnKeys,
     bytes_of,
     degree,
-    fingerprint,
     least_of,
-    pair_mask,
-    self_mask,
     to_tensor,
     witnesses,
 )
-from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, bytes_check, check_bytes, digest_of
+from fedfm.aggregation._secagg_session import (
+    AHEAD,
+    Masked,
+    Session,
+    Sum,
+    bytes_check,
+    check_bytes,
+    digest_of,
+    remove_masks,
+)
 from fedfm.aggregation.base import Half, Of, Payload, Transport
 from fedfm.core.client import AGGREGATION_MESSAGE, MAX_WEIGHT, Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.wire import limits
 from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Layout, Params
-from fedfm.privacy.crypto import keys, masks, shamir
+from fedfm.privacy.crypto import keys, masks
 from fedfm.privacy.crypto.fixed_point import FixedPoint
 
 MEMORY = "SecAgg"  # key of the state at server and client
@@ -262,7 +268,7 @@ class SecAgg(Transport):
         _enough(fed, alive, max(least_of(self.threshold, n), 2), "clients sent a masked update")
         status = bytes((ALIVE if p in seals else DEAD) if here else OUT for p, here in enumerate(cohort))
         revealed = self._reveal(fed, session, i, status, seals)
-        self._remove_masks(fed, session, i, status, seals, revealed, vectors)
+        remove_masks(fed.round, session, i, status, seals, revealed, vectors)
         fed.heard = alive
         session.broken = alive < len(asked) or any(p not in revealed for p in session.askable(status))
         weight, *totals = head.decode(vectors[0]).tolist()
@@ -358,44 +364,6 @@ class SecAgg(Transport):
             least=1,
         )
         return {asked[c]: value for c, value in found}
-
-    def _remove_masks(
-        self,
-        fed: Federation,
-        session: Session,
-        i: int,
-        status: bytes,
-        seals: Mapping[int, bytes],
-        revealed: Mapping[int, Tensor],
-        vectors: Sequence[masks.Words],
-    ) -> None:
-        """Subtract from the sum the survivors' own masks, and those that they share with members that dropped out."""
-        agreement, cohort = session.agreement, {p for p, s in enumerate(status) if s != OUT}
-        rows = {h: {o: k for k, o in enumerate(o for o in session.holds[h] if o in cohort)} for h in revealed}
-        context = {p: agreement.context(i, bytes(s != OUT for s in status), seal[:KEY]) for p, seal in seals.items()}
-        for p in sorted(cohort):
-            name, card = agreement.names[p], agreement.card(p)
-            partners = [] if p in seals else [o for o in agreement.around(p, cohort) if o in seals]
-            if p not in seals and not partners:
-                continue
-            shares = {
-                x: int.from_bytes(bytes_of(revealed[h][rows[h][p]]), "little")
-                for x, h in enumerate(session.shares_at[p], 1)
-                if p in rows.get(h, ())
-            }
-            try:
-                seed = shamir.combine(shares, session.threshold).to_bytes(KEY, "little")
-            except ValueError as error:
-                raise RunError(f"round {fed.round}: the masks of {name} stay in the sum: {error}") from None
-            right = fingerprint(seed) == card.self_fingerprint(i)
-            if not (right if p in seals else keys.public_of(seed) == card.pair(i)):
-                raise RunError(f"round {fed.round}: the masks of {name} stay in the sum: a share is wrong")
-            if p in seals:
-                masks.add(vectors, self_mask(seed, context[p]), negative=True)
-            for o in partners:
-                other = agreement.names[o]
-                key = pair_mask(seed, agreement.card(o).pair(i), context[o], (name, other))
-                masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
 
 
 def _enough(fed: Federation, got: int, least: int, what: str) -> None:

@@ -1,19 +1,20 @@
-"""Messages of a secure aggregation with the train message, and the server's state between sums."""
+"""The train message of a secure aggregation and its reply, the server's state between sums, and its unmasking."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedfm.aggregation._secagg_keys import DEAD, OUT, Agreed
+from fedfm.aggregation._secagg_keys import DEAD, KEY, OUT, Agreed, bytes_of, fingerprint, pair_mask, self_mask
 from fedfm.core.client import ClientId
 from fedfm.core.wire import payload as wire
-from fedfm.errors import E_SHAPE, ClientFault
+from fedfm.errors import E_SHAPE, ClientFault, RunError
+from fedfm.privacy.crypto import keys, masks, shamir
 
 AHEAD = 16  # sums for which keys are agreed
 
@@ -74,6 +75,56 @@ class Session:
     def askable(self, status: bytes) -> list[int]:
         """Positions of the clients to ask for unmasking: those with shares of the cohort that did not drop out."""
         return [p for p, held in self.holds.items() if status[p] != DEAD and any(status[o] != OUT for o in held)]
+
+
+def remove_masks(
+    number: int,
+    session: Session,
+    i: int,
+    status: bytes,
+    seals: Mapping[int, bytes],
+    revealed: Mapping[int, Tensor],
+    vectors: Sequence[masks.Words],
+) -> None:
+    """Subtract from the sum the survivors' own masks, and those that they share with members that dropped out.
+
+    Args:
+        number: of the round, for messages.
+        i: number of the sum since the agreement on keys.
+        status: by position OUT, DEAD or ALIVE.
+        seals: by position of a survivor.
+        revealed: by position of a client, the shares that it reveals.
+        vectors: head and body of the sum; they change.
+
+    Raises:
+        RunError: shares are missing or wrong.
+    """
+    agreement, cohort = session.agreement, {p for p, s in enumerate(status) if s != OUT}
+    rows = {h: {o: k for k, o in enumerate(o for o in session.holds[h] if o in cohort)} for h in revealed}
+    context = {p: agreement.context(i, bytes(s != OUT for s in status), seal[:KEY]) for p, seal in seals.items()}
+    for p in sorted(cohort):
+        name, card = agreement.names[p], agreement.card(p)
+        partners = [] if p in seals else [o for o in agreement.around(p, cohort) if o in seals]
+        if p not in seals and not partners:
+            continue
+        shares = {
+            x: int.from_bytes(bytes_of(revealed[h][rows[h][p]]), "little")
+            for x, h in enumerate(session.shares_at[p], 1)
+            if p in rows.get(h, ())
+        }
+        try:
+            seed = shamir.combine(shares, session.threshold).to_bytes(KEY, "little")
+        except ValueError as error:
+            raise RunError(f"round {number}: the masks of {name} stay in the sum: {error}") from None
+        right = fingerprint(seed) == card.self_fingerprint(i)
+        if not (right if p in seals else keys.public_of(seed) == card.pair(i)):
+            raise RunError(f"round {number}: the masks of {name} stay in the sum: a share is wrong")
+        if p in seals:
+            masks.add(vectors, self_mask(seed, context[p]), negative=True)
+        for o in partners:
+            other = agreement.names[o]
+            key = pair_mask(seed, agreement.card(o).pair(i), context[o], (name, other))
+            masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
 
 
 def bytes_check(*shape: int) -> Any:

@@ -20,7 +20,8 @@ from fedfm.audits.inference import canaries
 from fedfm.audits.inference.canaries import TOO_LONG
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.inference.vectors import vector
-from fedfm.audits.replay import RecordedRun, Replay, private_folder
+from fedfm.audits.recorded_run import RecordedRun, private_folder
+from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim, lower_bounds
 from fedfm.core.client import Client, Update
 from fedfm.linalg.params import Params

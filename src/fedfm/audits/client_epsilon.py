@@ -11,7 +11,8 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, refutes
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.inference.vectors import vector
-from fedfm.audits.replay import Replay, Turn
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import no_round
 from fedfm.audits.stated_epsilon import finding_on_claim
 from fedfm.core.client import Update

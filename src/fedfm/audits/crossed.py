@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.replay import RecordedReply, Turn
+from fedfm.audits.recorded_run import RecordedReply, Turn
 from fedfm.audits.row_evidence import no_round, unreadable
 from fedfm.core.client import ClientId, Update
 from fedfm.core.method import Method

@@ -16,7 +16,8 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.member_scores import CellScores, MemberScores
-from fedfm.audits.replay import Replay, Turn, Watch
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import Replay, Watch
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.adapter_reading import load_adapter

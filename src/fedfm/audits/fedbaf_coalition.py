@@ -15,7 +15,8 @@ import torch
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.inference import extraction
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import RecordedReply, Turn, secrets
+from fedfm.audits.recorded_run import RecordedReply, Turn
+from fedfm.audits.replay import secrets
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request

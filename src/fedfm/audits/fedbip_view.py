@@ -15,7 +15,8 @@ from fedfm import seeds
 from fedfm.audits.fedbip_colluders import Full
 from fedfm.audits.head_view import head_names
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Turn, own_sources
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import own_sources
 from fedfm.core.client import ClientId, Update
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params

@@ -14,7 +14,8 @@ from fedfm.audits.inference import copies, rates
 from fedfm.audits.inference.copies import NAMED, SHARE
 from fedfm.audits.inference.head_updates import features
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Replay, Turn, Watch
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import Replay, Watch
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId
 from fedfm.runtime.partitioned import Partitioned

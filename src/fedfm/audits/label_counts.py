@@ -15,7 +15,8 @@ from fedfm.audits.head_view import HeadAudit, Names, head_names
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.head_updates import distance, guesses, label_shares, traces
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Replay, Turn, Watch
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import Replay, Watch
 from fedfm.audits.shadow_runs import BUDGET, cost, honest_clients
 from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows

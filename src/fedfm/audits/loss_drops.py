@@ -13,7 +13,8 @@ import numpy as np
 
 from fedfm.audits.crossed import crossings, sees_sums_only
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Turn, Watch
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import Watch
 from fedfm.audits.row_evidence import evidence, losses
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId

@@ -18,7 +18,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator, Mechanism, Transport
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import RecordedRun, Turn, private_folder
+from fedfm.audits.recorded_run import RecordedRun, Turn, private_folder
 from fedfm.core.client import POOLED, ClientData, ClientId, each
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens

@@ -209,7 +209,7 @@ def admit_methods(silo: Silo, path: Path) -> None:
 
 def report(path: Path) -> dict[str, Any]:
     """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
-    from fedfm.runtime.run_manifest import spellings
+    from fedfm.data.similar_names import spellings
 
     silo = load(path)
     admit_methods(silo, path)
