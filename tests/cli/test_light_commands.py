@@ -66,7 +66,6 @@ UNUSED = {
     "what is said of faults": (
         "config.key_suggestions",
         "config.more_faults",
-        "config.hints",
         "core.reasons",
         "config.advice",
     ),

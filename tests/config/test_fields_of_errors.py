@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import fedfm
 from fedfm.config.experiment import Experiment
-from fedfm.config.known_keys import SPECS
 from fedfm.config.replaced import without_former_keys
+from fedfm.config.single_tables import SPECS
 from fedfm.core.fields import settings_of
 from fedfm.core.toml_text import copy_tables, put, to_toml
 from fedfm.errors import FaultyFile, InputError, lines_of

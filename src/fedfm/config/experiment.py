@@ -179,13 +179,7 @@ class Experiment(ExperimentParts):
         _check_sections(table)
         if imports:
             admit_named(table)
-        try:
-            return cls(**{"model": None, **table})
-        except InputError as error:
-            from fedfm.config.hints import refuse_hinted
-
-            refuse_hinted(error, table)
-            raise
+        return cls(**{"model": None, **table})
 
     def server_only(self) -> dict[str, Any]:
         """Values that only the server may know, by key."""
@@ -246,13 +240,8 @@ class Experiment(ExperimentParts):
 def _check_sections(table: Mapping[str, Any]) -> None:
     """Refuse unknown tables, missing ones, and values that are not tables."""
     faults = Faults()
-    try:
+    with faults:
         refuse_unknown(table, {"name", *_SECTIONS}, "")
-    except InputError as error:  # each of its faults is an unknown key
-        with faults:
-            from fedfm.config.hints import refuse_hinted
-
-            refuse_hinted(error, table)
     for section in ("data", "method"):
         if section not in table:
             faults.add(Absent(_MISSING.format(section), key=section))

@@ -6,12 +6,11 @@ import json
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 from functools import cache, cached_property
-from typing import Protocol
 
 from fedfm.config.registry import ours, resolve
 from fedfm.core import tasks
 from fedfm.core.fields import key_of
-from fedfm.errors import InputError, close, closest, quote_names
+from fedfm.errors import InputError, close, quote_names
 
 _SAME = {
     "lr": ("learning_rate",),
@@ -52,7 +51,7 @@ _SAME = {
 }
 _KIND = ("rule", "method", "type", "kind", "strategy", "algorithm")
 _NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose keys depend on a name
-_NAME = "method.local.name"
+_LOCAL, _NAME = "method.local.", "method.local.name"
 _INSTEAD = {  # keys whose value means something else here, and a value
     **dict.fromkeys(("optimizer", "optimiser", "optim", "opt"), (_NAME, "adam")),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "use_cuda"), ("model.device", "cuda")),
@@ -60,7 +59,7 @@ _INSTEAD = {  # keys whose value means something else here, and a value
 }
 _FEW = 6  # largest number of owners of a key that a hint names
 _PLACES = {
-    "method.local": ("learning_rate", "epochs", "batch_size", "momentum", "weight_decay", "lambda", "micro_batch"),
+    "method.local": ("learning_rate", "epochs", "batch_size", "momentum", "weight_decay", "micro_batch"),
     "method": ("rounds", "fraction", "local"),
     "data.partition": ("clients", "alpha"),
     "model.adaptation": ("rank", "alpha", "dropout", "targets"),
@@ -68,19 +67,6 @@ _PLACES = {
     "privacy": ("target_epsilon", "noise_multiplier", "delta", "clip_norm"),
     "run": ("seed", "engine", "workers", "min_clients", "timeout"),
 }
-
-
-class TakenKeys(Protocol):
-    """Which keys the other tables of a file take."""
-
-    method: str
-
-    def refusal(self, key: str, **names: str) -> InputError | None:
-        """Why a key ``a.b.c`` would be refused if the user wrote it; None if it would be accepted.
-
-        Args:
-            names: name of an inner table -> the name to assume for it, as ``local="adam"``.
-        """
 
 
 class UnknownKey(InputError):
@@ -92,11 +78,9 @@ class UnknownKey(InputError):
         known: the keys that the table has.
     """
 
-    def __init__(self, key: str, known: Collection[str], path: str, hint: str | None = None) -> None:
+    def __init__(self, key: str, known: Collection[str], path: str) -> None:
         super().__init__(key=f"{path}.{key}" if path else key)
         self.known, self._key, self._path = tuple(known), key, path
-        if hint is not None:
-            self.hint = hint
 
     @cached_property
     def hint(self) -> str:
@@ -108,10 +92,6 @@ class UnknownKey(InputError):
         taken = quote_names(self.known) or 'a "name" alone'
         return f"{self.key}: unknown key{self.hint}; {table_of} takes {taken}"
 
-    def among(self, taken: TakenKeys) -> UnknownKey:
-        """The same error with a hint that fits the other tables: it does not name a key that they refuse."""
-        return UnknownKey(self._key, self.known, self._path, _meant_among(self._key, self.known, self._path, taken))
-
 
 def suggestion(key: str, known: Collection[str], path: str) -> str:
     """Suffix for a message on an unknown key: what was probably meant, or nothing.
@@ -122,11 +102,16 @@ def suggestion(key: str, known: Collection[str], path: str) -> str:
     Example:
         >>> suggestion("lr", ["learning_rate", "epochs"], "method.local")
         ' (did you mean "learning_rate"?)'
-        >>> suggestion("lr", ["rounds"], "method")
+        >>> suggestion("lr", ["rounds", "local"], "method")
         ' (did you mean method.local.learning_rate?)'
     """
     found = next(_guesses(key, known, path), None)
-    return close(key, known) if found is None else _question(found, path, _example(key, found))
+    if found is not None and path == "method" and found.startswith(_LOCAL) and "local" not in known:
+        return " (this method has no client optimiser, hence no [method.local])"
+    if found is not None:
+        return _question(found, path, _example(key, found))
+    owned = _owners(key.lower()) if path.startswith("method") else ""
+    return f" ({owned})" if owned else close(key, known)
 
 
 def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
@@ -158,34 +143,18 @@ def _example(key: str, guess: str) -> str:
     return f", e.g. {json.dumps(value)}" if found == guess else ""
 
 
-def _meant_among(key: str, known: Collection[str], path: str, taken: TakenKeys) -> str:
-    without = False  # a client optimiser
-    for guess in _guesses(key, known, path):
-        why = taken.refusal(guess)
-        if why is None:
-            return _question(guess, path, _example(key, guess))
-        if why.owners:  # another kind of the same table takes it
-            return _question(guess, "", f', with {guess.rpartition(".")[0]}.name = "{why.owners[0]}"')
-        without |= why.key == "method.local"
-    if without:
-        return f" ({taken.method} has no client optimiser, hence no [method.local])"
-    if owned := _owners(key.lower(), taken):
-        return f" ({owned})"
-    near = closest(key, known)
-    return "" if near is None or taken.refusal(f"{path}.{near}" if path else near) else close(key, known)
-
-
-def _owners(word: str, taken: TakenKeys) -> str:
-    """The methods, and the optimisers of this method, that have such a key."""
+def _owners(word: str) -> str:
+    """The methods and the client optimisers that have such a key."""
     found = []
     for name in (word, *_SAME.get(word, ())):
         methods = [m for m in ours("methods") if name in _keys("methods", m)]
         if 0 < len(methods) <= _FEW:
             found.append(f"method.{name} is a key of {', '.join(methods)}")
-        having, at = [o for o in ours("optimisers") if name in _keys("optimisers", o)], f"method.local.{name}"
-        fit = [o for o in having if taken.refusal(at, local=o) is None]
-        if 0 < len(fit) < _FEW:
-            found.append(f"with method.local.name = {' or '.join(json.dumps(o) for o in fit)} there is {at}")
+        having = [o for o in ours("optimisers") if name in _keys("optimisers", o)]
+        if 0 < len(having) < _FEW:
+            found.append(
+                f"with method.local.name = {' or '.join(map(json.dumps, having))} there is method.local.{name}"
+            )
     return "; ".join(found)
 
 

@@ -18,7 +18,6 @@ from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.needs import Needs as Needs
 from fedfm.core.rows import Rows
 from fedfm.core.traits import Traits as Traits
-from fedfm.core.traits import is_own_member
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 
@@ -47,8 +46,6 @@ def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
 
 class Reporter:
     """A method's own reports before, during and after a run. Caller: the run and its result."""
-
-    _was: ClassVar[dict[str, str]] = {"late_forewarning": "staleness_warnings"}
 
     figures: ClassVar[tuple[str, ...]] = ()  # names in fed.metrics that also go into a round's line of metrics.jsonl
 
@@ -83,8 +80,6 @@ class Personal:
     Caller: evaluation, which then scores one model per client.
     """
 
-    _was: ClassVar[dict[str, str]] = {"own_models": ""}
-
     def own(self, client: Client, w: Params) -> Params:
         """Client half: the client's own model, if it keeps a part that ``params_for`` does not return.
 
@@ -113,8 +108,6 @@ class Personal:
 class Predictor:
     """Predictions that do not simply come from one installed model. Caller: evaluation and the export."""
 
-    _was: ClassVar[dict[str, str]] = {"applied": "install"}
-
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logits (n, C) of rows under w, e.g. of an ensemble."""
         raise NotImplementedError
@@ -138,8 +131,6 @@ class Predictor:
 
 class Private(ABC):
     """The method has its own mechanism for ``[privacy]``. Caller: the experiment, and the run's ledger."""
-
-    _was: ClassVar[dict[str, str]] = {"settled": "settle", "protected": "protect"}
 
     @abstractmethod
     def settle(self, privacy: PrivacySpec | None) -> Self:
@@ -221,8 +212,6 @@ class HiddenModel(ABC):
     Caller: the experiment, the population and evaluation.
     """
 
-    _was: ClassVar[dict[str, str]] = {"encoded": "encode"}
-
     @abstractmethod
     def model_table(self) -> dict[str, Any]:
         """The keys of a [model] table."""
@@ -294,16 +283,11 @@ ROLES: tuple[type, ...] = (
 def check_roles(method: type) -> None:
     """Check that a class derives from the role of each of its members; otherwise the member would never be called.
 
-    Messages and settings may have such a name. A member with the former name of a role's member is refused, too.
+    Messages and settings may have such a name.
 
     Raises:
         InputError: the class does not derive from the role; the error names it.
     """
-    for role in (Reporter, *ROLES):
-        for old, new in vars(role).get("_was", {}).items():
-            if is_own_member(method, old):
-                now = f"it is {role.__name__}.{new}" if new else f"a method says it by deriving from {role.__name__}"
-                raise InputError(f"{method.__qualname__}.{old}: nobody reads it: {now}; or choose another name")
     for role in ROLES:
         for name in () if issubclass(method, role) else sorted(vars(role).keys() & set(dir(method))):
             member = inspect.getattr_static(method, name)

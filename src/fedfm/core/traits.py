@@ -9,14 +9,9 @@ from typing import Any
 from fedfm.errors import InputError
 
 
-def _trait(default: Any, help: str, *, claim: bool = False, was: str = "") -> Any:
-    """A field of :class:`Traits`.
-
-    Args:
-        claim: whether it is about the mathematics, so that a subclass must state it again.
-        was: the class attribute that had this meaning before there were traits, if its name was different.
-    """
-    return field(default=default, metadata={"help": help, "claim": claim, "was": was})
+def _trait(default: Any, help: str, *, claim: bool = False) -> Any:
+    """A field of :class:`Traits`; ``claim``: it is about the mathematics, so a subclass must state it again."""
+    return field(default=default, metadata={"help": help, "claim": claim})
 
 
 @dataclass(frozen=True)
@@ -31,14 +26,12 @@ class Traits:
         False,
         "its rounds may use updates that start from earlier rounds: `run.asynchronous` requires it",
         claim=True,
-        was="takes_late",
     )
     server_needs_weights_only: bool = _trait(
         False,
         "its server half computes only with parameters, never with outputs of the model: a server without rows then "
         "loads no frozen weights",
         claim=True,
-        was="parameters_alone",
     )
     rows_by_optimiser: bool = _trait(
         False,
@@ -49,13 +42,11 @@ class Traits:
     server_secrets: tuple[str, ...] = _trait(
         (),
         "names of the secrets that the server draws by `fed.secret(name)`; a run does not resume without them",
-        was="secrets",
     )
     sealed_replies: tuple[str, ...] = _trait(
         (),
         "names of `asks` whose replies are ciphertexts, which the server cannot read: secure aggregation and noise on "
         "means allow them",
-        was="sealed",
     )
     hides_counts: bool = _trait(False, "clients may hide their number of rows: they are asked for no scores")
     predicts_only: bool = _trait(False, "nothing is trained: silos predict rows without labels")
@@ -76,12 +67,11 @@ class Traits:
             InputError: there is such an attribute; it names the trait.
         """
         for f in fields(cls):
-            for name in filter(None, (f.name, f.metadata["was"])):
-                if is_own_member(method, name):
-                    raise InputError(
-                        f"{method.__qualname__}.{name}: nobody reads it: the trait {f.name} says it; write "
-                        f"traits = Traits({f.name}=...) in the class, or choose another name"
-                    )
+            if is_own_member(method, f.name):
+                raise InputError(
+                    f"{method.__qualname__}.{f.name}: nobody reads it: write traits = Traits({f.name}=...) in the "
+                    "class, or choose another name"
+                )
 
     def without_claims(self) -> Traits:
         """The traits that a subclass inherits."""
