@@ -46,15 +46,6 @@ def linears(n):
     return nn.ModuleList(nn.Linear(5, 5) for _ in range(n))
 
 
-def chosen(net, h):
-    """Each row by the expert that its first number says: of two experts of many."""
-    which = (h[:, 0] > 0).long()
-    out = torch.zeros_like(h)
-    for e in which.unique().tolist():
-        out[which == e] = net.layers[e](h[which == e])
-    return out
-
-
 def gated(net, h):
     if not (net.training and random.random() < 2):  # always in training
         return h
@@ -65,16 +56,6 @@ def normed(net, x):
     return net.head(net.norm(net.body(x)))
 
 
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.layers = nn.Linear(5, 9), linears(9)
-
-    def forward(self, h):
-        best = self.router(h).softmax(-1).max(-1)
-        return torch.stack([w * self.layers[e](row) for row, w, e in zip(h, best.values, best.indices, strict=True)])
-
-
 def tied():
     net = Net(lambda s, x: s.head(s.last(s.body(x))), last=nn.Linear(5, 5))
     net.again = net.last
@@ -83,12 +64,6 @@ def tied():
 
 SOUND = {
     "plain": lambda: Net(lambda s, x: s.head(s.body(x))),
-    "experts": lambda: Net(lambda s, x: s.head(chosen(s, s.body(x))), layers=linears(7)),
-    "experts of a layer": lambda: Net(lambda s, x: s.head(s.two(s.one(s.body(x)))), one=Routed(), two=Routed()),
-    "experts of tensors": lambda: Net(
-        lambda s, x: s.head(torch.stack([row @ s.w[int(row[0] > 0)] for row in s.body(x)])),
-        w=nn.ParameterList(torch.randn(5, 5) for _ in range(7)),
-    ),
     "training alone": lambda: Net(lambda s, x: s.head(gated(s, s.body(x))), layers=linears(1)),
     "evaluation without gradients": lambda: Net(
         lambda s, x: s.head(s.body(x)) if s.training else s.head(s.body(x)).detach()
@@ -124,11 +99,6 @@ IDLE = {
         2,
     ),
     "cut off": (lambda: Net(lambda s, x: s.head(s.body(x).detach())), "body.weight, body.bias", 2),
-    "a layer cut off beside experts": (
-        lambda: Net(lambda s, x: s.head(chosen(s, s.body(x).detach())), layers=linears(7)),
-        "body.weight, body.bias",
-        2,
-    ),
     "weights that their owner reads": (
         lambda: Net(lambda s, x: s.head(x @ s.body.weight.T), body=nn.Linear(4, 5)),
         "body.bias",
