@@ -2,11 +2,9 @@
 and one round against the Trainer's own loop.
 """
 
-import contextlib
-
 import pytest
 import torch
-from test_federate_trainer import Pad, apart, arguments, bert, in_order, texts
+from test_federate_trainer import apart, arguments, in_order
 
 import fedfm
 from fedfm.errors import InputError
@@ -137,47 +135,6 @@ def test_a_detectors_lists_of_dicts_reach_its_loss(tmp_path):
     for name in ("logits", "pred_boxes"):
         found = torch.tensor([row[name] for row in told["outputs"]])
         torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=1e-4)
-
-
-def test_an_override_that_adds_contexts_is_honoured_and_any_other_refused(tmp_path):
-    from transformers import Trainer
-
-    entered = []
-
-    class Adds(Trainer):
-        @contextlib.contextmanager
-        def around(self):
-            entered.append(torch.is_grad_enabled())
-            yield
-
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            """The library's step."""
-            with self.around(), contextlib.nullcontext():
-                return super().training_step(model, inputs, num_items_in_batch)
-
-    def made(base):
-        return base(bert(), args=arguments(tmp_path), train_dataset=texts(8), data_collator=Pad())
-
-    fedfm.federate(made(Adds), partition={"clients": 1}, rounds=1, out=tmp_path / "run", run={"workers": 1})
-    assert entered == [True] * 4  # two epochs of two batches, and no batch of an evaluation
-
-    class Halves(Adds):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            with self.around():
-                return super().training_step(model, inputs, num_items_in_batch) / 2
-
-    class Swaps(Trainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            return super().training_step(model, num_items_in_batch, inputs)
-
-    class Looks(Adds):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            with self.around(inputs):
-                return super().training_step(model, inputs, num_items_in_batch)
-
-    for other in (Halves, Swaps, Looks):
-        with pytest.raises(InputError, match=f"{other.__name__} overrides training_step"):
-            fedfm.federate(made(other), partition={"clients": 1}, rounds=1, out=tmp_path / "no")
 
 
 def test_answers_in_a_text_are_told_by_name_without_padding(tmp_path):

@@ -14,7 +14,6 @@ from torch import nn
 
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError
-from fedfm.models.user.wrapped_step import contexts_of
 
 ITEMS = "(items)"  # key of a batch: the number of targets in the accumulated batch, which Trainers pass to the loss
 _OPTIMISERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
@@ -30,6 +29,7 @@ _TRL = "trl."  # its trainers are accepted if they learn from the given rows
 _SENTENCES = "sentence_transformers."  # its trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
+_OFFLOADS = "maybe_activation_offload_context"  # the step of TRL's trainers with it is the library's within it
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
 
@@ -48,7 +48,6 @@ class TrainersModule:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args, self.module = trainer, trainer.args, trainer.model
         _refuse(trainer)
-        self._contexts = contexts_of(trainer, _STEP)  # a Trainer's own step within them
 
     @property
     def columns(self) -> frozenset[str] | None:
@@ -167,9 +166,8 @@ class TrainersModule:
         told: dict[str, Any] = {"return_outputs": True} if outputs else {}
         if module.training or items is not None:
             told |= {"num_items_in_batch": items}
-        step = self._contexts() if module.training and self._contexts is not None else _as_it_is()
         precision = _bf16(module) if self.args.bf16 else _as_it_is()
-        with step, precision, self.trainer.compute_loss_context_manager():
+        with precision, self.trainer.compute_loss_context_manager():
             return self.trainer.compute_loss(module, inputs, **told)
 
     def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -215,10 +213,10 @@ def _refuse(trainer: Any) -> None:
     _refuse_other_batches(trainer)
     for name in _OWN_LOOP:
         where = _overrides(trainer, name)
-        if name == _STEP and contexts_of(trainer, name) is not None:
+        of_trl = _defined_in(trainer, name).startswith(_TRL)
+        if name == _STEP and of_trl and hasattr(trainer, _OFFLOADS):
             continue
         if where and not (name in _OF_SENTENCES and _defined_in(trainer, name).startswith(_SENTENCES)):
-            of_trl = _defined_in(trainer, name).startswith(_TRL)
             cure = "take TRL's SFTTrainer, DPOTrainer or RewardTrainer" if of_trl else "override compute_loss"
             raise InputError(
                 f"Trainer: {where} overrides {name}, which belongs to the Trainer's own loop and is never "
