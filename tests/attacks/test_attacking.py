@@ -32,6 +32,7 @@ from fedfm.runtime.population import populate
 from fedfm.training import SGD
 from fedfm.training.personal import DualAdapter
 from small import experiment
+from stopping import run_stopped, stop_in_steps
 from toy import federation
 from toy import run as rounds
 
@@ -321,17 +322,8 @@ class TestEveryAttack:
 def test_an_attacked_run_is_resumed_and_replayed_to_the_same_bits(tmp_path, monkeypatch):
     found = tables(tmp_path, "label_shuffle", intensity=2) | {"aggregation": {"name": "median"}}
     straight = fedfm.run(found, tmp_path / "straight")
-    step, crash = FedAvg.step, [3]
-
-    def dying(self, fed, state, t):
-        if t in crash:
-            crash.remove(t)
-            raise KeyboardInterrupt
-        return step(self, fed, state, t)
-
-    monkeypatch.setattr(FedAvg, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(found, tmp_path / "broken")
+    stop_in_steps(monkeypatch, FedAvg, [3])
+    run_stopped(found, tmp_path / "broken")
     resumed = fedfm.resume(tmp_path / "broken")
     assert (resumed["params_sha256"], resumed["attackers"]) == (straight["params_sha256"], straight["attackers"])
     again = replay(open_finished(tmp_path / "straight"))  # raises where the bits differ

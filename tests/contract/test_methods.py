@@ -15,6 +15,7 @@ from fedfm.config.registry import resolve
 from fedfm.core.method import Method, fraction_of
 from fedfm.errors import InputError
 from fedfm.privacy.composition import Releases, epsilon_of
+from stopping import run_stopped, stop_in_steps
 
 
 @pytest.fixture(autouse=True)
@@ -166,20 +167,9 @@ class TestEveryTrainedMethod:
     def test_a_resumed_run_equals_a_straight_one(self, name, tmp_path, monkeypatch):
         tables = experiment_of(name, tmp_path, rounds=4)
         straight = fedfm.run(tables, tmp_path / "straight")
-        cls = resolve("methods", name)
-        step = cls.step
-
-        def dying(self, fed, state, t):
-            out = step(self, fed, state, t)  # clients have answered and kept what they keep; nothing is committed
-            if t in crash:
-                crash.remove(t)
-                raise KeyboardInterrupt
-            return out
-
-        monkeypatch.setattr(cls, "step", dying)
-        crash = [t for t in (1, 3, 4) if t <= straight["rounds"]]
-        with pytest.raises(KeyboardInterrupt):
-            fedfm.run(tables, tmp_path / "broken")
+        rounds = [t for t in (1, 3, 4) if t <= straight["rounds"]]
+        crash = stop_in_steps(monkeypatch, resolve("methods", name), rounds)
+        run_stopped(tables, tmp_path / "broken")
         for _ in crash[:]:
             with pytest.raises(KeyboardInterrupt):
                 fedfm.resume(tmp_path / "broken")

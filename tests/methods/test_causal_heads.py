@@ -19,6 +19,7 @@ from fedfm.methods.ccvr import CCVR
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from stopping import run_stopped, stop_in_steps
 
 CLASSES = sorted(tiny_text.WORDS)
 FITTED = {  # a bias is part of their result; FedKT learns little from so few rows by its defaults
@@ -176,18 +177,9 @@ def test_cosine_centroids_have_no_bias_and_export_to_transformers(folder, tmp_pa
 
 def test_ccvr_resumes_and_says_which_adaptation_has_a_bias(folder, tmp_path, monkeypatch):
     tables = experiment(folder, "ccvr", rounds=2)
-    straight, step, crash = fedfm.run(tables, tmp_path / "straight"), CCVR.step, [2]
-
-    def dying(self, fed, w, t):
-        out = step(self, fed, w, t)
-        if t in crash:
-            crash.remove(t)
-            raise KeyboardInterrupt
-        return out
-
-    monkeypatch.setattr(CCVR, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables, tmp_path / "broken")
+    straight = fedfm.run(tables, tmp_path / "straight")
+    stop_in_steps(monkeypatch, CCVR, [2])
+    run_stopped(tables, tmp_path / "broken")
     assert fedfm.resume(tmp_path / "broken")["params_sha256"] == straight["params_sha256"]
     tables["model"]["adaptation"] = {"name": "lora"}
     with pytest.raises(InputError, match="a head gets one"):

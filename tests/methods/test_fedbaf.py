@@ -37,6 +37,7 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.file_integrity import read_secret
 from fedfm.training import SGD
 from small import checked
+from stopping import run_stopped, stop_in_steps
 
 BASES = [FedAvg(), FedProx(mu=0.01), FedAdam(server_learning_rate=0.1), FedYogi(), FedAvgM(), Scaffold()]
 
@@ -383,17 +384,8 @@ class TestRuns:
         monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: key)
         third = fedfm.run(experiment(rounds=2), tmp_path / "c")
         assert third["params_sha256"] == first["params_sha256"]
-        step, crash = FedAvg.step, [2]
-
-        def dying(self, fed, state, t):
-            if t in crash:
-                crash.remove(t)
-                raise KeyboardInterrupt
-            return step(self, fed, state, t)
-
-        monkeypatch.setattr(FedAvg, "step", dying)
-        with pytest.raises(KeyboardInterrupt):
-            fedfm.run(experiment(rounds=2), tmp_path / "d")
+        stop_in_steps(monkeypatch, FedAvg, [2])
+        run_stopped(experiment(rounds=2), tmp_path / "d")
         assert fedfm.resume(tmp_path / "d")["params_sha256"] == first["params_sha256"]
 
     @pytest.mark.proof

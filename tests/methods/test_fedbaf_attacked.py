@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import fedfm
 from fedfm.audits.replay import open_finished, replay
 from fedfm.errors import Lost
-from fedfm.runtime.progress import Progress
 from small import experiment
+from stopping import StopAfter
 
 TRIM, PSI = 0.3, 0.5
 RULES = {"trimmed_mean": {"trim": TRIM}, "median": {}, "krum": {"byzantine": 1}}
@@ -132,14 +132,6 @@ def test_any_base_runs_and_the_same_bits_come_from_workers_and_wire(base, tmp_pa
     assert len(results[0]["attackers"]) == 2
 
 
-class _Stop(Progress):
-    """Stops the run when its second round has been judged."""
-
-    def round(self, line):
-        if line["round"] == 2:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("base", ["fedavg", "fedadam", "fedyogi", "fedavgm", "scaffold"])
 def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch):
     """Moments and control variates give w' away, and w' with w_{t+1} a line through w_pre. A run that was stopped goes
@@ -149,7 +141,7 @@ def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch
     asked, run = tables(tmp_path), tmp_path / "run"
     asked["method"]["base"] = {"name": base}
     with pytest.raises(KeyboardInterrupt):
-        fedfm.run(asked, run, progress=_Stop())
+        fedfm.run(asked, run, progress=StopAfter(2))
     method = fedfm.load_run(run).experiment.method
     state = fedfm.load_run(run).state(method.state_type)
     w = method.params_for(state, "")
@@ -168,7 +160,7 @@ def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch
 def test_a_run_that_lost_its_key_does_not_go_on_with_another(tmp_path):
     run = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), run, progress=_Stop())
+        fedfm.run(tables(tmp_path), run, progress=StopAfter(2))
     key = (run / "private/server/alpha.secret").read_bytes()
     (run / "private/server/alpha.secret").unlink()
     with pytest.raises(Lost, match=r"alpha\.secret is missing.*Put the files? back"):

@@ -28,9 +28,9 @@ from fedfm.models.dual_encoder import image_trunk
 from fedfm.models.quiet import quiet
 from fedfm.reports.html import write
 from fedfm.runtime.population import populate
-from fedfm.runtime.progress import Progress
 from fedfm.training import SGD, AdamW
 from fedfm.training.scheduler import train_client
+from stopping import StopAfter
 from tiny_clip import pictures, save
 
 LOCAL_PASS = {"name": "adamw", "learning_rate": 0.01, "batch_size": 16}
@@ -288,17 +288,6 @@ def test_thresholds_wake_up_all_layers_or_none(place, tmp_path):
         assert set(out["details"]["active_layers"].values()) == {expected}
 
 
-class _Stop(Progress):
-    """Stops the run when a round has been judged."""
-
-    def __init__(self, after):
-        self._after = after
-
-    def round(self, line):
-        if line["round"] == self._after:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.proof
 @of_one_kind
 def test_a_queue_that_never_fills_is_a_notice(place, tmp_path):
@@ -327,7 +316,7 @@ def test_a_client_without_an_expert_says_so_and_starts_from_the_global_one(place
 @of_one_kind
 def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(place, tmp_path / "part", progress=_Stop(3), local_rounds=4)
+        run(place, tmp_path / "part", progress=StopAfter(3), local_rounds=4)
     for path in (tmp_path / "part" / "private").rglob("client-00*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(InputError):
@@ -342,7 +331,7 @@ def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
 def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):
     whole = run(place, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(place, tmp_path / "part", progress=_Stop(2))
+        run(place, tmp_path / "part", progress=StopAfter(2))
     assert fedfm.resume(tmp_path / "part")["params_sha256"] == whole["params_sha256"]
 
 

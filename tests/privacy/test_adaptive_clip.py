@@ -24,6 +24,7 @@ from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.training.scheduler import train_client
 from small import experiment as small
+from stopping import run_stopped, stop_in_means
 from toy import Quadratic
 
 DELTA = 1e-5
@@ -174,20 +175,10 @@ def test_secure_sums_have_the_bits_of_sums_in_the_clear(tmp_path, known_secrets)
 
 def test_a_killed_run_goes_on_with_its_clip(tmp_path, known_secrets, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
-    mean, calls = Federation.mean, []
-
-    def dying(self, *args, **kwargs):
-        got = mean(self, *args, **kwargs)
-        calls.append(self.round)
-        if len(calls) == 3:  # released, and not committed
-            raise KeyboardInterrupt
-        return got
-
-    monkeypatch.setattr(Federation, "mean", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), tmp_path / "run")
+    seen = stop_in_means(monkeypatch, lambda seen: len(seen) == 3)
+    run_stopped(tables(tmp_path), tmp_path / "run")
     resumed = fedfm.resume(tmp_path / "run")
-    assert calls == [1, 2, 3, 3, 4]
+    assert [t for t, *_ in seen] == [1, 2, 3, 3, 4]
     assert resumed["params_sha256"] == straight["params_sha256"]
     assert clips(tmp_path / "run") == clips(tmp_path / "straight")
 

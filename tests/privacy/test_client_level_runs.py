@@ -14,6 +14,7 @@ from fedfm.errors import InputError
 from fedfm.privacy.composition import Releases, epsilon_of, epsilon_of_concentrated
 from fedfm.runtime import client_memory
 from small import experiment as small
+from stopping import StopAfter, run_stopped, stop_in_means
 
 CLIENT = {"unit": "client", "noise_multiplier": 0.5, "clip_norm": 1.0, "delta": 1e-5}
 HIDDEN = CLIENT | {"aggregator": "secagg"}
@@ -61,21 +62,11 @@ def test_the_bits_depend_on_the_secret_alone(tmp_path, known_secrets, monkeypatc
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_killed_run_repeats_its_noise_and_spends_once(after, tmp_path, known_secrets, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
-    mean, released = Federation.mean, []
-
-    def dying(self, *args, **kwargs):
-        got = mean(self, *args, **kwargs)
-        released.append((self.round, got.sha256()))
-        if self.round == after + 1 and len(released) == after + 1:  # released, and not committed
-            raise KeyboardInterrupt
-        return got
-
-    monkeypatch.setattr(Federation, "mean", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), tmp_path / "run")
+    released = stop_in_means(monkeypatch, lambda seen: len(seen) == after + 1)
+    run_stopped(tables(tmp_path), tmp_path / "run")
     monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x08" * n)  # the secret is not drawn again
     resumed = fedfm.resume(tmp_path / "run")
-    again = [sha for t, sha in released if t == after + 1]
+    again = [sha for t, _, sha in released if t == after + 1]
     assert len(again) == 2
     assert again[0] == again[1]
     assert (resumed["params_sha256"], resumed["epsilon"]) == (straight["params_sha256"], straight["epsilon"])
@@ -112,25 +103,15 @@ def test_a_round_that_a_resume_releases_with_another_sum_is_spent_twice(tmp_path
 @pytest.mark.parametrize("halting", [False, True])
 def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kills, halting, tmp_path, monkeypatch):
     """The server dies with the sum of round 2 in its memory; after a resume the same updates get other noise."""
-    mean, sums = Federation.mean, []
-
-    def dying(self, *args, **kwargs):
-        got = mean(self, *args, **kwargs)
-        sums.append((self.round, got.sha256()))
-        if self.round == 2 and [t for t, _ in sums].count(2) <= kills:
-            raise KeyboardInterrupt
-        return got
-
-    monkeypatch.setattr(Federation, "mean", dying)
+    sums = stop_in_means(monkeypatch, lambda seen: seen[-1][0] == 2 and [t for t, *_ in seen].count(2) <= kills)
     cost = [epsilon_of_concentrated(n / (2 * 0.5**2), 1e-5) for n in range(8)]
     budget = {"halt_at_epsilon": (cost[3] + cost[4]) / 2} if halting else {}
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path, DISTRIBUTED | budget), tmp_path / "run")
+    run_stopped(tables(tmp_path, DISTRIBUTED | budget), tmp_path / "run")
     for _ in range(kills - 1):
         with pytest.raises(KeyboardInterrupt):
             fedfm.resume(tmp_path / "run")
     result = fedfm.resume(tmp_path / "run")
-    repeats = [sha for t, sha in sums if t == 2]
+    repeats = [sha for t, _, sha in sums if t == 2]
     assert len(set(repeats)) == len(repeats)
     assert result["rounds"] == (3 - kills if halting else 4)
     assert len(sums) == result["rounds"] + kills
@@ -144,17 +125,7 @@ def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kil
 
 
 def test_a_resume_without_its_secret_is_refused(tmp_path, monkeypatch):
-    mean = Federation.mean
-
-    def dying(self, *args, **kwargs):
-        if self.round == 3:
-            raise KeyboardInterrupt
-        return mean(self, *args, **kwargs)
-
-    monkeypatch.setattr(Federation, "mean", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), tmp_path / "run")
-    monkeypatch.setattr(Federation, "mean", mean)
+    run_stopped(tables(tmp_path), tmp_path / "run", progress=StopAfter(2))
     (tmp_path / "run/private/server/noise.secret").unlink()
     with pytest.raises(InputError, match=r"noise\.secret is missing"):
         fedfm.resume(tmp_path / "run")

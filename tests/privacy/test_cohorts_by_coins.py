@@ -23,6 +23,7 @@ from fedfm.privacy.cohorts import by_coins
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.runtime import client_memory
 from small import experiment as small
+from stopping import StopAfter, run_stopped, stop_in_means
 from toy import Quadratic, federation
 
 DELTA = 1e-5
@@ -264,18 +265,8 @@ def test_the_bits_and_the_cohorts_depend_on_the_secret_alone(tmp_path, known, mo
 
 def test_a_killed_run_asks_the_same_clients_again(tmp_path, known, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
-    mean, seen = Federation.mean, []
-
-    def dying(self, *args, **kwargs):
-        got = mean(self, *args, **kwargs)
-        seen.append((self.round, self.cohort, got.sha256()))
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        return got
-
-    monkeypatch.setattr(Federation, "mean", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), tmp_path / "run")
+    seen = stop_in_means(monkeypatch, lambda seen: len(seen) == 2)
+    run_stopped(tables(tmp_path), tmp_path / "run")
     monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x08" * n)  # no secret is drawn again
     resumed = fedfm.resume(tmp_path / "run")
     assert seen[1] == seen[2]
@@ -283,17 +274,7 @@ def test_a_killed_run_asks_the_same_clients_again(tmp_path, known, monkeypatch):
 
 
 def test_a_resume_without_its_coins_is_refused(tmp_path, monkeypatch):
-    mean = Federation.mean
-
-    def dying(self, *args, **kwargs):
-        if self.round == 3:
-            raise KeyboardInterrupt
-        return mean(self, *args, **kwargs)
-
-    monkeypatch.setattr(Federation, "mean", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), tmp_path / "run")
-    monkeypatch.setattr(Federation, "mean", mean)
+    run_stopped(tables(tmp_path), tmp_path / "run", progress=StopAfter(2))
     (tmp_path / "run/private/server/cohort.secret").unlink()
     with pytest.raises(InputError, match=r"cohort\.secret is missing"):
         fedfm.resume(tmp_path / "run")

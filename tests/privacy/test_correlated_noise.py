@@ -23,6 +23,7 @@ from fedfm.privacy.correlated import Strategy, strategy
 from fedfm.sites.release_cost import ReleaseCosts
 from small import experiment as small
 from small import pictures, tiny_vit
+from stopping import run_stopped, stop_in_means
 from toy import Quadratic
 
 DELTA = 1e-5
@@ -259,18 +260,8 @@ def test_the_bits_are_those_of_every_worker_and_of_hidden_sums(tmp_path, known_s
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_killed_run_repeats_its_noise(at, tmp_path, known_secrets, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
-    mean, seen = Federation.mean, []
-
-    def dying(self, *args, **kwargs):
-        got = mean(self, *args, **kwargs)
-        seen.append((self.round, self.cohort, got.sha256()))
-        if len(seen) == at:  # released, and not committed
-            raise KeyboardInterrupt
-        return got
-
-    monkeypatch.setattr(Federation, "mean", dying)
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables(tmp_path), tmp_path / "run")
+    seen = stop_in_means(monkeypatch, lambda seen: len(seen) == at)
+    run_stopped(tables(tmp_path), tmp_path / "run")
     resumed = fedfm.resume(tmp_path / "run")
     assert seen[at - 1] == seen[at]
     assert (resumed["params_sha256"], resumed["epsilon"]) == (straight["params_sha256"], straight["epsilon"])

@@ -21,21 +21,10 @@ from fedfm.errors import InputError, Lost, RunError
 from fedfm.reports import html, read
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import DiskMemory, secret
-from fedfm.runtime.progress import Progress
 from small import experiment, pictures, tiny_vit
+from stopping import StopAfter
 
 ROUNDS = 6
-
-
-class _Stop(Progress):
-    """Stops the run when a round has been judged."""
-
-    def __init__(self, after):
-        self._after = after
-
-    def round(self, line):
-        if line["round"] == self._after:
-            raise KeyboardInterrupt
 
 
 def fedala(folder, **changes):
@@ -73,7 +62,7 @@ def stopped(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
             with pytest.raises(KeyboardInterrupt):
-                fedfm.run(TABLES[name](folder), folder / "run", progress=_Stop(4))
+                fedfm.run(TABLES[name](folder), folder / "run", progress=StopAfter(4))
             shutil.copytree(folder / "run", folder / "straight")
             made[name] = folder / "run", fedfm.resume(folder / "straight")["params_sha256"]
         return made[name]
@@ -390,7 +379,7 @@ def test_early_stopping_depends_on_its_metrics_and_its_best_checkpoint(tmp_path,
     tables["data"]["val_fraction"] = 0.25
     run = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables, run, progress=_Stop(20))
+        fedfm.run(tables, run, progress=StopAfter(20))
     losses = {m["round"]: m["val_loss"] for m in fedfm.load_run(run).metrics() if m["round"]}
     best = run / f"checkpoint/round-{min(losses, key=losses.get):06d}.safetensors"
     assert best not in sorted((run / "checkpoint").iterdir())[-2:], "choose settings whose best round is early"

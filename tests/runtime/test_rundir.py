@@ -20,32 +20,21 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.reports import html
 from fedfm.runtime.client_memory import DiskMemory
 from fedfm.runtime.population import record_error
-from fedfm.runtime.progress import Progress
 from small import experiment
-
-
-class _Stop(Progress):
-    """Stops the run when a round has been judged."""
-
-    def __init__(self, after):
-        self._after = after
-
-    def round(self, line):
-        if line["round"] == self._after:
-            raise KeyboardInterrupt
+from stopping import StopAfter
 
 
 @pytest.fixture
 def stopped(tmp_path):
     """A run of four rounds that was stopped after the second."""
     with pytest.raises(KeyboardInterrupt):
-        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=StopAfter(2))
     return tmp_path / "run"
 
 
 def test_a_stop_says_in_python_too_how_to_go_on(tmp_path):
     with pytest.raises(KeyboardInterrupt, match=r"committed rounds are kept; continue with fedfm.resume\('.*run'\)"):
-        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=StopAfter(2))
 
 
 def test_a_run_says_what_it_is(stopped):
@@ -295,7 +284,7 @@ def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tm
     on_client(loud)
     monkeypatch.setattr(FedAvg, "train", loud)
     with pytest.raises(KeyboardInterrupt):
-        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=StopAfter(2))
     result = fedfm.resume(tmp_path / "run")
     assert result["rounds"] == 4
     assert not result["excluded"]

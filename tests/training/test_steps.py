@@ -16,6 +16,7 @@ from fedfm.models.wrap import wrap
 from fedfm.training import SGD, Adam, loop
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
+from stopping import StopAfter, run_stopped
 
 STEPS = 6  # 11 rows in batches of 4, two epochs
 
@@ -122,13 +123,7 @@ def test_a_schedule_is_kept_by_a_resumed_run(tmp_path):
     tables = experiment(tmp_path, {"schedule": "cosine", "warmup": 0.25, "max_grad_norm": 0.5})
     whole = fedfm.run(tables, tmp_path / "whole")
 
-    class Stop(fedfm.Progress):
-        def round(self, line):
-            if line["round"] == 2:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fedfm.run(tables, tmp_path / "again", progress=Stop())
+    run_stopped(tables, tmp_path / "again", progress=StopAfter(2))
     again = fedfm.resume(tmp_path / "again")
     assert again["params_sha256"] == whole["params_sha256"]
     plain = fedfm.run(experiment(tmp_path, {}), tmp_path / "plain")
