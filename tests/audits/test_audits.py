@@ -310,12 +310,10 @@ def test_every_audit_is_found_by_its_file():
         "extraction",
         "task_vector",
         "expert_membership",
-        "client_epsilon",
         "canaries",
     } | {"row_canaries", "row_norms"} | {
         "model_membership",
         "update_membership",
-        "row_coins",
         "label_counts",
         "head_rows",
     } | {"repeated_questions"}

@@ -54,16 +54,14 @@ def remembered(tmp_path_factory):
 @pytest.mark.proof
 def test_rows_that_were_remembered_are_told_by_the_model_and_by_the_updates(remembered):
     found = by_name(perform(remembered))
-    names = {"model_membership", "model_membership_tpr", "update_membership", "row_coins", "label_counts", "head_rows"}
+    names = {"model_membership", "model_membership_tpr", "update_membership", "label_counts", "head_rows"}
     assert set(found) == names | {"repeated_questions"}
     for name in ("model_membership", "update_membership"):
         assert found[name].verdict == "leaks"
         assert found[name].low > 0.6
     assert found["model_membership_tpr"].estimate > 0.05
-    assert found["row_coins"].low > 1.0
-    assert found["row_coins"].detail["coins"] == 240
     assert by_name(perform(remembered)) == found  # the same figures again
-    assert len(json.loads((remembered / "audit.json").read_text())["findings"]) == 7
+    assert len(json.loads((remembered / "audit.json").read_text())["findings"]) == 6
 
 
 def test_a_model_that_saw_other_rows_is_not_accused(remembered, tmp_path):
@@ -148,10 +146,9 @@ def test_a_head_without_a_bias_gives_label_counts_and_says_why_it_gives_no_rows(
 
 def test_of_hidden_sums_the_sums_are_attacked(tmp_path):
     path = run(noise(tmp_path), aggregation={"name": "secure"}, method={"local": HARD, "rounds": 2, "fraction": 1.0})
-    assert [*choose(Run.open(path))] == ["model_membership", "repeated_questions", "row_coins", "update_membership"]
+    assert [*choose(Run.open(path))] == ["model_membership", "repeated_questions", "update_membership"]
     found = by_name(perform(path))
     assert found["update_membership"].detail["updates"] == 2  # a sum a round
-    assert "sums" in found["row_coins"].says
     with pytest.raises(InputError, match="label_counts: the server saw sums of updates only"):
         perform(path, ["label_counts"])
 
@@ -161,9 +158,8 @@ def test_of_hidden_sums_the_sums_are_attacked(tmp_path):
 def test_an_epsilon_bounds_what_is_found(tmp_path):
     privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 1.0, "delta": 1e-5, "clip_norm": 1.0}
     path = run(tmp_path, privacy=privacy, method={"rounds": 2, "fraction": 1.0})
-    found = by_name(perform(path, ["update_membership", "row_coins"]))
+    found = by_name(perform(path, ["update_membership"]))
     assert 0.5 < found["update_membership"].detail["allowed_by_epsilon"] < 1
-    assert found["row_coins"].bound == pytest.approx(1.0, abs=1e-6)
     assert not any(f.contradicts for f in found.values())
 
 

@@ -11,15 +11,15 @@ from fedfm.audits import audit, steps
 from fedfm.audits.audit import audits, perform, perform_within
 from fedfm.audits.head_rows import HeadRows
 from fedfm.audits.label_counts import LabelCounts
+from fedfm.audits.model_membership import ModelMembership
 from fedfm.audits.replay import open_finished
-from fedfm.audits.row_coins import RowCoins
 from fedfm.cli import main
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import AuditProgress
 from small import experiment, features
 
-NAMES = {"model_membership", "update_membership", "row_coins", "label_counts", "head_rows", "repeated_questions"}
+NAMES = {"model_membership", "update_membership", "label_counts", "head_rows", "repeated_questions"}
 
 
 @pytest.fixture
@@ -39,23 +39,23 @@ def stored(run):
 
 def test_cheap_attacks_are_first_and_a_long_one_has_a_replay_of_its_own(run, monkeypatch):
     monkeypatch.setattr(LabelCounts, "seconds", lambda *args: 500.0)
-    monkeypatch.setattr(RowCoins, "seconds", lambda *args: 0.1)
+    monkeypatch.setattr(ModelMembership, "seconds", lambda *args: 0.1)
     known = open_finished(run)
     chosen = {name: audits()[name] for name in sorted(NAMES)}
     planned = steps.steps(known, populate(known.experiment), chosen)
     assert [s.seconds for s in planned] == sorted(s.seconds for s in planned)
-    assert planned[0].names == ["row_coins"]
+    assert planned[0].names == ["model_membership"]
     assert (planned[-1].names, planned[-1].replays) == (["label_counts"], True)
     assert sorted(name for s in planned for name in s.names) == sorted(NAMES)
 
 
 def test_at_the_limit_findings_are_kept_and_the_rest_is_named(run, monkeypatch, capsys):
-    monkeypatch.setattr(RowCoins, "seconds", lambda *args: 500.0)
-    monkeypatch.setattr(RowCoins, "findings", lambda *args, **options: stop(steps.TimeUpError))
+    monkeypatch.setattr(ModelMembership, "seconds", lambda *args: 500.0)
+    monkeypatch.setattr(ModelMembership, "findings", lambda *args, **options: stop(steps.TimeUpError))
     assert main(["audit", str(run), "--time-limit", "10000", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out.splitlines()[-1])
-    assert result["not_run"] == ["row_coins"]
+    assert result["not_run"] == ["model_membership"]
     done = {f["name"].removesuffix("_tpr") for f in result["findings"]}
     assert done
     assert done | set(result["not_run"]) == NAMES

@@ -18,10 +18,10 @@ delta = 1e-5
 def test_an_audit_repeats_the_run_on_the_local_engine(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", "deployment")
-    attacks = ("--attack", "client_epsilon", "--attack", "canaries")
+    attacks = ("--attack", "update_membership", "--attack", "canaries")
     found = {f["name"]: f for f in here("audit", tmp_path / "run", *attacks)["findings"]}  # it refuses other bits
-    assert set(found) == {"client_epsilon", "canaries"}
-    assert (found["client_epsilon"]["verdict"], found["client_epsilon"]["bound"]) == ("holds", result["epsilon"])
+    assert set(found) == {"update_membership", "canaries"}
+    assert (found["canaries"]["verdict"], found["canaries"]["bound"]) == ("holds", result["epsilon"])
 
 
 COINS = ("fraction = 0.5", "clip_quantile = 0.5")

@@ -12,7 +12,6 @@ from fedfm.api import execute
 from fedfm.audits.audit import audits
 from fedfm.audits.model_membership import ModelMembership
 from fedfm.audits.repeated_questions import RepeatedQuestions
-from fedfm.audits.row_coins import RowCoins
 from fedfm.audits.update_membership import UpdateMembership
 from fedfm.cli import main
 from fedfm.errors import InputError
@@ -80,7 +79,7 @@ def test_the_same_files_give_the_same_bytes(audited):
 
 def test_a_run_that_no_attack_fits_gets_one_too(tmp_path, capsys, monkeypatch):
     execute.run(experiment(tmp_path, privacy={"aggregator": "secagg"}), tmp_path / "run")
-    for audit in (ModelMembership, UpdateMembership, RowCoins, RepeatedQuestions):  # each fits every run of its kind
+    for audit in (ModelMembership, UpdateMembership, RepeatedQuestions):  # each fits every run of its kind
         monkeypatch.setattr(audit, "unfit", lambda self, run: "it is left out")
     assert main(["audit", str(tmp_path / "run")]) == 2
     assert main(["audit", str(tmp_path / "run"), "--dossier", "--format", "json"]) == 0

@@ -6,15 +6,15 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
+from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
-from fedfm.audits.client_epsilon import mechanism_of, why_not_measured
 from fedfm.audits.finding import Finding, refutes, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.canaries import TOO_LONG
@@ -48,8 +48,9 @@ class Canaries(Audit):
 
     def unfit(self, run: Run) -> str | None:
         result, clients = run.manifest["result"], len(run.manifest["clients"])
-        if (why := why_not_measured(mechanism_of(run))) is not None:
-            return why
+        mechanism = cast(CentralGaussian, run.experiment.aggregation.mechanism)  # see reads
+        if mechanism.fraction is not None or mechanism.adaptive is not None:
+            return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
         if not result["rounds"] or clients < 2:
             return "it needs a round and two clients"
         numbers = int(run.manifest["model"]["trainable"]) * (result["rounds"] + clients)

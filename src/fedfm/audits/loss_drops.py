@@ -33,8 +33,9 @@ class LossDrops(Watch):
         sums: whether the server only sees the round's sum.
     """
 
-    def __init__(self, run: Run, pool: RowPool | None = None) -> None:
-        self._run, self.pool = run, pool
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.pool: RowPool | None = None
         self.found: dict[ClientId, Array] = {}
         self.updates, self.sums = 0, sees_sums_only(run)
 

@@ -10,15 +10,14 @@ al. (arXiv:2112.03570). It knows neither the clients' rows nor the run's message
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator, Mechanism, Transport
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.recorded_run import RecordedRun, Turn, private_folder
+from fedfm.audits.recorded_run import RecordedRun, private_folder
 from fedfm.core.client import POOLED, ClientData, ClientId, each
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
@@ -218,24 +217,13 @@ def _aggregator(run: Run) -> Aggregator:
     return Aggregator()
 
 
-@contextmanager
-def _shadow_run(run: Run, half: Half, number: int) -> Iterator[RecordedRun]:
-    with private_folder() as private, torch_threads(1):
-        seed = seeds.derive(run.experiment.run.seed, "audit", "shadow", number)
-        yield RecordedRun(run.experiment.method, half, private, seed=seed, aggregator=_aggregator(run))
-
-
-def shadow_turns(run: Run, half: Half, number: int) -> Iterator[Turn]:
-    """The rounds of a shadow run."""
-    with _shadow_run(run, half, number) as shadow:
-        yield from shadow.turns(int(run.manifest["result"]["rounds"]))
-
-
 def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params]:
     """Final models of a shadow run: by client if each has its own, else one under the key ""."""
     method = run.experiment.method
     result = run.manifest["result"]
-    with _shadow_run(run, half, number) as shadow:
+    seed = seeds.derive(run.experiment.run.seed, "audit", "shadow", number)
+    with private_folder() as private, torch_threads(1):
+        shadow = RecordedRun(method, half, private, seed=seed, aggregator=_aggregator(run))
         for turn in shadow.turns(int(result["details"].get("model_of_round", result["rounds"]))):
             state = turn.after
         if not personal(method):

@@ -79,7 +79,6 @@ notices and the report say what is missing.
 attacks, and the runs that they fit; without --attack every one that fits and takes seconds:
   model_membership     rows recognised by the final model; every method whose clients have the model
   update_membership    rows recognised by the updates, or by their sums; methods with [method.local]
-  row_coins            a lower bound on epsilon from one more run with a coin per row; methods with [method.local]
   label_counts         label counts of clients from a head's update; classifiers that send their head in the clear
   head_rows            features of rows from a head's update; the same
   membership, epsilon, reconstruction, single_holder, inversion       fedpft; inversion needs images
@@ -88,7 +87,7 @@ attacks, and the runs that they fit; without --attack every one that fits and ta
   expert_membership    fedms, fedpgp
   block_order, ciphertext_weights, encrypted_error, loss_labels, other_clients,
   server_view, substitute_model       blindfed
-  client_epsilon, canaries    noise for clients, unit = "client"
+  canaries             noise for clients, unit = "client"
   row_canaries, row_norms     DP-SGD
   repeated_questions   a client asked twice for one thing in one round, by messages.jsonl; every run
 

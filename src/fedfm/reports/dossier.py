@@ -34,7 +34,6 @@ _KINDS = {
         "expert_membership",
         "model_membership",
         "update_membership",
-        "row_coins",
         "task_vector.membership",
     ),
     "attribute inference": ("label_counts", "task_vector.labels", "task_vector.shares", "task_vector.neighbours"),
