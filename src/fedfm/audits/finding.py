@@ -131,14 +131,14 @@ def absorb_rounding(low: float, stated: float) -> float:
     return stated if stated < low <= stated * (1 + _ROUNDING) else low
 
 
-def refutes(low: float, of: str = "", digits: int = 3) -> str:
+def refutes(low: float) -> str:
     """What a lower bound on epsilon refutes, in words.
 
     Example:
-        >>> refutes(0.5, " of a row"), refutes(0.0)
-        ('refutes every epsilon of a row below 0.5', 'refutes no epsilon')
+        >>> refutes(0.5), refutes(0.0)
+        ('refutes every epsilon below 0.5', 'refutes no epsilon')
     """
-    return f"refutes every epsilon{of} below {low:.{digits}g}" if low > 0 else f"refutes no epsilon{of}"
+    return f"refutes every epsilon below {low:.3g}" if low > 0 else "refutes no epsilon"
 
 
 def against(verdict: Verdict) -> str:

@@ -29,7 +29,6 @@ class TaskFacts(Protocol):
     one_class_a_row: ClassVar[bool]
     linear_head: ClassVar[bool]
     two_encoders: ClassVar[bool]
-    scores_unseen_classes: ClassVar[bool]
     is_language_model: ClassVar[bool]
     means_over_tokens: ClassVar[bool]
     compared_by_row: ClassVar[bool]

@@ -55,7 +55,6 @@ class Task:
         one_class_a_row: a row has one label of several classes: logits (b, C), and the loss is their cross-entropy.
         linear_head: fedfm works on the last linear map: features of a row, before it, exist.
         two_encoders: the model compares rows with texts, such as a CLIP.
-        scores_unseen_classes: it has logits of classes without training rows.
         is_language_model: it is a causal language model, whose rows are tokens without labels.
         means_over_tokens: the loss of a row is a mean over tokens.
         compared_by_row: audits may compare what a model says of single rows.
@@ -87,7 +86,6 @@ class Task:
     one_class_a_row: ClassVar[bool] = False
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
-    scores_unseen_classes: ClassVar[bool] = False
     is_language_model: ClassVar[bool] = False
     means_over_tokens: ClassVar[bool] = False
     compared_by_row: ClassVar[bool] = False

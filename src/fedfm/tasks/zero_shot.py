@@ -23,7 +23,6 @@ class ZeroShotTask(OneClassTask):
     kinds: ClassVar[tuple[str, ...]] = ("image",)
     softmax: ClassVar[bool] = True
     two_encoders: ClassVar[bool] = True
-    scores_unseen_classes: ClassVar[bool] = True
     no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA, "prompt")
     lora_scale: ClassVar[float] = 1.0

@@ -18,6 +18,7 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
+_MOST = 64.0  # largest epsilon of the search
 SHARES = (1.0, 0.5, 0.2, 0.05)  # shares of the guesses, the surest first; each is a test with a part of the error level
 
 
@@ -66,9 +67,7 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
     return min(beyond + 2 * coins * delta * float((just_below / np.arange(1, right + 1)).max()), 1.0)
 
 
-def epsilon_bound(
-    readings: Sequence[float], delta: float, confidence: float = 0.95, steps: int = 1, most: float = 64.0
-) -> float:
+def epsilon_bound(readings: Sequence[float], delta: float, confidence: float = 0.95, steps: int = 1) -> float:
     """The largest epsilon that these readings refute at this confidence; 0 if they refute none.
 
     Args:
@@ -76,7 +75,6 @@ def epsilon_bound(
         delta: delta of the claim.
         steps: k, number of neighbouring steps between the two sides of a coin. It is 2 if neighbours differ by one row
             more or less and the coin exchanges two rows. Then each coin is (2 epsilon, delta (1 + e^epsilon))-private.
-        most: upper limit of the search.
     """
     x = np.asarray(readings, dtype=np.float64)
     if not len(x):
@@ -85,7 +83,7 @@ def epsilon_bound(
     best = 0.0
     for guesses in sorted({max(1, round(share * len(x))) for share in SHARES}):
         right = int((x[order[:guesses]] > 0).sum())  # a reading of 0 counts as wrong, which is the safe side
-        low, high = 0.0, most
+        low, high = 0.0, _MOST
         level = (1 - confidence) / len(SHARES)
         if _refutes(len(x), guesses, right, low, delta, steps, level):
             for _ in range(40):

@@ -80,10 +80,8 @@ def bootstrap(parts: Array, weights: Array, rng: np.random.Generator, confidence
     return float(low), float(high)
 
 
-def mean_interval(
-    figures: Array, reference: Array | None = None, confidence: float = 0.95
-) -> tuple[float | None, float | None]:
-    """Interval of the mean of figures in [0, 1], one for each client; (None, None) for fewer than two clients.
+def mean_interval(figures: Array, reference: Array | None = None) -> tuple[float | None, float | None]:
+    """95 % interval of the mean of figures in [0, 1], one for each client; (None, None) for fewer than two clients.
 
     It uses Student's t, because a bootstrap over few clients gives a too narrow interval.
 
@@ -103,7 +101,7 @@ def mean_interval(
     if len(apart) < 2:
         return None, None
     middle = float(at.mean() + apart.mean())
-    margin = float(t.ppf((1 + confidence) / 2, len(apart) - 1) * apart.std(ddof=1)) / len(apart) ** 0.5
+    margin = float(t.ppf(0.975, len(apart) - 1) * apart.std(ddof=1)) / len(apart) ** 0.5
     return max(middle - margin, 0.0), min(middle + margin, 1.0)
 
 
