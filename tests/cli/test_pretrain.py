@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from central import Lines, call
 from fedfm.api import execute
 from fedfm.api.pretrain import pretrain
 from fedfm.api.pretrain_spec import Pretraining
-from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.progress import EpochProgress
 
 TABLES = {
     "data": {"name": "digits", "limit": 160},
@@ -45,28 +44,6 @@ def toml(folder, **changes):
     path = folder / "pre.toml"
     path.write_text(to_toml(tables(**changes)))
     return path
-
-
-def call(capsys, *args):
-    """(exit code, stdout, stderr)."""
-    code = main([str(a) for a in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-class Lines(EpochProgress):
-    """Keeps the lines; raises after so many steps."""
-
-    def __init__(self, steps=10**9):
-        self.lines, self.left = [], steps
-
-    def step(self):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-    def epoch(self, line):
-        self.lines.append(dict(line))
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,14 @@ import time
 
 import pytest
 
+from central import Lines, call
 from fedfm.api import execute
-from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from fedfm.encrypted.student import conversion
 from fedfm.encrypted.student.distil import distil
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.progress import EpochProgress
 from small import pictures
 from tiny_twins import tiny
 
@@ -48,28 +47,6 @@ def toml(place, folder, **changes):
     path = folder / "twin.toml"
     path.write_text(to_toml(tables(place, **changes)))
     return path
-
-
-def call(capsys, *args):
-    """(exit code, stdout, stderr)."""
-    code = main([str(a) for a in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-class Lines(EpochProgress):
-    """Keeps the lines; raises after so many steps."""
-
-    def __init__(self, steps=10**9):
-        self.lines, self.left = [], steps
-
-    def step(self):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-    def epoch(self, line):
-        self.lines.append(dict(line))
 
 
 @pytest.fixture(scope="module")
