@@ -296,16 +296,6 @@ def test_what_needs_whole_cohorts_is_refused(tmp_path, changes, said):
     assert said in str(error.value)
 
 
-def test_the_method_is_said_before_a_key_that_it_lacks(tmp_path):
-    tables = asynchronous(tmp_path)
-    tables["method"] = {"name": "fedpft", "local": {"learning_rate": 0.1}}
-    with pytest.raises(InputError) as error:
-        Experiment.from_dict(tables)
-    first, _, second = str(error.value).partition("; and ")
-    assert first.startswith('run.asynchronous: method "fedpft" needs the answers of a full cohort')
-    assert second.startswith("method.local: unknown key")
-
-
 def test_a_subclass_does_not_inherit_that_late_updates_are_allowed(tmp_path):
     @dataclass(frozen=True)
     class Mine(FedAvg):
