@@ -31,7 +31,7 @@ from fedfm.errors import InputError
         ("model.lora_alpha=16", "did you mean model.adaptation.alpha?"),
         ("model.lora_rank=16", "did you mean model.adaptation.rank?"),
         ("data.alpha=0.1", "did you mean data.partition.alpha?"),
-        ("data.num_clients=10", "did you mean data.partition.clients?"),
+        ("data.num_clients=10", "did you mean data.partition.clients, e.g. 10?"),
         ("method.opt=adam", "did you mean method.local.name"),
         ("method.local.opt=adam", "did you mean"),
         ("local.opt=adam", "did you mean method.local?"),

@@ -30,8 +30,6 @@ _SAME = {
     "proximal_mu": ("mu",),
     "num_rounds": ("rounds",),
     "n_rounds": ("rounds",),
-    "num_clients": ("clients",),
-    "n_clients": ("clients",),
     "fraction_fit": ("fraction",),
     "sample_rate": ("fraction",),
     "r": ("rank",),
@@ -39,7 +37,7 @@ _SAME = {
     "lora_alpha": ("alpha",),
     "lora_dropout": ("dropout",),
     "path": ("name",),  # of a model
-    "dataset": ("name", "path"),
+    "dataset": ("path", "name"),
     "target_modules": ("targets",),
     "epsilon": ("target_epsilon",),
     "eps": ("target_epsilon",),
@@ -54,6 +52,7 @@ _NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation
 _LOCAL, _NAME = "method.local.", "method.local.name"
 _INSTEAD = {  # keys whose value means something else here, and a value
     **dict.fromkeys(("optimizer", "optimiser", "optim", "opt"), (_NAME, "adam")),
+    **dict.fromkeys(("num_clients", "n_clients"), ("data.partition.clients", 10)),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "use_cuda"), ("model.device", "cuda")),
     **dict.fromkeys(("clients_per_round", "num_clients_per_round", "min_fit_clients"), ("method.fraction", 0.2)),
 }
