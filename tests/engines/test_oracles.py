@@ -350,6 +350,27 @@ def test_one_question_for_scores_a_round_whatever_the_call_and_no_budget(tmp_pat
     assert silo.code("scores.Evaluation_evaluate_start", {"w": thresholds(0.3), "part": "test"}) == "E_REFUSED"
 
 
+def test_a_question_of_another_round_is_a_second_question_where_the_round_had_one(tmp_path):
+    """The scores are those of the client's own model, which training changes: the answer is another one each time.
+
+    Of a model that all have the answer is the same, which the server knows; so it is given.
+    """
+    silo = Silo(tmp_path / "north")
+    silo.run(method={**FEDAVG, "name": "ditto"})
+    for t in (1, 2):
+        assert silo.code("train.Ditto_train", {"w": head(float(t))}, t) == ""
+        assert silo.code(SCORES, {"w": head(float(t)), "part": "test"}, t, 2) == ""
+    assert silo.code("train.Ditto_train", {"w": head(3.0)}, 3) == ""
+    codes = [silo.code(SCORES, {"w": head(float(t)), "part": "test"}, 3, 2 + t) for t in (1, 2, 1)]
+    assert codes == ["", "E_REFUSED", ""]
+    assert [line["fault"] for line in silo.ledger(SCORES)] == ["", "", "", "E_REFUSED", ""]
+    shared = silo.run("shared")
+    codes = [
+        silo.code(SCORES, {"w": head(float(t)), "part": "test"}, at, 1, shared) for t, at in ((1, 1), (2, 2), (1, 2))
+    ]
+    assert codes == ["", "", ""]
+
+
 def test_a_silo_without_a_budget_is_told_so(tmp_path, capsys):
     for number, (tables, endless) in enumerate((("", True), ("[budget]\nrounds = 9", False))):
         silo = Silo(tmp_path / str(number), tables)

@@ -137,6 +137,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
         InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.
     """
     pinned = None if key is None else _public(key)
+    storage.refuse_pipe(folder / FILE)
     try:
         data = (folder / FILE).read_bytes()
     except FileNotFoundError:

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,37 @@ def not_written(path: Path, error: Exception, *, of_run: bool = True) -> NotWrit
     kept = "; what was committed before is kept" if of_run else ""
     free = "; free some space there" if full(error) else ""
     return NotWritten(f"cannot write {path}: {why(error)}{kept}{free}")
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Refuse pipes and devices in a folder from elsewhere: to read one may never end.
+
+    Raises:
+        InputError: a file below the folder, or what a link there leads to, is one; it names the file.
+    """
+    waiting = [folder]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as found:  # who reads there reports the error
+            for entry in found:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+                elif not entry.is_file(follow_symlinks=False):
+                    refuse_pipe(Path(entry.path))
+
+
+def refuse_pipe(path: Path) -> None:
+    """Refuse one pipe or device, as :func:`refuse_pipes` does."""
+    if is_endless(path):
+        raise InputError(f"{path} is a pipe or a device, and no file; remove it")
+
+
+def is_endless(path: Path) -> bool:
+    """Whether the path, or what it leads to as a link, is a pipe or a device."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False  # a link to nothing, or to itself
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def refuse_others(path: Path, mark: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedfm.core import tasks
+from fedfm.core import storage, tasks
 from fedfm.core.messages import ROUND
 from fedfm.core.metric_names import LOCAL_LOSS, SCORES
 from fedfm.errors import InputError
@@ -183,6 +183,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     """
     run_dir = Path(run_dir)
     path = run_dir / "manifest.json"
+    storage.refuse_pipes(run_dir)
     if not path.is_file():
         raise no_run(run_dir)
     try:

@@ -97,10 +97,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         InputError: there is no run, it is damaged, or another release wrote it.
     """
     try:
+        storage.refuse_pipes(path)
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise no_run(path) from None
-    except (OSError, ValueError) as error:
+    except InputError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path / MANIFEST} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         schema = manifest.get("schema") if isinstance(manifest, dict) else None

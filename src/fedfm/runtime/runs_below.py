@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fedfm.core import storage
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 
@@ -21,9 +22,10 @@ def write_order(folder: Path, names: Sequence[str]) -> None:
 def order_in(folder: Path) -> list[Path]:
     """A run and its baselines, as :func:`write_order` recorded them; empty if there is no valid list."""
     try:
+        storage.refuse_pipe(folder / STUDY)
         names = json.loads((folder / STUDY).read_text(encoding="utf-8"))["runs"]
         found = [folder / Path(name).name for name in names]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [path for path in found if (path / "manifest.json").exists()]
 

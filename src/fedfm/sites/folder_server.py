@@ -20,6 +20,7 @@ from fedfm.engines.flower import client_stub
 from fedfm.engines.folder.letters import Content, Header, digest, shared_key
 from fedfm.engines.folder.mailbox import mailboxes
 from fedfm.errors import E_REFUSED, ClientFault, InputError, lines_of
+from fedfm.sites.file_contents import FileContents
 from fedfm.sites.request_log import SiloLog
 
 if TYPE_CHECKING:
@@ -43,11 +44,20 @@ class SiloDesk:
     """
 
     def __init__(self, path: Path, root: Path, tell: Callable[[str], None] = lambda text: None) -> None:
+        self._path, self._root, self._tell = path.resolve(), root.resolve(), tell
+        self._log = SiloLog(self._path.parent / ".fedfm", self._path)
+        self._site: tuple[Path, ClientHost] | None = None  # of the run that was answered last
+        self._old: set[tuple[str, int]] = set()
+        self._wrong: list[str] = []  # what is wrong with the silo's file, as the log has it
+        self._load()
+
+    def _load(self) -> None:
         from fedfm.sites import identity as silo_identity
         from fedfm.sites import silo_config
 
-        self._path, self._tell = path.resolve(), tell
-        silo = silo_config.load(self._path)
+        path, files = self._path, FileContents([self._path])
+        silo = silo_config.load(path)
+        files.add(silo_identity.files(silo))
         identity = silo_identity.of(silo)
         if identity.key is None:
             raise InputError(
@@ -60,10 +70,23 @@ class SiloDesk:
             key = shared_key(identity.key, bytes.fromhex(silo.server))
         except InputError as error:
             raise InputError(f"{path}: server: {error}") from None
-        self._log = SiloLog(self._path.parent / ".fedfm", self._path)
-        self._requests, self._replies = mailboxes(root.resolve(), self.name, key, self._note)
-        self._site: tuple[Path, ClientHost] | None = None  # of the run that was answered last
-        self._old: set[tuple[str, int]] = set()
+        self._requests, self._replies = mailboxes(self._root, self.name, key, self._note)
+        self._files = files
+
+    def _reload(self) -> bool:
+        """Read the silo's file again if it, its key or its roster changed; returns whether letters may be answered."""
+        if changed := self._files.changed():
+            try:
+                self._load()
+            except InputError as error:
+                if (wrong := lines_of(error)) != self._wrong:
+                    for line in wrong:
+                        self._note(f"nothing is answered: {line}")
+                self._wrong = wrong
+                return False
+            self._note(f"{', '.join(changed)} changed: {self._path.name} is read again")
+        self._wrong = []
+        return True
 
     def _note(self, text: str) -> None:
         self._log.note(text)
@@ -71,6 +94,8 @@ class SiloDesk:
 
     def answer(self) -> int:
         """Answer the present requests; returns the number of letters written."""
+        if not self._reload():
+            return 0
         newest: dict[str, tuple[Header, Content]] = {}
         for header, content in self._requests.letters(self._fresh):
             if header.run not in newest or header.number > newest[header.run][0].number:

@@ -31,6 +31,11 @@ class Signer(Protocol):
         """The file with the others' public keys; empty: none."""
 
 
+def files(silo: Signer) -> list[Path]:
+    """The files of key and roster that a silo's file names."""
+    return [Path(text) for text in (silo.identity, silo.roster) if text]
+
+
 def of(silo: Signer, *, create: bool = False) -> Identity:
     """Read the files that a silo's file names.
 

@@ -200,12 +200,7 @@ class Ledger:
         with self._current():
             if self._totals.knows_question(entry):
                 return
-            if entry.exposes in ONCE and self._totals.another(entry):
-                of = f" on {entry.part} rows" if entry.part else ""
-                raise ClientFault(
-                    E_REFUSED,
-                    f"round {entry.round} has already had its question for {entry.exposes}{of}: only one is answered",
-                )
+            self._refuse_second(entry)
             if (why := self._exceeded_budget(entry)) is not None:
                 raise ClientFault(E_REFUSED, why)
 
@@ -213,12 +208,28 @@ class Ledger:
         """Write an entry to the disk; its message may leave when this returns.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written.
+            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written; or it
+                is another answer to a question of another round, since the client's own model or its rows changed.
         """
         with self._current() as file:
             if (why := self._exceeded_budget(entry)) is not None:
                 raise ClientFault(E_REFUSED, why)
+            if not (entry.fault or self._totals.knows(entry)):
+                self._refuse_second(entry)
             self._append(file, entry)
+
+    def _refuse_second(self, entry: Entry) -> None:
+        """Refuse an answer where only one question is answered, and another one was.
+
+        Raises:
+            ClientFault: E_REFUSED.
+        """
+        if entry.exposes in ONCE and self._totals.another(entry):
+            of = f" on {entry.part} rows" if entry.part else ""
+            raise ClientFault(
+                E_REFUSED,
+                f"round {entry.round} has already had its question for {entry.exposes}{of}: only one is answered",
+            )
 
     @contextmanager
     def _current(self) -> Iterator[int]:

@@ -22,6 +22,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.runtime.site_policy import Question
 from fedfm.sites import consent_rules, identity, silo_config
+from fedfm.sites.file_contents import FileContents
 from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.request_log import RUNS, SiloLog
@@ -60,12 +61,14 @@ class SiloSession:
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
     def _load(self) -> None:
-        self._bytes = self._path.read_bytes()
+        files = FileContents([self._path])
         self._silo = silo_config.load(self._path)
+        files.add(identity.files(self._silo))
         silo_config.admit_methods(self._silo, self._path)
         self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
         self._identity = identity.of(self._silo)
         self.ledger = Ledger(Path(self._silo.ledger), self._silo.budget)
+        self._files = files
 
     @property
     def of_client(self) -> dict[str, Any]:
@@ -78,20 +81,20 @@ class SiloSession:
         }
 
     def reload(self) -> bool:
-        """Read the silo's file again if it changed; returns whether it did.
+        """Read the silo's file again if it, its key or its roster changed; returns whether one did.
 
         Raises:
             ClientFault: E_REFUSED, the file is missing or wrong.
         """
         try:
-            if self._path.read_bytes() == self._bytes:
+            if not (changed := self._files.changed()):
                 return False
             self._load()
         except (OSError, InputError) as error:
             for line in lines_of(error):
                 self.log.note(f"nothing is answered: {line}")
             raise ClientFault(E_REFUSED, "the silo's file is wrong; its log says why") from None
-        self.log.note(f"{self._path.name} was changed, and is read again")
+        self.log.note(f"{', '.join(changed)} changed: {self._path.name} is read again")
         return True
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:

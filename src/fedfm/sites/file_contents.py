@@ -1,0 +1,30 @@
+"""Files that a running process has read, and whether they have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class FileContents:
+    """The contents of some files. Name a file before it is parsed, so that no change is missed."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._known: dict[Path, bytes | None] = {}
+        self.add(paths)
+
+    def add(self, paths: Iterable[Path]) -> None:
+        """Keep the contents of further files."""
+        self._known |= {path: _content(path) for path in paths}
+
+    def changed(self) -> list[str]:
+        """Names of the files that have other contents now, or can be read no longer."""
+        return [path.name for path, content in self._known.items() if _content(path) != content]
+
+
+def _content(path: Path) -> bytes | None:
+    """The bytes of a file; None if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
