@@ -27,6 +27,7 @@ from scipy.stats import norm
 from fedfm.errors import ClientFault, InputError
 from fedfm.privacy.policy import Budget
 from fedfm.sites.ledger import NOTHING, UNBOUNDED, Cost, Entry, Ledger, entries
+from fedfm.sites.unanswered import Unanswered
 
 DELTA = 1e-5
 
@@ -308,6 +309,45 @@ def test_a_ledger_that_was_put_back_is_read_again(tmp_path):
     path.write_bytes(kept)
     ledger.enter(entry("d", round=4))
     assert not entered(ledger, entry("e", round=5))
+
+
+def test_an_older_copy_is_refused_and_an_absent_file_begins_at_zero(tmp_path):
+    """An older copy lacks what left since: budgets would be larger than the owner set them."""
+    path, mark = tmp_path / "l", tmp_path / "own" / "mark"
+    ledger = Ledger(path, Budget(rounds=3), mark)
+    ledger.enter(entry("a"))
+    older = path.read_bytes()
+    ledger.enter(entry("b", round=2))
+    newest = path.read_bytes()
+    for copy in (older, newest.replace(b'"round": 2', b'"round": 1')):
+        for process in (ledger, Ledger(path, Budget(rounds=3), mark)):
+            path.write_bytes(copy)  # in place, or as another file
+            with pytest.raises(ClientFault, match="lacks lines that it had, as an older copy does: nothing leaves"):
+                process.enter(entry("c", round=3))
+            with pytest.raises(ClientFault, match="lacks lines"):
+                process.admit(entry("c", round=3))
+            path.unlink()
+            path.write_bytes(newest)
+    Ledger(path, Budget(rounds=3)).enter(entry("c", round=3))  # a process that was killed before it set the mark
+    assert not entered(ledger, entry("d", round=4))
+    path.rename(tmp_path / "moved")
+    assert entered(ledger, entry("d", round=4))
+    assert entered(Ledger(path, Budget(rounds=3), mark), entry("e", round=5))
+
+
+def test_what_a_dead_process_was_asked_stays_until_the_ledger_takes_it(tmp_path):
+    path, folder = tmp_path / "l", tmp_path / "unanswered"
+    died = Unanswered(folder)
+    died.begin(entry(asked="w"))
+    file, died._held = died._held, None
+    file.close()  # as when its process ends
+    path.mkdir()  # the disk takes no line
+    with pytest.raises(ClientFault, match="cannot be written"):
+        Unanswered(folder).settle(Ledger(path, Budget()), entry(asked="v"))
+    path.rmdir()
+    Unanswered(folder).settle(Ledger(path, Budget()), entry(asked="v"))
+    assert [line["fault"] for line in lines_of(path)] == ["E_DIED"]
+    assert not [*folder.iterdir()]
 
 
 def test_only_the_owner_reads_it_and_a_folder_in_its_place_is_no_answer(tmp_path):

@@ -2,7 +2,8 @@
 
 One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves. So a crash may count a
 message that did not leave, but it never misses one that left. A crash within an entry leaves an incomplete last line:
-that message did not leave, and the next process removes the line.
+that message did not leave, and the next process removes the line. A mark in the silo's own folder says how long the
+file was: from an older copy, which lacks lines, nothing leaves.
 
 A refusal that depends on rows is an answer, and has a line as well. Budgets are checked before rows are read, so that a
 refusal by a budget does not show whether there would have been an answer.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -25,7 +27,7 @@ from pathlib import Path
 from fedfm.core import storage
 from fedfm.core.checks import conform
 from fedfm.core.text import to_json
-from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
+from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_line
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
@@ -174,18 +176,26 @@ def _round(entry: Entry) -> tuple[str, int]:
     return entry.run, max(entry.round, 1) if entry.exposes == "scores" else entry.round
 
 
+class Unusable(ClientFault):
+    """The ledger is damaged, or an older copy, or cannot be written: nothing leaves."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(E_REFUSED, f"the silo's ledger {what}: nothing leaves")
+
+
 class Ledger:
     """A silo's ledger, shared by the workers of all its runs.
 
     Args:
         path: the file; its folder exists.
         budget: the limits of the entries' sums.
+        mark: a file elsewhere that says how long the ledger was, so that an older copy is refused; None: no such file.
     """
 
-    def __init__(self, path: Path, budget: Budget) -> None:
-        self.path, self.budget = path, budget
+    def __init__(self, path: Path, budget: Budget, mark: Path | None = None) -> None:
+        self.path, self.budget, self._mark = path, budget, mark
         self._file, self._at = (0, 0), 0
-        self._totals = Totals()
+        self._totals, self._sha256 = Totals(), hashlib.sha256()
 
     def admit(self, entry: Entry) -> None:
         """Check before rows are read whether an answer may leave; a repeated answer always may.
@@ -236,17 +246,16 @@ class Ledger:
         """The open file, locked; all of its lines are counted.
 
         Raises:
-            ClientFault: E_REFUSED, it is damaged or cannot be written.
+            Unusable: it is damaged, or an older copy, or cannot be written.
         """
         try:
             with self._alone() as file:
                 self._catch_up(file)
                 yield file
         except OSError as error:
-            why = storage.why(error)
-            raise ClientFault(E_REFUSED, f"the silo's ledger cannot be written ({why}): nothing leaves") from error
+            raise Unusable(f"cannot be written ({storage.why(error)})") from error
         except InputError:
-            raise ClientFault(E_REFUSED, "the silo's ledger is damaged: nothing leaves") from None
+            raise Unusable("is damaged") from None
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
@@ -265,11 +274,15 @@ class Ledger:
         """Count what other processes entered; remove a last line without its end."""
         status = os.fstat(file)
         if self._file != (status.st_dev, status.st_ino) or status.st_size < self._at:
-            self._file, self._at, self._totals = (status.st_dev, status.st_ino), 0, Totals()
+            self._file, self._at = (status.st_dev, status.st_ino), 0
+            self._totals, self._sha256 = Totals(), hashlib.sha256()
         lines, end, torn = os.pread(file, status.st_size - self._at, self._at).rpartition(b"\n")
+        if not self._at and lacks_lines(lines + end, self._mark):
+            raise Unusable("lacks lines that it had, as an older copy does")
         for entry in [*_entries(lines, self.path)]:  # if one is wrong, none is counted
             self._totals.add(entry)
         self._at += len(lines) + len(end)
+        self._sha256.update(lines + end)
         if torn:
             os.ftruncate(file, self._at)
 
@@ -299,10 +312,33 @@ class Ledger:
             raise
         self._at += len(line)
         self._totals.add(entry)
+        self._sha256.update(line)
+        if self._mark is not None:  # without sync: a mark that is too short admits this ledger
+            text = json.dumps({"size": self._at, "sha256": self._sha256.hexdigest()})
+            with contextlib.suppress(NotWritten, OSError):
+                self._mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                storage.write_atomic(self._mark, text.encode(), 0o600, sync=False)
 
 
 def _over(key: str, spent: float, more: float, limit: float) -> str:
     return f"budget.{key}: {spent:.6g} of {limit:.6g} is spent, and this answer would spend {more:.6g}"
+
+
+def mark_of(folder: Path, path: Path) -> Path:
+    """The file in a silo's own folder that says how long the ledger at ``path`` was."""
+    return folder / "ledgers" / f"{hashlib.sha256(str(path).encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+
+
+def lacks_lines(content: bytes, mark: Path | None) -> bool:
+    """Whether a ledger's content lacks lines that it had: an older copy does, an absent ledger begins at zero."""
+    if mark is None or not content:
+        return False
+    try:
+        known = json.loads(mark.read_text(encoding="ascii"))
+        size, digest = int(known["size"]), known["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return len(content) < size or hashlib.sha256(content[:size]).hexdigest() != digest
 
 
 def epsilon_alone(cost: Cost, delta: float) -> float | None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import visible
+from fedfm.errors import InputError
 from fedfm.privacy.policy import Budget
 from fedfm.sites import silo_config
-from fedfm.sites.ledger import Entry, Totals, entries
+from fedfm.sites.ledger import Entry, Totals, entries, lacks_lines, mark_of
 
 _WHAT = silo_config.EXPOSED | {"hello": "hello (its name, versions and model)"}
 _HEAD = ("run", "method", "rounds", "messages", "bytes", "epsilon", "what the server got")
@@ -24,10 +25,16 @@ def report(path: Path) -> dict[str, Any]:
         path: the silo's file.
 
     Raises:
-        InputError: the silo's file is wrong, or its ledger is damaged.
+        InputError: the silo's file is wrong, or its ledger is damaged, or an older copy.
     """
     silo = silo_config.load(path)
     left = entries(Path(silo.ledger))
+    mark = mark_of(path.resolve().parent / ".fedfm", Path(silo.ledger))
+    if left and lacks_lines(Path(silo.ledger).read_bytes(), mark):
+        raise InputError(
+            f"{silo.ledger} lacks lines that it had, as an older copy does, and nothing leaves: put the newest copy "
+            f"back; to go on without these lines remove {mark}"
+        )
     runs = [_sums(silo.budget, [e for e in left if e.run == run]) for run in dict.fromkeys(e.run for e in left)]
     total = _sums(silo.budget, left)
     limits = {key: getattr(silo.budget, key) for key in ("epsilon", "bytes", "rounds")}

@@ -23,7 +23,7 @@ from fedfm.runtime.run_manifest import of_silo
 from fedfm.runtime.site_policy import Question
 from fedfm.sites import consent_rules, identity, silo_config
 from fedfm.sites.file_contents import FileContents
-from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now
+from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, mark_of, now
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.request_log import RUNS, SiloLog
 from fedfm.sites.unanswered import Unanswered
@@ -67,7 +67,8 @@ class SiloSession:
         silo_config.admit_methods(self._silo, self._path)
         self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
         self._identity = identity.of(self._silo)
-        self.ledger = Ledger(Path(self._silo.ledger), self._silo.budget)
+        place = Path(self._silo.ledger)
+        self.ledger = Ledger(place, self._silo.budget, mark_of(client_stub.silo_folder(self._folder), place))
         self._files = files
 
     @property

@@ -20,7 +20,7 @@ from fedfm.core import storage
 from fedfm.core.checks import conform
 from fedfm.core.text import to_json
 from fedfm.errors import E_DIED, ClientFault
-from fedfm.sites.ledger import Entry, Ledger
+from fedfm.sites.ledger import Entry, Ledger, Unusable
 
 _DIED = hashlib.sha256(E_DIED.encode()).hexdigest()  # in place of the answer's
 
@@ -70,14 +70,21 @@ class Unanswered:
         """Enter the marks of processes that died into the ledger, but for this question's own.
 
         A line above a budget is not written, since then nothing else is answered either.
+
+        Raises:
+            Unusable: the ledger takes no line; the marks stay.
         """
         for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
             if path == self._path(question):
                 continue
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
                 if (entry := _dead(file)) is not None:
-                    with contextlib.suppress(ClientFault):
+                    try:
                         ledger.enter(replace(entry, form="plain", sha256=_DIED, fault=E_DIED))
+                    except Unusable:
+                        raise
+                    except ClientFault:
+                        pass
                     path.unlink(missing_ok=True)
 
     def _path(self, entry: Entry) -> Path:
