@@ -95,3 +95,25 @@ def test_a_run_goes_on_with_rows_that_were_moved(tmp_path, capsys):
     others = str(features(tmp_path, seed=1))
     with pytest.raises(InputError, match="the data changed since this run began"):
         fedfm.resume(tmp_path / "other", changes={"data.path": others})
+
+
+def test_a_model_that_the_last_round_completes_is_neither_left_early_nor_trained_on(tmp_path):
+    ccvr = tables({"name": "ccvr"})
+    fedfm.run(ccvr, tmp_path / "run")
+    with pytest.raises(InputError, match="the last round of ccvr completed the model"):
+        fedfm.resume(tmp_path / "run", rounds=4)
+    ccvr["data"] |= {"val_fraction": 0.2}
+    with pytest.raises(InputError, match=r"run\.patience: .*completes its model in its last round"):
+        fedfm.run(ccvr | {"run": {"patience": 1}}, tmp_path / "other")
+    private = {"noise_multiplier": 50.0, "delta": 1e-3, "clip_norm": 1.0, "halt_at_epsilon": 1.0}
+    with pytest.raises(InputError, match=r"privacy\.halt_at_epsilon: "):
+        fedfm.run(ccvr | {"privacy": private}, tmp_path / "other")
+    run = fedfm.load_run(tmp_path / "run")  # one that was stopped before its last round may have more
+    run.checkpoint(2).unlink()
+    run.manifest |= {"result": None, "finished": None}
+    run.write_manifest()
+    (tmp_path / "run/metrics.jsonl").write_text(
+        "".join((tmp_path / "run/metrics.jsonl").read_text().splitlines(True)[:2])
+    )
+    straight = fedfm.run(tables({"name": "ccvr", "rounds": 3}), tmp_path / "straight")
+    assert fedfm.resume(tmp_path / "run", rounds=3)["params_sha256"] == straight["params_sha256"]

@@ -71,3 +71,18 @@ def test_a_signature_and_a_list_of_runs_that_are_pipes(finished, tmp_path, capsy
     assert "signature.json is a pipe or a device" in capsys.readouterr().err
     (run / "signature.json").unlink()
     assert main(["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 0
+
+
+def test_what_is_nested_deeply_is_damaged_and_no_defect(finished, tmp_path, capsys):
+    """JSON of some hundred levels can be read, and then not be followed by recursion."""
+    for levels in (70, 300, 5_000):
+        run = shutil.copytree(finished, tmp_path / str(levels))
+        text = (run / "manifest.json").read_text()
+        (run / "manifest.json").write_text(
+            text.replace('"accuracy": ', f'"x": {"[" * levels}{"]" * levels}, "accuracy": ')
+        )
+        for command in ("report", "audit", "sign"):
+            words = [word.replace("RUN", str(run)) for word in COMMANDS[command]]
+            assert main(words) == 2
+            assert "manifest.json" in (told := capsys.readouterr().err)
+            assert "nested" in told

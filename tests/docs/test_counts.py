@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from fedfm.aggregation._secagg_keys import degree, least_of
+from fedfm.aggregation.secure import Secure
 from fedfm.config.registry import available, ours
 from fedfm.config.run_spec import ENGINES
+from fedfm.core import storage
+from fedfm.core.client import MAX_WEIGHT
+from fedfm.core.federation import MAX_NORM
+from fedfm.engines.flower import run_config
 from fedfm.privacy.exposure import WORDS
+from fedfm.sites.request_log import MISFITS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -46,6 +53,21 @@ def test_the_check_sees_what_is_counted():
 def test_the_readme_is_right_that_there_are_more_than_30_methods():
     assert "more than 30 methods" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert len(ours("methods")) > 30
+
+
+def test_the_threat_model_has_the_limits_of_the_code():
+    text = " ".join((ROOT / "docs/threat-model.md").read_text(encoding="utf-8").split())
+    whole = [n for n in range(3, 100) if degree(0, n) == n - 1]
+    assert f"with {whole[0]} to {whole[-1]} clients all of them" in text
+    assert whole == [*range(whole[0], whole[-1] + 1)]
+    gone = {n: n - least_of(Secure().threshold, n) for n in (3, 5, 10)}
+    assert gone == {3: 0, 5: 1, 10: 3}
+    assert "of three clients none, of five one, of ten three" in text
+    assert MISFITS == 5
+    assert "after five different hellos that do not fit" in text
+    assert (run_config.LONGEST, storage.LONGEST, MAX_WEIGHT, MAX_NORM) == (1 << 20, 8 << 20, 1e9, 1e15)
+    for limit in ("at most 1 MiB; it is parsed", "logs stop at 8 MiB", "(up to 10^9)", "a norm above 1e15"):
+        assert limit in text
 
 
 def first_cells(page, heading):

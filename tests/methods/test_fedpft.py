@@ -329,7 +329,8 @@ def test_every_seed_of_a_private_study_is_paid_for(file, tmp_path):
     experiment = Experiment.from_dict(tables(file, privacy=RECORD, **PRIVATE))
     found = studies.seeds(experiment, [0, 1, 2], tmp_path / "s", Progress())
     assert found["epsilon"] == pytest.approx(3 * 4.0)
-    assert "12  in total: each seed is a new release" in studies.seeds_text(found)
+    assert found["delta"] == pytest.approx(3 * fedfm.load_run(tmp_path / "s/seed-0").manifest["guarantee"]["delta"])
+    assert f"12  in total, with delta {found['delta']:g}: each seed is a new release" in studies.seeds_text(found)
 
 
 @pytest.mark.parametrize(

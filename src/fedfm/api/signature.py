@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedfm.core import storage
-from fedfm.core.text import to_json, visible
+from fedfm.core.text import from_json, to_json, visible
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
 from fedfm.runtime.run_directory import Run
@@ -225,9 +224,9 @@ def _file(body: dict[str, Any], signature: str) -> bytes:
 def _parse(data: bytes) -> tuple[dict[str, Any], str]:
     """Body and signature of the file; a body without values if it is no signature file."""
     try:
-        found = json.loads(data)
+        found = from_json(data)
         return {name: found[name] for name in _FIELDS}, str(found["signature"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return dict.fromkeys(_FIELDS), ""
 
 

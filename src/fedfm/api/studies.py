@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.capabilities import Comparable
 from fedfm.core.locks import alone_in
+from fedfm.core.messages import SCORES
 from fedfm.core.method import Method
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
@@ -49,7 +51,7 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
 
     Returns:
         The runs' results, mean and 95 % interval of every metric (see :mod:`fedfm.api.intervals`), and the total
-        epsilon: each run is a separate release, and basic composition adds their epsilons.
+        epsilon and delta: each run is a separate release, and basic composition adds both.
     """
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
@@ -64,7 +66,9 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
             low, high = bounds(key, values, sum(rows_behind(key, run) for run in runs))
             figures[key] = {"mean": sum(values) / len(values), "low": low, "high": high, "values": values}
     spent = [r["epsilon"] for r in results if r.get("epsilon") is not None]
+    deltas = [run.manifest["guarantee"]["delta"] for run in runs if run.manifest.get("guarantee")]
     means = {key: figure["mean"] for key, figure in figures.items()} | {"epsilon": sum(spent) if spent else None}
+    means["delta"] = math.fsum(delta for delta in deltas if delta is not None) if spent else None
     return {"runs": results, "seeds": list(which), "figures": figures} | means
 
 
@@ -89,7 +93,8 @@ def seeds_text(result: dict[str, Any]) -> str:
             line += "  the same for every seed; no interval, since its test rows are not known here"
         lines.append(line)
     if result["epsilon"] is not None:
-        lines.append(f"{'epsilon':<18} {result['epsilon']:g}  in total: each seed is a new release from the same rows")
+        of = f"{'epsilon':<18} {result['epsilon']:g}  in total, with delta {result['delta']:g}"
+        lines.append(f"{of}: each seed is a new release from the same rows")
     lines.append(f"reports: {Path(result['runs'][0]['run']).parent}/seed-*/report.html")
     return "\n".join(lines)
 
@@ -136,7 +141,8 @@ def baselines_text(result: dict[str, Any]) -> str:
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: Progress) -> Experiment:
     """Choose the learning rate with the lowest validation loss; test rows are not used.
 
-    The ledger of the chosen run lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
+    A rate at which some client told no scores is not compared: its loss is of other rows. The ledger of the chosen run
+    lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
 
     Raises:
         InputError: there are no validation rows, or a rate occurs twice.
@@ -149,7 +155,8 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
     if len(set(rates)) != len(rates):
         raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
     folder = (out.parent / f"{out.name}-tune") if out else own_place(f"{experiment.name}-tune")
-    best: tuple[float, float] | None = None
+    losses: dict[float, float] = {}
+    silent: dict[float, set[str]] = {}  # clients that told no scores after the last round, by rate
     trials = []
     # All experiments are built first: an invalid rate is refused before any run.
     experiments = [(rate, _at(experiment, "method.local.learning_rate", rate)) for rate in rates]
@@ -166,12 +173,26 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
             trials.append({"learning_rate": rate, "val_loss": loss} | spent | failed)
             outcome = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
             progress.notice(f"learning rate {rate:g}: {outcome}")
-            if loss is not None and (best is None or loss < best[0]):
-                best = (loss, rate)
-    if best is None:
-        raise RunError(f"--tune: no learning rate gave a validation loss; the runs are in {folder}")
-    progress.notice(f"learning rate {best[1]:g} has the lowest validation loss and is used")
-    return dataclasses.replace(_at(experiment, "method.local.learning_rate", best[1]), tuning=tuple(trials))
+            if loss is not None:
+                losses[rate] = loss
+                silent[rate] = _without_scores(cost, Run.open(place))
+    always = set.intersection(*silent.values()) if silent else set()
+    for rate, clients in silent.items():
+        if more := sorted(clients - always):
+            progress.notice(f"learning rate {rate:g} is not compared: its loss lacks the rows of {', '.join(more)}")
+            del losses[rate]
+    if not losses:
+        raise RunError(f"--tune: no learning rate gave a validation loss of all clients; the runs are in {folder}")
+    best = min(losses, key=lambda rate: losses[rate])
+    progress.notice(f"learning rate {best:g} has the lowest validation loss and is used")
+    return dataclasses.replace(_at(experiment, "method.local.learning_rate", best), tuning=tuple(trials))
+
+
+def _without_scores(result: Mapping[str, Any], run: Run) -> set[str]:
+    """Clients that told no scores after the last round, or of the best round's model."""
+    line = next(reversed(run.metrics()), {})
+    last = [e for e in result["excluded"] if e["round"] == result["rounds"]]
+    return {e["client"] for e in (*line.get("excluded", ()), *last) if e["part"] == SCORES}
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------

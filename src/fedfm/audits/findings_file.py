@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from fedfm.core.text import from_json
 
 FILE = "audit.json"
 
@@ -13,10 +14,10 @@ FILE = "audit.json"
 def read(run_dir: Path) -> Mapping[str, Any] | None:
     """The content of the file; None if there is no file, {} if ``fedfm audit`` did not write it."""
     try:
-        content = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        content = from_json((run_dir / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

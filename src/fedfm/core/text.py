@@ -44,6 +44,32 @@ def finite(value: Any) -> Any:
     return (value if math.isfinite(value) else None) if isinstance(value, float) else _scalar(value)
 
 
+_DEEPEST = 64  # levels of nesting of JSON in a run directory
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of JSON from a file that may come from elsewhere.
+
+    Raises:
+        ValueError: it is no JSON, or nested so deeply that a function that follows its levels would fail.
+
+    Example:
+        >>> from_json('{"rounds": 3}')
+        {'rounds': 3}
+    """
+    brackets = text.count(b"{") + text.count(b"[") if isinstance(text, bytes) else text.count("{") + text.count("[")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    inner = [value] if brackets > _DEEPEST else []
+    for _ in range(_DEEPEST):
+        inner = [x for v in inner if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
+    if inner:
+        raise ValueError(f"nested in more than {_DEEPEST} levels")
+    return value
+
+
 def _scalar(value: Any) -> Any:
     if not hasattr(value, "item"):
         raise TypeError(f"{type(value).__name__} in a log")

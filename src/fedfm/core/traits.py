@@ -53,6 +53,11 @@ class Traits:
     clients_judge: bool = _trait(
         False, "the accuracy of one model for all comes from the clients' rows: the server can read no test rows"
     )
+    last_round_differs: bool = _trait(
+        False,
+        "its last round does something of its own, without which its model is not complete: a run cannot end before it "
+        "or go on after it",
+    )
     keeps_foundation: bool = _trait(
         False, "a foundation model never leaves the server: moments, which reveal it, are stored under `private/`"
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import Needs, Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -35,6 +35,7 @@ class CCVR(FedAvg):
     """FedAvg whose head is trained again on virtual features drawn from the Gaussian of each class."""
 
     needs: ClassVar[Needs] = Needs("head", bias=True)
+    traits: ClassVar[Traits] = Traits(last_round_differs=True)
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.covariance": Paper("full", "as in FedPFT's comparison: a full covariance of few rows is singular"),
         "method.virtual": Paper(100),  # of FedPFT's comparison

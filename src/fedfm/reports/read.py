@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from fedfm.core import storage, tasks
 from fedfm.core.messages import ROUND
 from fedfm.core.metric_names import LOCAL_LOSS, SCORES
+from fedfm.core.text import from_json
 from fedfm.errors import InputError
 from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
@@ -187,8 +187,8 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     if not path.is_file():
         raise no_run(run_dir)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        manifest = from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); restore the file as fedfm wrote it") from error
     if not isinstance(manifest, dict):
         raise InputError(f"{path}: expected a JSON object, not {type(manifest).__name__}")

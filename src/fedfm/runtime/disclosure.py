@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core import storage
-from fedfm.core.text import to_json
+from fedfm.core.text import from_json, to_json
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
 from fedfm.runtime.client_memory import secret, secret_file
@@ -127,7 +126,7 @@ def tell(run: Run, split: Mapping[str, Any] | None, notices: Sequence[str]) -> N
 def private_notices(run: Run) -> list[str]:
     """Notices about the rows of a run with [privacy]; none if the file is absent or damaged."""
     try:
-        return list(map(str, json.loads((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
+        return list(map(str, from_json((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -137,7 +136,7 @@ def rows_of(run: Run) -> list[int] | None:
     try:
         split = run.manifest["split"]
         if split is not None and split.get("counts") == FILE:
-            split = json.loads((run.path / FILE).read_text(encoding="utf-8"))["split"]
+            split = from_json((run.path / FILE).read_text(encoding="utf-8"))["split"]
         return None if split is None else [int(c["train"]["rows"]) for c in split["clients"].values()]
     except (OSError, ValueError, KeyError, TypeError):
         return None

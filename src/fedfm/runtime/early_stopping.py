@@ -14,8 +14,9 @@ def best_round(run: Run) -> int | None:
 def patience_over(run: Run) -> bool:
     """Whether the best round is ``run.patience`` rounds ago."""
     patience = run.experiment.run.patience
-    losses = logs.val_losses(run.metrics()) if patience else []
-    return bool(losses) and losses[-1][1] - min(losses)[1] >= patience
+    lines = run.metrics() if patience else []
+    best, last = logs.best_round(lines), logs.last_validated(lines)
+    return best is not None and last is not None and last - best >= patience
 
 
 def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:

@@ -160,8 +160,11 @@ class Evaluator:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
         if self._validates:
-            validated = self._own(by_client, "val").values()
-            line["val_loss"] = self._pooled_scores(m for m in validated if m.get("loss") is not None)["loss"]
+            validated = {c: m for c, m in self._own(by_client, "val").items() if m.get("loss") is not None}
+            line["val_loss"] = self._pooled_scores(validated.values())["loss"]
+            if self._run.experiment.run.patience:  # rounds are compared over the clients that both have
+                line["client_val_loss"] = {c: m["loss"] for c, m in validated.items()}
+                line["client_val_rows"] = {c: m["n"] for c, m in validated.items()}
         if judged_by_clients(self._run.experiment):
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY)}}
             line |= {key: value for key, value in pooled.items() if key in tasks.figures()}

@@ -7,13 +7,14 @@ its commit. If a log is damaged, its readable lines are used, and :func:`gaps` l
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedfm.core import storage
+from fedfm.core.text import from_json
 from fedfm.errors import InputError
 
 METRICS, MESSAGES = "metrics.jsonl", "messages.jsonl"
@@ -58,8 +59,8 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = from_json(line)
+    except ValueError:
         return None
     return found if isinstance(found, dict) and type(found.get("round")) is int else None
 
@@ -70,16 +71,38 @@ def rounds(path: Path) -> list[dict[str, Any]]:
 
 
 def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first round with the lowest validation loss; None if no round has one."""
-    return min(losses)[1] if (losses := val_losses(found)) else None
+    """The first round with the lowest validation loss; None if no round has one.
+
+    If a client is missing in one of two rounds, as when it failed, their losses are of different rows. So they are
+    compared over the clients that both have.
+    """
+    best: Mapping[str, Any] | None = None
+    for line in _validated(found):
+        if best is None or _is_better(line, best):
+            best = line
+    return None if best is None else int(best["round"])
 
 
-def val_losses(found: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """(validation loss, round) of each round that has one, without round 0.
+def last_validated(found: Sequence[Mapping[str, Any]]) -> int | None:
+    """The last round with a validation loss; None if no round has one."""
+    return max((line["round"] for line in _validated(found)), default=None)
+
+
+def _validated(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines with a validation loss, without round 0.
 
     The uniform predictions of round 0 may have a lower loss than an accurate but overconfident model.
     """
-    return [(m["val_loss"], m["round"]) for m in found if m["round"] and m.get("val_loss") is not None]
+    return [m for m in found if m["round"] and m.get("val_loss") is not None]
+
+
+def _is_better(line: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+    mine, others = line.get("client_val_loss"), best.get("client_val_loss")
+    if not (isinstance(mine, dict) and isinstance(others, dict)) or mine.keys() == others.keys():
+        return bool(line["val_loss"] < best["val_loss"])
+    rows = {**best.get("client_val_rows", {}), **line.get("client_val_rows", {})}
+    both = sorted(mine.keys() & others.keys())
+    return math.fsum(rows[c] * mine[c] for c in both) < math.fsum(rows[c] * others[c] for c in both)
 
 
 def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:

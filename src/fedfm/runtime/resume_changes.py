@@ -76,6 +76,11 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(
             f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds, and more would exceed its epsilon"
         )
+    if method.traits.last_round_differs and done >= method.rounds:
+        raise InputError(
+            f"{where}: the last round of {name} completed the model, and a run of {rounds} rounds would have "
+            "trained it in that round; start a new run"
+        )
     optimiser = method.local if isinstance(method, TrainsLocally) else None
     if isinstance(optimiser, Local) and (optimiser.schedule != "constant" or optimiser.warmup):
         raise InputError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import json
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.locks import Lock
+from fedfm.core.text import from_json
 from fedfm.errors import InputError
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.runs_below import no_run
@@ -98,12 +98,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         storage.refuse_pipes(path)
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = from_json((path / MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise no_run(path) from None
     except InputError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path / MANIFEST} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         schema = manifest.get("schema") if isinstance(manifest, dict) else None

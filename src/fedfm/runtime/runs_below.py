@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fedfm.core import storage
-from fedfm.core.text import to_json
+from fedfm.core.text import from_json, to_json
 from fedfm.errors import InputError
 
 STUDY = "study.json"  # next to a run and its baselines: lists their folders, the run itself first
@@ -23,9 +22,9 @@ def order_in(folder: Path) -> list[Path]:
     """A run and its baselines, as :func:`write_order` recorded them; empty if there is no valid list."""
     try:
         storage.refuse_pipe(folder / STUDY)
-        names = json.loads((folder / STUDY).read_text(encoding="utf-8"))["runs"]
+        names = from_json((folder / STUDY).read_text(encoding="utf-8"))["runs"]
         found = [folder / Path(name).name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
     return [path for path in found if (path / "manifest.json").exists()]
 
