@@ -403,9 +403,12 @@ def test_what_a_worker_was_at_when_it_was_killed_is_asked_of_another(tmp_path, m
     os.kill(int((place / "worker.lock").read_text()), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how(tmp_path, monkeypatch):
+@pytest.mark.parametrize("silo", [None, "silo.toml"])
+def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how_but_for_a_silo(tmp_path, monkeypatch, capfd, silo):
+    """How a silo's worker ended may depend on its rows; so only its owner reads it."""
     place = tmp_path / "p"
     place.mkdir()
+    (place / "site.json").write_text(json.dumps({"silo": silo}))
     (tmp_path / "sitecustomize.py").write_text(  # the system ends workers when they have got a message
         "import os, sys, types\n"
         "if 'fedfm.engines.flower.client_worker' in sys.orig_argv:\n"
@@ -418,4 +421,6 @@ def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how(tmp_path, mon
         client_stub.call(place, "c", "train.x", "{}", b"")
     assert first.returncode == -signal.SIGKILL
     assert fault.value.code == "E_DIED"
-    assert fault.value.reason.endswith("so did a second one: signal 9 (SIGKILL, likely out of memory)")
+    how = ": signal 9 (SIGKILL, likely out of memory)"
+    assert fault.value.reason.endswith(f"so did a second one{'' if silo else how}")
+    assert (how in capfd.readouterr().err) == bool(silo)

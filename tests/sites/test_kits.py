@@ -118,6 +118,48 @@ def test_again_with_more_silos_adds_kits_and_keeps_every_key(tmp_path, capsys):
     assert "certificate is new" in capsys.readouterr().out
 
 
+def test_kits_that_were_stopped_at_any_file_are_completed(tmp_path, monkeypatch):
+    """As by Ctrl-C or a full disk: the same command goes on, and no certificate is left without its key."""
+    whole = sorted(str(p.relative_to(tmp_path)) for p in provision(tmp_path).rglob("*"))
+    shutil.rmtree(tmp_path / "kits")
+    opened, write, write_text, left = os.open, Path.write_bytes, Path.write_text, [0]
+
+    def count():
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    def counted_open(path, flags, *more, **how):
+        if flags & os.O_CREAT and "kits" in str(path):
+            count()
+        return opened(path, flags, *more, **how)
+
+    def counted_write(self, data):
+        count()
+        return write(self, data)
+
+    def counted_text(self, *args, **how):
+        count()
+        return write_text(self, *args, **how)
+
+    monkeypatch.setattr(os, "open", counted_open)
+    monkeypatch.setattr(Path, "write_bytes", counted_write)
+    monkeypatch.setattr(Path, "write_text", counted_text)
+    file = tmp_path / "federation.toml"
+    for at in range(1, 80):
+        left[0] = at
+        if main(["provision", str(file), "--out", str(tmp_path / "kits")]) == 0:
+            break
+        for pair in (("authority/ca.key", "authority/ca.crt"), ("server/server.key", "server/server.pem")):
+            there = {(tmp_path / "kits" / name).exists() for name in pair}
+            assert len(there) == 1
+        left[0] = -1
+        out = provision(tmp_path)
+        assert sorted(str(p.relative_to(tmp_path)) for p in out.rglob("*")) == whole
+        shutil.rmtree(out)
+    assert at > 10
+
+
 def test_kits_of_another_server_and_other_folders_are_refused(tmp_path, capsys):
     out = provision(tmp_path)
     before = digest(out)

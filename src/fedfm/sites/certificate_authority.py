@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,7 @@ def create(folder: Path, name: str) -> bool:
         .sign(key, hashes.SHA384())
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_private(folder / "ca.key", _pem(key))
-    (folder / "ca.crt").write_bytes(_public(certificate))
+    _write_pair(folder / "ca.key", _pem(key), folder / "ca.crt", _public(certificate))
     return True
 
 
@@ -80,9 +80,21 @@ def issue(folder: Path, out: Path, hosts: Sequence[str], days: int) -> datetime.
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
         .sign(signer, hashes.SHA384())
     )
-    write_private(out / "server.key", _pem(key))
-    (out / "server.pem").write_bytes(_public(certificate))
+    _write_pair(out / "server.key", _pem(key), out / "server.pem", _public(certificate))
     return end
+
+
+def _write_pair(private: Path, key: bytes, public: Path, certificate: bytes) -> None:
+    """Write a key and its certificate; on a full disk both stay as they were, since they only serve together."""
+    fresh = {path: path.with_name(f".{path.name}") for path in (private, public)}
+    try:
+        write_private(fresh[private], key)
+        fresh[public].write_bytes(certificate)
+        for path, new in fresh.items():
+            os.replace(new, path)
+    finally:
+        for new in fresh.values():
+            new.unlink(missing_ok=True)
 
 
 def validity(path: Path) -> tuple[datetime.datetime, datetime.datetime]:

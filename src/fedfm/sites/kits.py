@@ -53,7 +53,7 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
     kit = Kit(SERVER, address, port, federation.on_loopback, federation.proxy, server)
     if old is None:
         loopback_keys.write_secret(server / "superexec.secret")
-        (server / NODES).mkdir()
+        (server / NODES).mkdir(exist_ok=True)
         _write(kit, out, kit_templates.of_server(kit))
     if not (server / OPERATOR).exists():  # lost, or removed for a new one
         loopback_keys.write_secret(server / OPERATOR)
@@ -64,10 +64,10 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
         if (folder / FILE).exists():
             kept.append(name)
             continue
-        if folder.exists() and any(folder.iterdir()):
+        own = Kit(name, address, next(ports), federation.on_loopback, False, folder)
+        if folder.exists() and not _is_begun(own, federation):
             raise InputError(f"{folder} exists without a {FILE}: move it away, or remove the silo from silos")
         folder.mkdir(mode=0o700, exist_ok=True)
-        own = Kit(name, address, next(ports), federation.on_loopback, False, folder)
         public = loopback_keys.write_node_key(folder / "node.key")
         for place in (folder / "node.pub", server / NODES / f"{name}.pub"):
             place.write_bytes(public)
@@ -173,6 +173,12 @@ def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
         for probe in probes:
             probe.close()
     return found
+
+
+def _is_begun(kit: Kit, federation: FederationFile) -> bool:
+    """Whether a folder has nothing but files of a kit that was stopped before it was complete."""
+    names = {"node.key", "node.pub", "ca.crt", *kit_templates.of_silo(kit, federation)}
+    return all(path.name in names or path.name.startswith(f".{FILE}.") for path in kit.folder.iterdir())
 
 
 def _write(kit: Kit, out: Path, files: dict[str, str]) -> None:

@@ -196,9 +196,19 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
         deadline = time.monotonic() + 5
         while running(folder) and time.monotonic() < deadline:  # until it has ended, its socket may accept connections
             time.sleep(0.01)
-    raise ClientFault(
-        E_DIED, f"the client's worker ended during the message, and so did a second one: {_ending(folder)}"
-    )
+    what, how = "the client's worker ended during the message, and so did a second one", _ending(folder)
+    if _is_silo(folder):  # how it ended may depend on rows
+        complain(f"{folder}: {what}: {how}")
+        raise ClientFault(E_DIED, what)
+    raise ClientFault(E_DIED, f"{what}: {how}")
+
+
+def _is_silo(folder: Path) -> bool:
+    """Whether the folder is that of a silo with its own file; true if it cannot be told."""
+    try:
+        return bool(json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def _ending(folder: Path) -> str:
