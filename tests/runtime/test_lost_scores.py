@@ -1,12 +1,15 @@
 """Validation losses choose a round and a learning rate; those that lack a client's rows are of other rows."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import fedfm
 from fedfm.api import studies
 from fedfm.config.experiment import Experiment
 from fedfm.errors import RunError
-from fedfm.runtime import logs
+from fedfm.methods.fedms.fedms import FedMS
+from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.client import Silos
 from fedfm.runtime.progress import Progress
 from small import experiment
@@ -95,3 +98,14 @@ def test_a_rate_whose_loss_lacks_a_client_is_not_chosen(tmp_path, fail):
     fail(lambda silos, request: request.client != hard and silos.method.local.learning_rate == rates[0])
     with pytest.raises(RunError, match="gave a validation loss of all clients"):
         studies.tune(chosen, rates, tmp_path / "third", Progress())
+
+
+def test_an_early_stop_waits_until_the_model_is_complete():
+    """The second stage of FedMS has its own models: a stop in the first one would leave them out."""
+    method = FedMS(global_rounds=3, local_rounds=5)
+    for rounds, best, over in ((3, None, False), (5, 4, False), (6, 4, True)):
+        lines = [line(t, a=float(t)) for t in range(rounds + 1)]  # it only gets worse
+        run = SimpleNamespace(metrics=lambda: lines)  # noqa: B023
+        run.experiment = SimpleNamespace(run=SimpleNamespace(patience=2), method=method)
+        assert (early_stopping.best_round(run), early_stopping.patience_over(run)) == (best, over)
+    assert FedMS(local_rounds=0).traits.complete_from == 0

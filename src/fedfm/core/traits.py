@@ -58,6 +58,11 @@ class Traits:
         "its last round does something of its own, without which its model is not complete: a run cannot end before it "
         "or go on after it",
     )
+    complete_from: int = _trait(
+        0,
+        "the first round after which its model is complete: `run.patience` neither ends a run before nor chooses the "
+        "model of an earlier round",
+    )
     keeps_foundation: bool = _trait(
         False, "a foundation model never leaves the server: moments, which reveal it, are stored under `private/`"
     )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 
 def best_round(run: Run) -> int | None:
     """The best round so far; None without ``run.patience`` or before the first validation loss."""
-    return logs.best_round(run.metrics()) if run.experiment.run.patience else None
+    return logs.best_round(_complete(run)) if run.experiment.run.patience else None
 
 
 def patience_over(run: Run) -> bool:
     """Whether the best round is ``run.patience`` rounds ago."""
     patience = run.experiment.run.patience
-    lines = run.metrics() if patience else []
+    lines = _complete(run) if patience else []
     best, last = logs.best_round(lines), logs.last_validated(lines)
     return best is not None and last is not None and last - best >= patience
+
+
+def _complete(run: Run) -> list[dict[str, Any]]:
+    """The lines of rounds after which the method's model is complete."""
+    return [line for line in run.metrics() if line["round"] >= run.experiment.method.traits.complete_from]
 
 
 def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:

@@ -92,7 +92,8 @@ def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
     """Lost files of early stopping: the validation losses, and the checkpoint of the best round."""
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
-    best = logs.best_round([line for line in run.metrics() if line["round"] < t])
+    first = run.experiment.method.traits.complete_from
+    best = logs.best_round([line for line in run.metrics() if first <= line["round"] < t])
     if best is not None and "model_of_round" not in record["extra"] and not keeps_parts(run.experiment.method):
         path = run.checkpoint(best)
         if not storage.whole(path):

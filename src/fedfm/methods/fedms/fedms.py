@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Comparable, Joinable, Judge, Needs, Personal, Predictor
+from fedfm.core.capabilities import Comparable, Joinable, Judge, Needs, Personal, Predictor, Traits
 from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
@@ -130,6 +130,11 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def rounds(self) -> int:  # type: ignore[override]
         """The number of rounds of both stages."""
         return self.global_rounds + self.local_rounds
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Without a round of stage two there are neither local experts nor gates."""
+        return Traits(complete_from=self.global_rounds + 1 if self.local_rounds else 0)
 
     def init(self, fed: Federation) -> MSState:
         Z = self.gating.initial(need(fed.model), fed.seed)
