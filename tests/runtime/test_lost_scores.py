@@ -46,7 +46,7 @@ def fail(monkeypatch):
 
 
 def test_a_round_without_a_clients_scores_is_compared_over_the_others(tmp_path, fail):
-    whole = tables(tmp_path)
+    whole = tables(tmp_path, local={"learning_rate": 1e-4})  # so that each round is a little better
     whole["run"] |= {"patience": 3}
     first = fedfm.run(whole, tmp_path / "first", progress=Progress())
     lines = fedfm.load_run(tmp_path / "first").metrics()
