@@ -23,7 +23,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.adapters.pair_names import GATE, is_pair, weighed_by
 from fedfm.models.user import language
 from fedfm.runtime import predictions
-from fedfm.runtime.disclosure import check_same
+from fedfm.runtime.disclosure import check_same, profile_of
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
@@ -178,7 +178,8 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]
-        table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"])
+        known = {"trained": profile_of(run), "classes": shape["classes"]}
+        table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"], **known)
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(
                 f"{file} holds vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"

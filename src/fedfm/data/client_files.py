@@ -63,7 +63,22 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         columns,
         ", ".join(table.source for table in tables.values()),
         (*(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices), *_apart(tables)),
+        tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
+        _names_of_columns(tables),
     )
+
+
+def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:
+    """The names of the columns of feature vectors, which all clients that name them must have in one order."""
+    named = {name: table for name, table in tables.items() if table.names}
+    if not named:
+        return ()
+    from fedfm.data.profiles import check_names
+
+    first = next(iter(named))
+    for name, table in named.items():
+        check_names(named[first].names, table.names, f"data.clients.{name}: {table.source}", f"the file of {first}")
+    return named[first].names
 
 
 def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:

@@ -30,11 +30,12 @@ _TYPED, _LETTERS = 2, 5  # most rows of a class that is a misspelt one, and lett
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
-def doubts(table: Table, label: str) -> tuple[str, ...]:
+def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[str, ...]:
     """All notices about probable mistakes.
 
     Args:
         label: name of the column of labels.
+        images: of images what :func:`fedfm.data.thumbnails.figures` returns.
     """
     found = (
         _texts_as_classes(table, label),
@@ -46,7 +47,7 @@ def doubts(table: Table, label: str) -> tuple[str, ...]:
         _one_class_of_test(table),
         of_training_rows(table),
     )
-    more = (*repetitions.notices(table), *pixel_values.notices(table), *of_features(table), *_of_texts(table))
+    more = (*repetitions.notices(table), *pixel_values.notices(table, images), *of_features(table), *_of_texts(table))
     return (*(text for text in found if text), *more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,25 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
     if spec.name is None or spec.where or trained_classes is not None:  # in whole built-in data nothing is doubtful
         from fedfm.data.doubts import doubts
 
-        table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))
+        images = _figures(table)
+        table = replace(table, notices=(*table.notices, *doubts(table, spec.label, images)))
+        return _with_profile(scale_features(table, spec.scale), images)
     return scale_features(table, spec.scale)
+
+
+def _figures(table: Table) -> np.ndarray | None:
+    """Figures of some images; None of other rows."""
+    if table.kind != "image":
+        return None
+    from fedfm.data import thumbnails
+
+    return thumbnails.figures(table)
+
+
+def _with_profile(table: Table, images: np.ndarray | None) -> Table:
+    from fedfm.data.profiles import profile_of
+
+    return replace(table, profile=profile_of(table, images))
 
 
 def _without_rows(spec: DataSpec) -> Table:
@@ -78,7 +96,14 @@ def _without_rows(spec: DataSpec) -> Table:
     return Table(spec.kind or "", inputs, labels, spec.classes or (), np.zeros(0, "<U5"), source="data.classes")
 
 
-def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
+def read_inputs(
+    path: str | Path,
+    spec: DataSpec,
+    *,
+    kind: str,
+    trained: Mapping[str, Any] | None = None,
+    classes: Sequence[str] = (),
+) -> Table:
     """Rows to predict, without labels, in any format of ``data.path``. A missing output of an instruction is "".
 
     A model for preferences answers like one for instructions, so its rows are of kind "instruction".
@@ -87,12 +112,14 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
         path: file or folder; a folder of images needs no classes.
         spec: names of the columns and the scale, as in training.
         kind: the kind of rows that the model reads.
+        trained: the profile of the rows that the model was trained on; notices say how these differ.
+        classes: of the model; a notice tells labels that are none of them.
 
     Returns:
         All rows in the order of the file; ``labels`` is None, and each row is marked "test".
 
     Raises:
-        InputError: as in :func:`load_table`, or the file has another kind of rows.
+        InputError: as in :func:`load_table`, or the file has another kind of rows, or other columns.
     """
     from fedfm.data import files, pixel_values
     from fedfm.data.doubts import of_features
@@ -103,8 +130,16 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
-    table = replace(table, notices=(*table.notices, *pixel_values.notices(table), *of_features(table)))
-    return scale_features(table, spec.scale)
+    images = _figures(table)
+    table = replace(table, notices=(*table.notices, *pixel_values.notices(table, images), *of_features(table)))
+    table = scale_features(table, spec.scale)
+    if not trained and not classes:
+        return table
+    from fedfm.data.profiles import compare, unknown_classes
+
+    more = compare(trained, table, images) if trained else []
+    named = unknown_classes(table, spec.label_name if spec.label_name in table.columns else spec.label, classes)
+    return replace(table, notices=(*table.notices, *more, *([named] if named else [])))
 
 
 def check_files(spec: DataSpec) -> None:
@@ -181,7 +216,13 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
         return replace(table, notices=(*table.notices, note))
     split = table.split.astype("<U5")
     split[held] = "test"
-    return replace(table, split=split)
+    table = replace(table, split=split)
+    if not table.columns:
+        return table
+    from fedfm.data.repetitions import shared_groups
+
+    note = shared_groups(table, spec.partition.column)
+    return replace(table, notices=(*table.notices, note)) if note else table
 
 
 def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -15,6 +16,11 @@ from fedfm.data.table import Table
 _FEW = 20  # rows, below which repetitions are no sign
 _MANY = 0.1  # share of rows from which repetitions are no chance
 _SOME = 0.01  # share of rows from which contradictions are told
+_TWICE = 1.25  # rows of a value on average, from which a column groups rows
+_GROUPS = re.compile(
+    r"(?:patient|subject|person|participant|speaker|proband|case|study|stud(?:ent|y)|animal|slide|document|doc|article"
+    r"|video|session|customer|household|family|group)s?[_ -]?(?:id|nr|no|number|name|code|uid)?"
+)
 _FILES = 10_000  # most rows whose files are read for it
 
 
@@ -65,6 +71,29 @@ def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> s
         f"{first[0]} and {first[1]} have {common[first]} training rows in common{more}: is one file given twice, or "
         "one patient or customer at several sites?"
     )
+
+
+def shared_groups(table: Table, chosen: str | None) -> str | None:
+    """A notice about a column that says whose the rows are, if test rows were drawn from the same people or documents.
+
+    Args:
+        chosen: the column by which rows are dealt to clients.
+    """
+    train, test = table.rows("train"), table.rows("test")
+    if len(test) < _FEW // 2:
+        return None
+    for name, values in table.columns.items():
+        if name in (chosen, CLIENT) or not _GROUPS.fullmatch(name.strip().lower()):
+            continue
+        known = set(values[train].tolist()) - {""}
+        count = int(np.isin(values[test], sorted(known)).sum())
+        if count >= _MANY * len(test) and _TWICE * len(set(values.tolist())) <= len(values):
+            return (
+                f'{count} of {len(test)} test rows of {table.source} have a value of column "{name}" that training '
+                "rows have, too: test rows were drawn without it, and rows of one person or document are alike, so a "
+                'result may be too good; a column "split" keeps them apart'
+            )
+    return None
 
 
 def _contradictions(table: Table, rows: np.ndarray, number: np.ndarray) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ class Table:
         columns: further columns by name, each a str array (N,), for ``by_column``.
         source: the name of the source in messages.
         notices: for the user, about how the rows were read.
+        read: keys of the [data] table whose columns ``inputs`` are made of.
+        names: names of the columns of feature vectors, if the file has them.
+        profile: coarse properties of the rows, see :mod:`fedfm.data.profiles`.
     """
 
     kind: str
@@ -48,6 +51,9 @@ class Table:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     source: str = ""
     notices: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.inputs)

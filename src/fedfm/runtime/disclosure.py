@@ -108,18 +108,22 @@ def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
             raise InputError(f"{run.path}: the {_WORDS.get(name, name)} changed since this run began: {why}")
 
 
-def tell(run: Run, split: Mapping[str, Any] | None, notices: Sequence[str]) -> None:
-    """Write the numbers of rows by client and class, and the notices about the rows, into the manifest or private/.
+def tell(
+    run: Run, split: Mapping[str, Any] | None, notices: Sequence[str], profile: Mapping[str, Any] | None = None
+) -> None:
+    """Write the numbers of rows by client and class, the notices about the rows, and their coarse properties, into the
+    manifest or private/.
 
     Args:
         split: None if the server does not know the rows.
+        profile: of :mod:`fedfm.data.profiles`; empty or None if it is unknown.
     """
     if run.experiment.privacy is None:
         others = [n for n in run.manifest["notices"] if n not in notices]
-        run.manifest |= {"split": split, "notices": [*others, *notices]}
+        run.manifest |= {"split": split, "notices": [*others, *notices]} | ({"profile": profile} if profile else {})
         return
     run.manifest["split"] = None if split is None else {key: split[key] for key in _PUBLIC} | {"counts": FILE}
-    text = to_json({"split": split, "notices": list(notices)}, indent=1, ascii=True)
+    text = to_json({"split": split, "notices": list(notices), "profile": profile or {}}, indent=1, ascii=True)
     storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
 
 
@@ -129,6 +133,16 @@ def private_notices(run: Run) -> list[str]:
         return list(map(str, from_json((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def profile_of(run: Run) -> dict[str, Any]:
+    """Coarse properties of the run's rows; empty if they are not known."""
+    try:
+        if run.experiment.privacy is None:
+            return dict(run.manifest.get("profile") or {})
+        return dict(json.loads((run.path / FILE).read_text(encoding="utf-8")).get("profile") or {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def rows_of(run: Run) -> list[int] | None:

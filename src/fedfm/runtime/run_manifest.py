@@ -60,7 +60,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }
-    tell(run, population.summary(), notices)
+    tell(run, population.summary(), notices, table.profile)
     fits(run.experiment, population.model)
     # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:

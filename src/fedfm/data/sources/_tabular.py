@@ -24,13 +24,14 @@ from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, str_array
 from fedfm.data.sources._other_tasks import WAY, other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._unread import notice_of_splits, notice_of_unread
+from fedfm.data.sources._unread import notice_of_unread, notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, words_of
 from fedfm.data.task_rows import RowTask, row_task
 from fedfm.errors import InputError
 
 SPLITS = ("train", "val", "test")
+_TARGETS = ("output", "chosen", "rejected", "tags")  # keys of columns that rows to predict lack
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # a zero fraction after a point or a comma; 1,000 is 1000
@@ -87,6 +88,8 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         refuse_other(columns, spec.label, source, spec.text)
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
+    keys = ("text", "image", *tasks.columns())
+    read = tuple(key for key in keys if key not in _TARGETS and spec.column(key) in used & columns.keys())
     if kind in ("text", "image") and labelled:
         if kind == "image":
             classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
@@ -98,7 +101,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
             notices += picture_forms.notices(looks, label[0], label[1], source)
         used |= {spec.label, spec.label_name}
     ignored = used | {spec.label, spec.label_name}
-    notices += notice_of_splits(columns, spec, source) if labelled else ()
+    notices += notices_of_marks(columns, spec, source) if labelled else ()
     return Table(
         kind=kind,
         inputs=inputs,
@@ -107,6 +110,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         split=split_of(columns, spec, length, at) if labelled else np.full(length, "test"),
         columns=others(columns, used),
         source=source,
+        read=read,
         notices=(*notices, *notice_of_unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
     )
 

@@ -14,6 +14,14 @@ from fedfm.data.spec import DataSpec
 _LOOK = 1000  # rows that are examined
 _SPLITS = 5  # most values of a column that marks splits
 _SAYS = re.compile(r"(?:is[_ ]?)?(?:test|train|training|val|validation|holdout)(?:[_ ]?(?:set|row|split))?")
+_FOLDS = re.compile(r"(?:cv|k)?[_ -]?(?:fold|split|set|subset|partition)s?(?:[_ -]?(?:id|nr|no|number|index))?")
+_PART = re.compile(r"(?:fold|part|split|set)?[_ -]?(?:-?\d{1,2}|[a-z])")
+_MOST_FOLDS = 20
+_CLIENTS = re.compile(
+    r"(?:client|silo|site|hospital|institution|institute|clinic|cent(?:er|re)|bank|organi[sz]ation)s?"
+    r"(?:[_ -]?(?:id|nr|no|number|name|code))?"
+)
+_MOST_CLIENTS = 1000
 _WORDS = 3  # smallest number of words of a text; shorter values are names
 
 
@@ -34,30 +42,71 @@ def notice_of_unread(
     return (f"column{'' if one else 's'} {listing(found, 6)} of {source} {'is' if one else 'are'} not read",)
 
 
-def notice_of_splits(columns: Mapping[str, Sequence[Any]], spec: DataSpec, source: str) -> tuple[str, ...]:
-    """A notice about a column that marks rows as train and test under another name than ``data.split``."""
+def notices_of_marks(columns: Mapping[str, Sequence[Any]], spec: DataSpec, source: str) -> tuple[str, ...]:
+    """Notices about columns that seem to mark test rows, or to name clients, and that nothing reads."""
     chosen = {spec.split, spec.label, spec.label_name, spec.partition.column, *(spec.where or ())}
-    for name, values in columns.items():
-        if spec.split in columns or name in chosen or not _marks_splits(name, values):
-            continue
+    others = {name: values for name, values in columns.items() if name not in chosen}
+    splits = (
+        () if spec.split in columns else (_split_notice(name, values, spec, source) for name, values in others.items())
+    )
+    by_column = spec.partition.column is not None or spec.clients is not None
+    clients = () if by_column else (_client_notice(name, values, source) for name, values in others.items())
+    return tuple(text for some in (splits, clients) if (text := next(filter(None, some), None)))
+
+
+def _split_notice(name: str, values: Sequence[Any], spec: DataSpec, source: str) -> str | None:
+    """A notice about a column that marks test rows under another name than ``data.split``, or numbers folds."""
+    if _numbers_folds(name, values):
         return (
-            f'column "{name}" of {source} seems to mark training and test rows, and is not read: other test rows are '
-            f'drawn; if it does, name it "{spec.split}" or set data.split = "{name}"; the values are train, val and '
-            "test",
+            f'column "{name}" of {source} seems to number parts of the rows, as for cross-validation, and is not '
+            f'read: other test rows are drawn; to test on one part, write a column "{spec.split}" with train and '
+            "test, or choose parts by data.where"
         )
-    return ()
+    if not _marks_splits(name, values):
+        return None
+    return (
+        f'column "{name}" of {source} seems to mark training and test rows, and is not read: other test rows are '
+        f'drawn; if it does, name it "{spec.split}" or set data.split = "{name}"; the values are train, val and '
+        "test"
+    )
+
+
+def _client_notice(name: str, values: Sequence[Any], source: str) -> str | None:
+    """A notice about a column that names clients, where rows are dealt in another way."""
+    if isinstance(values, Pictured) or not _CLIENTS.fullmatch(name.strip().lower()):
+        return None
+    found = {str(v) for v in values if v not in (None, "")}
+    if not 2 <= len(found) <= _MOST_CLIENTS or 2 * len(found) > len(values):
+        return None
+    return (
+        f'column "{name}" of {source} seems to name {len(found)} clients, and is not read: the rows are dealt without '
+        f'it; data.partition = {{ name = "by_column", column = "{name}" }} makes a client of each'
+    )
+
+
+def _numbers_folds(name: str, values: Sequence[Any]) -> bool:
+    """Whether a column is called fold, split or the like, and has a few whole numbers or letters."""
+    if isinstance(values, Pictured) or not _FOLDS.fullmatch(name.strip().lower()):
+        return False
+    found = {str(v).strip().lower().removesuffix(".0") for v in _some(values)}
+    return 2 <= len(found) <= _MOST_FOLDS and all(_PART.fullmatch(v) for v in found)
 
 
 def _marks_splits(name: str, values: Sequence[Any]) -> bool:
     """Whether all values name splits, a training split among them, or the column says which rows are test rows."""
     if isinstance(values, Pictured):
         return False
-    found = {str(v).strip().lower() for v in values[:_LOOK]}
+    found = {str(v).strip().lower() for v in _some(values)}
     if len(found) > _SPLITS or len(found) < 2:
         return False
     named = {SPLIT_NAMES.get(v) for v in found}
     yes_or_no = found <= {"0", "1", "true", "false"}
     return (None not in named and "train" in named) or (yes_or_no and _SAYS.fullmatch(name.strip().lower()) is not None)
+
+
+def _some(values: Sequence[Any]) -> Sequence[Any]:
+    """Some values, evenly over all: files are often sorted."""
+    return values[:: max(1, len(values) // _LOOK)]
 
 
 def _tells(values: Sequence[Any], *, alike: bool) -> bool:

@@ -24,7 +24,7 @@ from fedfm.data.sources._files import column
 from fedfm.data.sources._other_tasks import WAY
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
-from fedfm.data.sources._unread import notice_of_splits
+from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
@@ -80,7 +80,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     labels, classes, more = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
     if labelled and set(parts.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
-        notices += notice_of_splits(meta, spec, str(path))
+        notices += notices_of_marks(meta, spec, str(path))
     notices += (*more, *notices_of(looks, str(path)), *picture_forms.notices(looks, labels, classes, str(path)))
     hollow = [name for name in strange if name.endswith(os.sep)]
     strange = [name for name in strange if name not in hollow]

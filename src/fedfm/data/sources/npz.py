@@ -2,6 +2,7 @@
 
 ``x`` uint8 or uint16 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,),
 ``split`` strings (N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
+``feature_names`` or ``columns`` strings (d,) are the names of the columns of feature vectors.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.pictures import to_eight_bits
 from fedfm.data.sources._files import begin, content_of, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
-from fedfm.data.sources._unread import notice_of_splits
+from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
+_NAMES = ("feature_names", "columns")  # arrays of the names of columns
 MAPPED = 1 << 28  # bytes; uncompressed images or vectors of a larger file stay in it
 _PIECE = 1 << 22  # bytes read at a time
 _EXPECTED = "uint8 or uint16 (N, H, W, C) images with C = 1 or 3, or float (N, d) feature vectors"
@@ -59,7 +61,8 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         check_split(values, "", lambda i: f"{path}: split[{i}]")
         split = np.array(values)
     columns = {}
-    for name in sorted(set(arrays) - {"x", "y", "classes", "split"}):
+    named = () if image else tuple(name for name in _NAMES if _is_names(arrays.get(name), x.shape[1]))[:1]
+    for name in sorted(set(arrays) - {"x", "y", "classes", "split", *named}):
         array = arrays[name]
         if array.shape == (length,) and array.dtype.kind in "USiu":
             columns[name] = str_array(_strings(arrays, name, length, path))
@@ -68,8 +71,14 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         else:
             notices += (f'array "{name}" {array.dtype} {array.shape} of {path} is not used',)
     if labelled and "split" not in arrays:
-        notices += notice_of_splits({name: values.tolist() for name, values in columns.items()}, spec, str(path))
-    return Table("image" if image else "features", inputs, labels, classes, split, columns, str(path), notices)
+        notices += notices_of_marks({name: values.tolist() for name, values in columns.items()}, spec, str(path))
+    of = "image" if image else "features"
+    names = tuple(map(str, arrays[named[0]].tolist())) if named else ()
+    return Table(of, inputs, labels, classes, split, columns, str(path), notices, names=names)
+
+
+def _is_names(array: np.ndarray | None, width: int) -> bool:
+    return array is not None and array.shape == (width,) and array.dtype.kind == "U"
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
