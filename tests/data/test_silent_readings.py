@@ -260,9 +260,12 @@ def test_answers_that_teach_nothing_are_told(asked: str, answer: str, word: str,
 def test_preferences_that_contradict_each_other_are_told(tmp_path: Path) -> None:
     def rows(exchanged: bool) -> list[dict[str, str]]:
         pairs = [("a", "b") if i % 2 or not exchanged else ("b", "a") for i in range(30)]
-        return [{"prompt": f"say {i // 2}", "chosen": f"{a} {i // 2}", "rejected": b} for i, (a, b) in enumerate(pairs)]
+        return [
+            {"prompt": f"say {i // 2}", "chosen": f"{a} {i // 2}", "rejected": f"{b} {i // 2}"}
+            for i, (a, b) in enumerate(pairs)
+        ]
 
-    same = [{**row, "chosen": row["chosen"][0]} for row in rows(exchanged=True)]
+    same = rows(exchanged=True)
     assert "30 of 30 rows" in (found := words(same, tmp_path, "preference"))
     assert "with the answers exchanged" in found
     assert words(rows(exchanged=False), tmp_path, "preference") == ""

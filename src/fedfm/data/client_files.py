@@ -83,6 +83,8 @@ def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:
 
 def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
     """A notice if some clients number their classes and others name them: numbers and names are not matched."""
+    if text := _shifted(tables) or _disjoint(tables):
+        return (text,)
     numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
     by = {kind: [name for name, numbers in numbering.items() if numbers == kind] for kind in (True, False)}
     if not by[True] or not by[False]:
@@ -91,6 +93,38 @@ def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
         f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, which are "
         "separate classes: if they mean the same, write them alike (a column label_name names numbers)",
     )
+
+
+def _shifted(tables: Mapping[str, Table]) -> str | None:
+    """A notice if some clients number as many classes from 0 as others from 1."""
+    counts = [(name, [int(c) for c in table.classes]) for name, table in tables.items() if _numbered(table)]
+    for name, numbers in counts:
+        same = [other for other, theirs in counts if theirs == [n + 1 for n in numbers]]
+        if numbers[0] == 0 and same:
+            return (
+                f"{name} numbers its {len(numbers)} classes from 0 and {listing(same, 4)} from 1, and equal numbers "
+                "are one class: if they mean the same classes, number them alike"
+            )
+    return None
+
+
+def _numbered(table: Table) -> bool:
+    """Whether the classes are at least two numbers without a gap."""
+    if len(table.classes) < 2 or not all(map(_INTEGER, table.classes)):
+        return False
+    numbers = [int(c) for c in table.classes]
+    return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def _disjoint(tables: Mapping[str, Table]) -> str | None:
+    """A notice if each client has several named classes, and no class is at two clients."""
+    named = {name: set(table.classes) for name, table in tables.items()}
+    kinds = {all(map(_INTEGER, classes)) for classes in named.values()}
+    few = len(named) < 2 or min(map(len, named.values())) < 2
+    if few or len(kinds) > 1 or sum(map(len, named.values())) > len(set[str]().union(*named.values())):
+        return None
+    shown = " and ".join(f"{name} has {listing(sorted(classes), 2)}" for name, classes in list(named.items())[:2])
+    return f"no two clients have a class in common ({shown}): if they name the same classes, name them alike"
 
 
 def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

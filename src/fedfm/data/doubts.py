@@ -12,9 +12,13 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data import pixel_values, repetitions
+from fedfm.data.partition import CLIENT
 from fedfm.data.repeats import of_training_rows
 from fedfm.data.table import Table, inputs_of
 
+_TRUTH = {"true", "false", "yes", "no"}
+_DATES = 2  # dates from which a column of them is told
+_MIXED = 2  # numbers, and names, among the classes
 _LONG_NAME = 200  # characters; a longer class name is probably a text
 _MANY = 20  # number of classes from which numbers look like a quantity, and of rows in which labels should recur
 _MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell
@@ -42,6 +46,7 @@ def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[
         _quantities(table, label),
         _several(table, label),
         _unique(table, label),
+        _mixed(table, label),
         _misspelling(table),
         _empty_texts(table),
         _one_class_of_test(table),
@@ -77,7 +82,7 @@ def _texts_as_classes(table: Table, label: str) -> str | None:
 
 def _quantities(table: Table, label: str) -> str | None:
     """A notice if labels are numbers with gaps or fractions, such as 20..79; 0..9 and 1..1000 number classes."""
-    if len(table.classes) >= 3 and all(_DATE.fullmatch(name) for name in table.classes):
+    if len(table.classes) >= _DATES and all(_DATE.fullmatch(name) for name in table.classes):
         return (
             f'column "{label}" holds {len(table.classes)} different dates or times, as {listing(table.classes[:2])}, '
             "and each becomes a class: is it the column of the labels?"
@@ -126,6 +131,20 @@ def _several(table: Table, label: str) -> str | None:
                 f"{listing(made[:2])}: each becomes a separate class; several labels per row need {_WAY}"
             )
     return None
+
+
+def _mixed(table: Table, label: str) -> str | None:
+    """A notice if some classes are numbers and others are names, as of files that were joined."""
+    numbers = [name for name in table.classes if name.removeprefix("-").isdecimal()]
+    names = [name for name in table.classes if _number(name) is None]
+    if set(map(str.casefold, names)) <= _TRUTH:  # another notice has them
+        return None
+    if CLIENT in table.columns or min(len(numbers), len(names)) < _MIXED:  # clients are told otherwise
+        return None
+    return (
+        f'column "{label}" holds numbers, as {listing(numbers[:2])}, and names, as {listing(names[:2])}: each becomes '
+        "a class; if numbers stand for names, write them alike"
+    )
 
 
 def _unique(table: Table, label: str) -> str | None:

@@ -84,9 +84,10 @@ def _figures(table: Table) -> np.ndarray | None:
 
 
 def _with_profile(table: Table, images: np.ndarray | None) -> Table:
-    from fedfm.data.profiles import profile_of
+    from fedfm.data.profiles import between_clients, profile_of
 
-    return replace(table, profile=profile_of(table, images))
+    more = between_clients(table) if CLIENT in table.columns else []
+    return replace(table, profile=profile_of(table, images), notices=(*table.notices, *more))
 
 
 def _without_rows(spec: DataSpec) -> Table:

@@ -13,6 +13,7 @@ _A_CLASS = 5  # images of a class on average, of which the same holds
 
 _FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
     ("in the format of their files", lambda one: one.form),
+    ("in their colour space", lambda one: one.space or "RGB or grey"),
     ("in having colours", lambda one: "grey" if one.grey else "in colours"),
     ("in their size", lambda one: f"{one.size[0]} x {one.size[1]}"),
 )

@@ -21,6 +21,7 @@ from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
+_SPACES = ("CMYK", "LAB", "HSV")  # modes of colours that are converted without their profile
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # and of 16- and 32-bit grey
 DECODED = 1 << 30  # bytes; a table decodes images of one size up to this total, and keeps larger sets encoded
@@ -43,6 +44,7 @@ class Look:
         grey: whether it is without colours.
         form: name of its file format.
         deep: whether only the upper 8 of 16 bits are read.
+        space: the colour space of the file, if it is neither grey nor RGB, e.g. CMYK of print.
     """
 
     fault: str | None = None
@@ -53,6 +55,7 @@ class Look:
     grey: bool = False
     deep: bool = False
     form: str = ""
+    space: str = ""
 
 
 def rgb(item: Any) -> Any:
@@ -114,6 +117,7 @@ def look(item: str | bytes) -> Look:
                 size=picture.size,
                 form=str(picture.format),
                 grey=picture.mode in GREY or picture.mode in WIDE,
+                space=picture.mode if picture.mode in _SPACES else "",
                 deep=picture.mode not in WIDE and any(";16" in str(tile[-1]) for tile in picture.tile),
             )
             wide = picture.mode in WIDE
@@ -144,6 +148,7 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
         count["frames"] += one.frames > 1
         count["transparent"] += one.transparent
         count["deep"] += one.deep
+        count["space"] += one.space != ""
         if one.top:
             tops[one.top] += 1
     found = []
@@ -151,6 +156,11 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
         found.append(f"{n} of {total} images of {source} have several pages or frames: the first is read")
     if n := count["transparent"]:
         found.append(f"{n} of {total} images of {source} have transparent pixels, which are laid over white")
+    if n := count["space"]:
+        found.append(
+            f"{n} of {total} images of {source} have colours of print or another space ({', '.join(_SPACES)}), and are "
+            "converted to RGB without their colour profile, so colours may be off: save them as RGB"
+        )
     if n := count["deep"]:
         found.append(
             f"{n} of {total} images of {source} have colours or transparency with 16 bits, of which the upper 8 are "

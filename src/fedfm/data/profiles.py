@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
+from fedfm.data import thumbnails
 from fedfm.data.class_names import class_name
+from fedfm.data.partition import CLIENT
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
@@ -28,6 +31,7 @@ _CELLS = 8  # steps of the grid to which a range is rounded
 _FEW, _MANY = 8, 20  # rows from which shares, and from which ranges are compared
 _OUTSIDE = 0.35  # share of values outside the training range from which a notice is given
 _ALL_WIDER, _WIDER = 8.0, 50.0  # ratio of the widths of ranges: median of all columns, and one column
+_COMPARED = 20  # most clients that are compared
 _SIGNS = 0.4  # difference of the shares of negative values
 _SHADE = 0.35  # difference of brightness, of 0..1
 _FURTHER = ("input", "system", "tools")  # keys of columns that add to what is asked
@@ -56,19 +60,22 @@ def profile_of(table: Table, images: np.ndarray | None = None) -> dict[str, Any]
     return found
 
 
-def compare(trained: Profile, table: Table, images: np.ndarray | None = None) -> list[str]:
+def compare(
+    trained: Profile, table: Table, images: np.ndarray | None = None, of: str = "the training rows"
+) -> list[str]:
     """Notices about rows that differ from those of which a run has recorded the properties.
 
     Args:
         trained: what :func:`profile_of` returned of the run's rows.
         images: as of :func:`profile_of`.
+        of: whose properties ``trained`` are, in messages.
 
     Raises:
         InputError: the columns have other names, or the same names in another order.
     """
     said = [_fewer_columns(trained, table)]
     if table.kind == "features" and len(table):
-        check_names(trained.get("names", ()), table.names, table.source, "the training rows")
+        check_names(trained.get("names", ()), table.names, table.source, of)
         said.append(_other_ranges(trained, table))
     elif images is not None and len(images) and "images" in trained:
         said += _other_images(trained["images"], _of_images(images), len(images), table.source)
@@ -76,7 +83,7 @@ def compare(trained: Profile, table: Table, images: np.ndarray | None = None) ->
         from fedfm.data import wording
 
         said += wording.differences(trained["texts"], wording.habits(table), table.source)
-    return [text for text in said if text]
+    return [text.replace("the training rows", of) for text in said if text]
 
 
 def check_names(wanted: Sequence[str], given: Sequence[str], source: str, of: str) -> None:
@@ -99,6 +106,21 @@ def check_names(wanted: Sequence[str], given: Sequence[str], source: str, of: st
         f"{source}: the columns of x are not those of {of}: missing {listing(missing, 4) or 'none'}, "
         f"unknown {listing(strange, 4) or 'none'}"
     )
+
+
+def between_clients(table: Table) -> list[str]:
+    """Notices about clients whose feature vectors or images differ from those of the client with most rows."""
+    names, counts = np.unique(table.columns[CLIENT], return_counts=True)
+    if table.kind not in ("features", "image") or not 2 <= len(names) <= _COMPARED:
+        return []
+    first = names[counts.argmax()]
+
+    def rows_of(name: str) -> tuple[Table, np.ndarray | None]:
+        rows = replace(table.take(np.flatnonzero(table.columns[CLIENT] == name)), source=str(name))
+        return rows, thumbnails.figures(rows) if table.kind == "image" else None
+
+    trained = profile_of(*rows_of(first))
+    return [text for name in names if name != first for text in compare(trained, *rows_of(name), str(first))]
 
 
 def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | None:

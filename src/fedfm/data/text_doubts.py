@@ -24,6 +24,9 @@ _MISREAD = re.compile(
     "[\u00c3\u00c2][\u0080-\u00bf\u0152\u0153\u0160\u0161\u0178\u0192\u2018-\u203a]|\u00e2\u20ac|\u00e2\u0080"
 )
 _LOST = "\ufffd"
+_ESCAPE = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
+_ESCAPES = 0.1  # share of texts with escapes of HTML from which it is told
 _NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("numbers", re.compile(r"\s*[-+]?\d[\d.,]*(?:e[-+]?\d+)?\s*%?\s*", re.IGNORECASE)),
     ("Python's form of bytes", re.compile(r"b(['\"]).*\1", re.DOTALL)),
@@ -43,6 +46,7 @@ _TEMPLATE = re.compile(
     r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|^### (?:Response|Assistant|Human|Instruction):|</s>",
     re.MULTILINE,
 )
+_OUTSIDE, _OF_ENTITY, _TWO = "O", re.compile(r"[BIESLU]-.+"), 2
 _COMPARED = 3  # parts of a row with two answers: what was asked, the better one, the worse one
 
 
@@ -61,10 +65,30 @@ def notices(table: Table) -> tuple[str, ...]:
     if of is not None and of.answered:
         found += [*_answers(items, where), _marks(items, where), _gaps(texts, where)]
         if all(len(item) == _COMPARED for item in items):
-            found.append(_contradictions(items, where))
+            found += [_contradictions(items, where), _same_worse(items, where)]
+    if table.labels is None and (text := _no_outside(table.classes, table.source)):
+        found.append(text)
     if table.labels is None and len(table.classes) == 1:
         found.append(f'all tags of {table.source} are "{table.classes[0]}": there is nothing to distinguish')
     return tuple(text for text in found if text)
+
+
+def _no_outside(tags: Sequence[str], source: str) -> str | None:
+    """A notice about tags of entities without O, the tag of all other words: another tag then counts as an entity."""
+    if _OUTSIDE in tags or len(tags) < _TWO:
+        return None
+    plain = [tag for tag in tags if not _OF_ENTITY.fullmatch(tag)]
+    if all(tag.isdecimal() for tag in tags):
+        return (
+            f'the tags of {source} are numbers, and none is "{_OUTSIDE}", the tag of words outside of entities: each '
+            "number counts as a type of entity; write the names of the tags"
+        )
+    if not plain or len(plain) == len(tags):
+        return None
+    return (
+        f'no tag of {source} is "{_OUTSIDE}", the tag of words outside of entities, and "{plain[0]}" counts as a type '
+        f'of entity: if it means outside, write "{_OUTSIDE}"'
+    )
 
 
 def _count(texts: Sequence[str], holds: Callable[[str], object]) -> int:
@@ -81,6 +105,16 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
         )
     if (n := _count(texts, lambda text: _LOST in text)) >= told:
         return f"{n} of {where} hold U+FFFD, the mark of an unreadable character: write the file again from its origin"
+    if (n := _count(texts, _CONTROL.search)) >= told:
+        return (
+            f"{n} of {where} hold control characters, as terminals and broken exports write them, and they are read: "
+            "remove them"
+        )
+    if (n := _count(texts, _ESCAPE.search)) >= max(_TIMES, _ESCAPES * len(texts)):
+        sign = next(found[0] for text in texts if (found := _ESCAPE.search(text)))
+        return (
+            f'{n} of {where} hold escapes of HTML, such as "{sign}": undo them, e.g. with html.unescape, here and later'
+        )
     breaks = any("\n" in text for text in texts)
     if not breaks and (n := _count(texts, _ESCAPED.search)) >= max(_TIMES, _AGAIN * len(texts)):
         return (
@@ -154,6 +188,13 @@ def _contradictions(items: Sequence[tuple[object, ...]], where: str) -> str | No
     if n < max(_TIMES, _AGAIN * len(items)):
         return None
     return f"{n} of {where} say the opposite of another row, with the answers exchanged: no model learns both"
+
+
+def _same_worse(items: Sequence[tuple[object, ...]], where: str) -> str | None:
+    """One worse answer to everything, which a model tells from any other without reading."""
+    if len({_last_of(worse).strip() for *_, worse in items}) > 1:
+        return None
+    return f"all rejected answers of {where} are the same text: a model learns only to avoid it"
 
 
 def _marks(items: Sequence[tuple[object, ...]], where: str) -> str | None:

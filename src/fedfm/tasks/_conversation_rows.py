@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedfm.core.row_kinds import Reading
-from fedfm.data.sources import _conversations, _system, _tools
+from fedfm.data.sources import _conversations, _judged, _system, _tools
 from fedfm.data.sources._other_tasks import refuse_other
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
@@ -30,7 +30,9 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
         used = {asked, spec.column("input"), spec.column("output")}
         doubts = _conversations.doubts_of_inputs(columns, spec, source)
     found = _with_system_and_tools("instruction", inputs, used, sheet, spec, source)
-    return replace(found, notices=(*doubts, *found.notices))
+    chosen = {spec.split, spec.partition.column or "", *(spec.where or ())}
+    judged = _judged.of_answers(columns, {*found.used, *chosen}, source) if labelled else ()
+    return replace(found, notices=(*doubts, *found.notices, *judged))
 
 
 def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
@@ -43,6 +45,7 @@ def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Re
     inputs: Any
     if labelled:
         inputs, notices = _conversations.preferences(columns, spec, source, at)
+        notices = (*notices, *_judged.of_pairs(columns, source))
     else:
         inputs = _conversations.prompts(columns, spec, source, at)
     used = {spec.column(key) for key in ("prompt", "input", "chosen", "rejected")}

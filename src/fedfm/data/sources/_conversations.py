@@ -115,6 +115,14 @@ def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str
     """A notice of inputs that probably mean nothing, and are read as texts."""
     name = spec.column("input")
     cells = [v.strip() for v in columns.get(name, ()) if isinstance(v, str)]
+    asked = columns.get(spec.column("instruction"), ())
+    pairs = zip(asked, columns.get(name, ()), strict=False)
+    same = sum(isinstance(a, str) and isinstance(b, str) and a.strip() == b.strip() != "" for a, b in pairs)
+    if same > len(asked) / 2:
+        return (
+            f'column "{name}" of {source} repeats the instruction in {same} of {len(asked)} rows, and a prompt has '
+            "both: leave it empty where there is no input",
+        )
     found = [text for text in cells if _PERHAPS.fullmatch(text)]
     if not found:
         return ()

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ SUFFIXES = (
 )
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # beginnings of names of folders with masks
+_MASK = re.compile(r"(.+?)[ _-]*(?:mask|seg|segmentation|annotation|groundtruth|gt)(?:[ _-]?\d{1,3})?", re.IGNORECASE)
+_FEW = 3  # masks
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -134,6 +137,12 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)
+    beside = [file for file in files if (of := _MASK.fullmatch(file.stem)) and of[1] in stems[file.parent]]
+    if len(beside) >= _FEW:
+        return (
+            f"{len(beside)} images, such as {beside[0]}, are named as masks of others in the same folder, and are read "
+            f"as images of its class: if they are, remove them; for segmentation {WAY}",
+        )
     for folder, names in stems.items():
         of = [other for other, theirs in stems.items() if other != folder and names <= theirs]
         if of and folder.name.lower().startswith(_MASKS):

@@ -25,6 +25,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
 _NAMES = ("feature_names", "columns")  # arrays of the names of columns
+_STRIP = 4  # width of an image, in heights, that is hardly one
 MAPPED = 1 << 28  # bytes; uncompressed images or vectors of a larger file stay in it
 _PIECE = 1 << 22  # bytes read at a time
 _EXPECTED = "uint8 or uint16 (N, H, W, C) images with C = 1 or 3, or float (N, d) feature vectors"
@@ -55,6 +56,11 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         notices += more
     else:
         inputs = np.ascontiguousarray(x) if image else _finite(x, path)
+    if image and x.shape[1] in (1, 3) and x.shape[2] >= _STRIP * x.shape[1]:
+        notices += (
+            f"{path}: the images of x {x.shape} are {x.shape[1]} pixels high: if this axis has the channels, "
+            "x.transpose(0, 2, 3, 1) puts them last",
+        )
     split = np.full(length, "train" if labelled else "test")
     if labelled and "split" in arrays:
         values = _strings(arrays, "split", length, path)

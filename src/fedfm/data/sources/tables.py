@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,12 @@ _READERS = {
 }
 _TEXT = ".txt"  # a table only for tasks that read such files
 _ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # about rows, not rows
+_DATA = re.compile(
+    r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sav|dta|rds|rdata|db|sqlite3?|tfrecord"
+    r"|zip|tar|tgz|7z|bz2|xz|zst|dat|data|arff)$",
+    re.IGNORECASE,
+)
+_CODE = re.compile(r"\.(?:py|sh|ipynb|md|rst|html?|pdf|ya?ml|toml|log|png|jpe?g|svg)$", re.IGNORECASE)
 _WORD = re.compile(r"[a-z]+")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
@@ -119,6 +125,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
             notices += (f"{file} has no labels (-1) and was left out",)
     if not sheets:
         raise InputError(f'{folder}: no file has labels in its column "{spec.label}" (-1 marks withheld ones)')
+    notices += _left_out(files)
     notices += _notices_of_files(folder, {file: splits[file] or "train" for file in sheets}) if labelled else ()
     sheet = join({str(file): one for file, one in sheets.items()})
     if not unknown and labelled:
@@ -138,6 +145,24 @@ def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ..
         if len(names) > 1:
             found.append(f"the {split} rows of {folder} are those of {listing(names, 6)}, one after the other")
     return tuple(found)
+
+
+def _left_out(files: Sequence[Path]) -> tuple[str, ...]:
+    """A notice about files next to those that are read, if their names say that they hold rows, too."""
+    there = [
+        file for file in sorted(files[0].parent.iterdir()) if file.is_file() and not file.name.startswith((".", "_"))
+    ]
+    found = [
+        file.name
+        for file in there
+        if file not in files
+        and not _ASIDE.match(file.name)
+        and (_DATA.search(file.name) or (split_in(file.name) and not _CODE.search(file.name)))
+    ]
+    if not found:
+        return ()
+    what = "is not read: if it has" if len(found) == 1 else "are not read: if they have"
+    return (f"{listing(found, 4)} in {files[0].parent} {what} rows, save them in the form of the others",)
 
 
 def _has_withheld_labels(sheet: Sheet, label: str) -> bool:
