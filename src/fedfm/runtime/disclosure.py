@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.core import storage
 from fedfm.core.text import from_json, to_json
-from fedfm.data.table import Table, fingerprint
+from fedfm.data.table import FederatedData, Table, fingerprint
 from fedfm.errors import InputError
 from fedfm.runtime.client_memory import secret, secret_file
 from fedfm.runtime.sharing import FILE
@@ -93,6 +93,44 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
     return {"data": data, **model.fingerprints}
 
 
+def check_partition(run: Run, federated: FederatedData) -> str | None:
+    """Refuse a resumed run whose clients would have other rows, as where the column that names them has changed.
+
+    Returns:
+        SHA-256 (64 hex digits) of which client has which rows, for :func:`tell`; None without clients. The fingerprint
+        of the rows does not depend on it.
+
+    Raises:
+        InputError: they would.
+    """
+    if not federated.clients:
+        return None
+    digest = hashlib.sha256()
+    for name, rows in sorted(federated.clients.items()):
+        for part in (rows.train, rows.val, rows.test):
+            digest.update(f"{name!r} {len(part)} ".encode() + part.astype("<i8").tobytes())
+    now = digest.hexdigest()
+    if run.experiment.privacy is None:
+        began = run.manifest["fingerprints"].get("partition")
+    else:
+        began = _private(run).get("partition")
+    if began not in (None, now):
+        raise InputError(
+            f"{run.path}: the partition changed since this run began, so clients would have other rows: a resumed run "
+            "needs the column and the library by which the rows were dealt as they were"
+        )
+    return now
+
+
+def _private(run: Run) -> dict[str, Any]:
+    """The content of :data:`FILE`; empty if it is absent or damaged."""
+    try:
+        found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
     """Compare fingerprints with those that the run began with; a fingerprint whose key is lost is not compared.
 
@@ -109,7 +147,11 @@ def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
 
 
 def tell(
-    run: Run, split: Mapping[str, Any] | None, notices: Sequence[str], profile: Mapping[str, Any] | None = None
+    run: Run,
+    split: Mapping[str, Any] | None,
+    notices: Sequence[str],
+    profile: Mapping[str, Any] | None = None,
+    partition: str | None = None,
 ) -> None:
     """Write the numbers of rows by client and class, the notices about the rows, and their coarse properties, into the
     manifest or private/.
@@ -117,13 +159,18 @@ def tell(
     Args:
         split: None if the server does not know the rows.
         profile: of :mod:`fedfm.data.profiles`; empty or None if it is unknown.
+        partition: what :func:`check_partition` returned.
     """
     if run.experiment.privacy is None:
         others = [n for n in run.manifest["notices"] if n not in notices]
         run.manifest |= {"split": split, "notices": [*others, *notices]} | ({"profile": profile} if profile else {})
+        if partition:
+            run.manifest["fingerprints"]["partition"] = partition
         return
     run.manifest["split"] = None if split is None else {key: split[key] for key in _PUBLIC} | {"counts": FILE}
-    text = to_json({"split": split, "notices": list(notices), "profile": profile or {}}, indent=1, ascii=True)
+    known = {"profile": profile, "partition": partition}
+    kept = {"split": split, "notices": list(notices)} | {key: value for key, value in known.items() if value}
+    text = to_json(kept, indent=1, ascii=True)
     storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
 
 
@@ -137,12 +184,8 @@ def private_notices(run: Run) -> list[str]:
 
 def profile_of(run: Run) -> dict[str, Any]:
     """Coarse properties of the run's rows; empty if they are not known."""
-    try:
-        if run.experiment.privacy is None:
-            return dict(run.manifest.get("profile") or {})
-        return dict(json.loads((run.path / FILE).read_text(encoding="utf-8")).get("profile") or {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    found = (run.manifest if run.experiment.privacy is None else _private(run)).get("profile")
+    return found if isinstance(found, dict) else {}
 
 
 def rows_of(run: Run) -> list[int] | None:

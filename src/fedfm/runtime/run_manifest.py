@@ -16,7 +16,7 @@ from fedfm.models import devices
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import beforehand
-from fedfm.runtime.disclosure import check_same, fingerprints, tell
+from fedfm.runtime.disclosure import check_partition, check_same, fingerprints, tell
 from fedfm.runtime.partitioned import REST, Partitioned
 from fedfm.runtime.population import feature_dim, operations
 from fedfm.runtime.who_scores import scoring_notices, test_rows
@@ -40,6 +40,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     table = population.federated.table
     prints = fingerprints(run, table, population.model)
     check_same(run, prints, "a resumed run needs what it started with")
+    partition = check_partition(run, population.federated)
     notices = beforehand.check(run.experiment.method, population)
     notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
@@ -60,7 +61,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }
-    tell(run, population.summary(), notices, table.profile)
+    tell(run, population.summary(), notices, table.profile, partition)
     fits(run.experiment, population.model)
     # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:

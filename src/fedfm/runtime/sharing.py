@@ -10,7 +10,8 @@ _OWN_MODELS = "clients/ holds one model per client: each was fitted to that clie
 _WITHOUT_PRIVACY = (
     "checkpoint/, adapter/ and metrics.jsonl reveal as much about the clients' data as the trained model and the "
     "per-client accuracies. If the server has read the rows, the split in this manifest counts those of every "
-    "client and class, and the fingerprint of the data shows which of several candidate data sets they are.",
+    "client and class, the profile states coarse ranges of the values, and the fingerprint of the data shows which of "
+    "several candidate data sets they are.",
     "audit.json names single training rows, and says how far a foundation model that the server keeps is from the "
     "models that it sent; report.html and dossier.html state that distance, too, once the run is audited.",
     "weights.npz, arrays/ and the map in report.html, if a method weighs clients against each other, reveal whose rows "

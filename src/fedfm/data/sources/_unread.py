@@ -49,7 +49,7 @@ def notices_of_marks(columns: Mapping[str, Sequence[Any]], spec: DataSpec, sourc
     splits = (
         () if spec.split in columns else (_split_notice(name, values, spec, source) for name, values in others.items())
     )
-    by_column = spec.partition.column is not None or spec.clients is not None
+    by_column = spec.partition.name in ("by_column", "flower") or spec.clients is not None
     clients = () if by_column else (_client_notice(name, values, source) for name, values in others.items())
     return tuple(text for some in (splits, clients) if (text := next(filter(None, some), None)))
 

@@ -76,11 +76,24 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             raise InputError(f"{path}: domain is {array.dtype} {array.shape}; expected strings ({length},)")
         else:
             notices += (f'array "{name}" {array.dtype} {array.shape} of {path} is not used',)
+    if not labelled and (given := _given_labels(arrays, length)) is not None:
+        columns[spec.label] = given
     if labelled and "split" not in arrays:
         notices += notices_of_marks({name: values.tolist() for name, values in columns.items()}, spec, str(path))
     of = "image" if image else "features"
     names = tuple(map(str, arrays[named[0]].tolist())) if named else ()
     return Table(of, inputs, labels, classes, split, columns, str(path), notices, names=names)
+
+
+def _given_labels(arrays: dict[str, np.ndarray], length: int) -> np.ndarray | None:
+    """The labels of rows to predict by their names, as a column; None if there are none that can be read."""
+    y, names = arrays.get("y"), arrays.get("classes")
+    if y is None or y.dtype.kind not in "iu" or y.shape != (length,):
+        return None
+    if names is None or names.ndim != 1 or names.dtype.kind != "U" or y.min() < 0 or y.max() >= len(names):
+        return y.astype(str)
+    found: np.ndarray = names[y]
+    return found
 
 
 def _is_names(array: np.ndarray | None, width: int) -> bool:
