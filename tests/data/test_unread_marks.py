@@ -87,10 +87,11 @@ def test_numbers_among_names_of_classes_are_told(labels: tuple[Any, ...], told: 
 @pytest.mark.parametrize(
     ("north", "south", "word"),
     [
-        ((0, 1, 2), (1, 2, 3), "numbers its 3 classes from 0"),
+        ((0, 1, 2), (1, 2, 3), "are 0 to 2 and those of"),
         (("cat", "dog"), ("Katze", "Hund"), "no two clients have a class in common"),
         (("cat", "dog"), ("cat", "Hund"), ""),
         ((0, 1, 2), (0, 1), ""),
+        ((0, 1, 2), (1, 2), ""),
         (("cat",), ("dog",), ""),
     ],
 )
@@ -106,7 +107,7 @@ def test_classes_of_clients_that_do_not_fit_are_told(
         for text in load_table(DataSpec(clients=files), seed=0).notices
         if "become the class names" not in text and "one class" not in text.replace("are one class", "")
     )
-    assert word in found if word else "clients have" not in found and "from 0" not in found
+    assert word in found if word else "clients have" not in found and "are 0 to" not in found
 
 
 @pytest.mark.parametrize(
@@ -192,10 +193,50 @@ def test_tags_without_an_outside_are_told(tags: tuple[Any, ...], word: str, tmp_
         ("Tom &amp; Jerry &#39;{}&#39;", "escapes of HTML"),
         ("a\x1b[31m red {}", "control characters"),
         ("AT&T; {} & co\n\ttab", ""),
+        ("wo\u200brd {}", "invisible characters"),
+        ("نمی\u200cخواهم {}", ""),
+        ("[CLS] one {} [SEP]", "special tokens"),
+        ("the beginning of {} ...", "three dots"),
+        ("what is {}? ... and then", ""),
     ],
 )
-def test_escapes_and_control_characters_are_told(text: str, word: str, tmp_path: Path) -> None:
+def test_texts_that_other_programs_changed_are_told(text: str, word: str, tmp_path: Path) -> None:
     rows = [{"text": text.format(i), "label": "ab"[i % 2]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = said(tmp_path / "a.jsonl")
+    assert word in found if word else found == ""
+
+
+@pytest.mark.parametrize(("limit", "told"), [(255, True), (10_000, False), (90, False)])
+def test_texts_that_were_cut_at_one_length_are_told(limit: int, told: bool, tmp_path: Path) -> None:
+    rows = [{"text": (f"word {i} " * (5 + i))[:limit], "label": "ab"[i % 2]} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert ("has another program cut them?" in said(tmp_path / "a.jsonl")) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("topic {own}: row {i}", True), ("row {i}", False), ("{own} and {other} {i}", False), ("{own}ish {i}", False)],
+)
+def test_a_label_that_is_written_into_the_texts_is_told(text: str, told: bool, tmp_path: Path) -> None:
+    names = ("cats", "dogs")
+    rows = [
+        {"text": text.format(own=names[i % 2], other=names[1 - i % 2], i=i), "label": names[i % 2]} for i in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert ("hold the name of their class" in said(tmp_path / "a.jsonl")) == told
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ('{{"text": "row {i}", "label": "a"}}', "objects of JSON"),
+        ("row {i},a", "rows below the names of columns"),
+        ("A story, of {i}, goes on.", ""),
+    ],
+)
+def test_a_table_that_is_read_as_running_text_is_told(line: str, word: str, tmp_path: Path) -> None:
+    head = ["text,label"] if word.startswith("rows") else []
+    (tmp_path / "a.txt").write_text("\n".join([*head, *(line.format(i=i) for i in range(200))]))
+    found = said(tmp_path / "a.txt")
     assert word in found if word else found == ""

@@ -96,34 +96,29 @@ def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
 
 
 def _shifted(tables: Mapping[str, Table]) -> str | None:
-    """A notice if some clients number as many classes from 0 as others from 1."""
-    counts = [(name, [int(c) for c in table.classes]) for name, table in tables.items() if _numbered(table)]
-    for name, numbers in counts:
-        same = [other for other, theirs in counts if theirs == [n + 1 for n in numbers]]
-        if numbers[0] == 0 and same:
-            return (
-                f"{name} numbers its {len(numbers)} classes from 0 and {listing(same, 4)} from 1, and equal numbers "
-                "are one class: if they mean the same classes, number them alike"
-            )
-    return None
-
-
-def _numbered(table: Table) -> bool:
-    """Whether the classes are at least two numbers without a gap."""
-    if len(table.classes) < 2 or not all(map(_INTEGER, table.classes)):
-        return False
-    numbers = [int(c) for c in table.classes]
-    return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    """A notice if some clients number all classes from 0, and all others as many from 1."""
+    sets = {
+        name: [int(c) for c in table.classes] for name, table in tables.items() if all(map(_INTEGER, table.classes))
+    }
+    count = max(map(len, sets.values()), default=0)
+    zero = [name for name, numbers in sets.items() if numbers == list(range(count))]
+    one = [name for name, numbers in sets.items() if numbers == list(range(1, count + 1))]
+    if count < 2 or not zero or not one or len(zero) + len(one) < len(tables):
+        return None
+    return (
+        f"the classes of {listing(zero, 4)} are 0 to {count - 1} and those of {listing(one, 4)} are 1 to {count}, and equal "
+        "numbers are one class: if they mean the same classes, number them alike"
+    )
 
 
 def _disjoint(tables: Mapping[str, Table]) -> str | None:
     """A notice if each client has several named classes, and no class is at two clients."""
-    named = {name: set(table.classes) for name, table in tables.items()}
+    named = {name: {text.casefold() for text in table.classes} for name, table in tables.items()}
     kinds = {all(map(_INTEGER, classes)) for classes in named.values()}
     few = len(named) < 2 or min(map(len, named.values())) < 2
     if few or len(kinds) > 1 or sum(map(len, named.values())) > len(set[str]().union(*named.values())):
         return None
-    shown = " and ".join(f"{name} has {listing(sorted(classes), 2)}" for name, classes in list(named.items())[:2])
+    shown = " and ".join(f"{name} has {listing(tables[name].classes[:2])}" for name in list(named)[:2])
     return f"no two clients have a class in common ({shown}): if they name the same classes, name them alike"
 
 

@@ -35,6 +35,7 @@ _COMPARED = 20  # most clients that are compared
 _SIGNS = 0.4  # difference of the shares of negative values
 _SHADE = 0.35  # difference of brightness, of 0..1
 _FURTHER = ("input", "system", "tools")  # keys of columns that add to what is asked
+_MIRROR = 0.15  # how far brightness is from the mirror image of another
 _LARGER = 4.0  # ratio of the sides of images
 
 
@@ -78,7 +79,7 @@ def compare(
         check_names(trained.get("names", ()), table.names, table.source, of)
         said.append(_other_ranges(trained, table))
     elif images is not None and len(images) and "images" in trained:
-        said += _other_images(trained["images"], _of_images(images), len(images), table.source)
+        said += _other_images(trained["images"], _of_images(images), len(images), table.source, CLIENT in table.columns)
     elif _worded(table) and "texts" in trained:
         from fedfm.data import wording
 
@@ -115,12 +116,30 @@ def between_clients(table: Table) -> list[str]:
         return []
     first = names[counts.argmax()]
 
-    def rows_of(name: str) -> tuple[Table, np.ndarray | None]:
-        rows = replace(table.take(np.flatnonzero(table.columns[CLIENT] == name)), source=str(name))
+    def rows_of(name: str, label: int | None) -> tuple[Table, np.ndarray | None]:
+        mine = table.columns[CLIENT] == name
+        if label is not None and table.labels is not None:
+            mine &= table.labels == label
+        rows = replace(table.take(np.flatnonzero(mine)), source=str(name))
         return rows, thumbnails.figures(rows) if table.kind == "image" else None
 
-    trained = profile_of(*rows_of(first))
-    return [text for name in names if name != first for text in compare(trained, *rows_of(name), str(first))]
+    found: list[str] = []
+    for name in names:
+        label = _shared_class(table, first, name)
+        if name != first and label is not None:
+            found += compare(profile_of(*rows_of(first, label)), *rows_of(name, label), str(first))
+    return found
+
+
+def _shared_class(table: Table, one: str, other: str) -> int | None:
+    """The class of which both clients have most rows, since clients differ in their shares of classes; None if few."""
+    if table.labels is None:
+        return None
+    counts = [
+        np.bincount(table.labels[table.columns[CLIENT] == name], minlength=len(table.classes)) for name in (one, other)
+    ]
+    both = np.minimum(*counts)
+    return int(both.argmax()) if both.max() >= _FEW else None
 
 
 def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | None:
@@ -242,12 +261,15 @@ def _of_images(images: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _other_images(trained: Profile, now: Profile, count: int, source: str) -> list[str | None]:
+def _other_images(trained: Profile, now: Profile, count: int, source: str, clients: bool) -> list[str | None]:
     found: list[str | None] = []
     if {trained["grey"], now["grey"]} == {0.0, 1.0}:
         form = ("grey", "in colours") if now["grey"] else ("in colours", "grey")
         found.append(f"the images of {source} are {form[0]}, and those of the training rows are {form[1]}")
-    if count >= _FEW and abs(trained["shade"] - now["shade"]) > _SHADE:
+    apart = abs(trained["shade"] - now["shade"]) > _SHADE
+    if clients and apart:  # drawings of one client are brighter than photographs of another; inversion mirrors
+        apart = abs(trained["shade"] + now["shade"] - 1) <= _MIRROR
+    if count >= _FEW and apart:
         how = "brighter" if now["shade"] > trained["shade"] else "darker"
         found.append(
             f"the images of {source} are much {how} than those of the training rows (usual mean {now['shade']:g} and "

@@ -26,6 +26,10 @@ _MISREAD = re.compile(
 _LOST = "\ufffd"
 _ESCAPE = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
+_UNSEEN = re.compile("[\u200b\u2060\ufeff\u00ad\u202a-\u202e]")
+_SPECIAL = re.compile(r"\[(?:CLS|SEP|PAD|MASK|UNK)\]|</?s>|<pad>|<\|endoftext\|>")  # tokens of tokenizers
+_LENGTH = 200  # characters from which texts do not have one length by chance
+_ALL = 0.95  # share of texts that is all of them, but for slips
 _ESCAPES = 0.1  # share of texts with escapes of HTML from which it is told
 _NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("numbers", re.compile(r"\s*[-+]?\d[\d.,]*(?:e[-+]?\d+)?\s*%?\s*", re.IGNORECASE)),
@@ -47,6 +51,7 @@ _TEMPLATE = re.compile(
     re.MULTILINE,
 )
 _OUTSIDE, _OF_ENTITY, _TWO = "O", re.compile(r"[BIESLU]-.+"), 2
+_CLASSES = 100  # most classes whose names are looked for
 _COMPARED = 3  # parts of a row with two answers: what was asked, the better one, the worse one
 
 
@@ -62,6 +67,7 @@ def notices(table: Table) -> tuple[str, ...]:
     found = [_damage(texts, where), _failures(texts, where)]
     if table.kind == "text":
         found += [_without_language(texts, where), _names(table, places, texts, where)]
+        found += [_shortened(texts, where), _special(texts, where), _own_names(table, places, texts, where)]
     if of is not None and of.answered:
         found += [*_answers(items, where), _marks(items, where), _gaps(texts, where)]
         if all(len(item) == _COMPARED for item in items):
@@ -110,6 +116,11 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
             f"{n} of {where} hold control characters, as terminals and broken exports write them, and they are read: "
             "remove them"
         )
+    if (n := _count(texts, _UNSEEN.search)) >= told:
+        return (
+            f"{n} of {where} hold invisible characters inside of words, such as zero-width spaces, which "
+            "part the words: remove them"
+        )
     if (n := _count(texts, _ESCAPE.search)) >= max(_TIMES, _ESCAPES * len(texts)):
         sign = next(found[0] for text in texts if (found := _ESCAPE.search(text)))
         return (
@@ -145,6 +156,46 @@ def _names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -
     if len(set(names)) < 2 or any(text.strip() != name for text, name in zip(texts, names, strict=True)):
         return None
     return f"the {where} are the names of their classes: is data.text the column of the texts?"
+
+
+def _shortened(texts: Sequence[str], where: str) -> str | None:
+    """A notice about texts that another program has cut: at one length, or with three dots."""
+    if (n := _count(texts, lambda text: text.rstrip().endswith(("...", "\u2026", "[...]")))) >= _MOST * len(texts):
+        return f"{n} of {where} end with three dots: are they the beginnings of longer texts?"
+    longest = max(map(len, texts))
+    n = _count(texts, lambda text: len(text) == longest)
+    if longest < _LENGTH or n < max(_TIMES, _AGAIN * len(texts)) or len(set(map(len, texts))) == 1:
+        return None
+    return f"{n} of {where} have exactly {longest} characters, and none has more: has another program cut them?"
+
+
+def _special(texts: Sequence[str], where: str) -> str | None:
+    """A notice about special tokens that are written into texts; a tokenizer adds its own."""
+    if (n := _count(texts, _SPECIAL.search)) < max(_TIMES, _AGAIN * len(texts)):
+        return None
+    sign = next(found[0] for text in texts if (found := _SPECIAL.search(text)))
+    return f'{n} of {where} hold special tokens of a tokenizer, such as "{sign}", which adds its own: remove them'
+
+
+def _own_names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -> str | None:
+    """A notice if each text holds the name of its class and of no other: then the label is among the inputs."""
+    if table.labels is None or not 2 <= len(table.classes) <= _CLASSES:
+        return None
+    names = {i: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for i, name in enumerate(table.classes)}
+    labels = table.labels[places]
+    if len(set(labels.tolist())) < 2 or any(
+        text.strip() == table.classes[of] for text, of in zip(texts, labels, strict=True)
+    ):
+        return None
+    own = sum(
+        names[of].search(text) is not None and not any(n.search(text) for other, n in names.items() if other != of)
+        for text, of in zip(texts, labels.tolist(), strict=True)
+    )
+    if own < _ALL * len(texts):
+        return None
+    return (
+        f"{own} of {where} hold the name of their class, and of no other: if the label was written into them, remove it"
+    )
 
 
 def _answers(items: Sequence[tuple[object, ...]], where: str) -> list[str]:

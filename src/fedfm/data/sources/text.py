@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfm.core.text import listing
 from fedfm.data.sources._files import decode, gunzip, read_bytes
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 
 PASSAGE = 2000  # characters at most
+_LOOK = 20_000  # characters that are examined
+_LINES = 5  # from which they may be rows of a table
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
@@ -24,7 +27,26 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     text = decode(data, path, "plain text").replace("\r\n", "\n")
     passages = cut(text)
     split = np.full(len(passages), "train" if labelled else "test")
-    return Table("passages", passages, None, (), split, source=str(path))
+    notices = (note,) if (note := _table_note(text, path)) else ()
+    return Table("passages", passages, None, (), split, source=str(path), notices=notices)
+
+
+def _table_note(text: str, path: Path) -> str | None:
+    """A notice if the lines are rows of a table or of JSON, whose marks and labels would be learned as text."""
+    lines = [line for line in text[:_LOOK].split("\n") if line.strip()][:-1]
+    if len(lines) < _LINES:
+        return None
+    form, ending = "", ""
+    if all(line.startswith("{") and line.rstrip().endswith("}") for line in lines):
+        form, ending = "objects of JSON", ".jsonl"
+    for mark, name in ((",", ".csv"), (";", ".csv"), ("\t", ".tsv")):
+        counts = {line.count(mark) for line in lines}
+        names = [cell.strip(' "') for cell in lines[0].split(mark)]
+        if len(counts) == 1 and counts != {0} and all(map(str.isidentifier, names)):
+            form, ending = f"rows below the names of columns ({listing(names, 4)})", name
+    if not form:
+        return None
+    return f"the lines of {path} are {form}, and are read as running text: rename it to {ending} to read it as a table"
 
 
 def cut(text: str, size: int = PASSAGE) -> list[str]:
