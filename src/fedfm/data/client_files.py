@@ -106,8 +106,8 @@ def _shifted(tables: Mapping[str, Table]) -> str | None:
     if count < 2 or not zero or not one or len(zero) + len(one) < len(tables):
         return None
     return (
-        f"the classes of {listing(zero, 4)} are 0 to {count - 1} and those of {listing(one, 4)} are 1 to {count}, and equal "
-        "numbers are one class: if they mean the same classes, number them alike"
+        f"the classes of {listing(zero, 4)} are 0 to {count - 1} and those of {listing(one, 4)} are 1 to {count}, and "
+        "equal numbers are one class: if they mean the same classes, number them alike"
     )
 
 
