@@ -110,7 +110,7 @@ ENGLISH = [f"this was the {i}th of the letters that you have not seen" for i in 
         (ENGLISH, ""),
         ([ENGLISH[0]], ""),
         (["ok", "thanks"], ""),
-        (["das ist nicht die Karte, die ich mit der Post habe"] * 8, "seem to be German"),
+        (["das war nicht die Karte, die ich mit der Post habe"] * 8, "seem to be German"),
         (["где моя карта?"], "Cyrillic letters"),
         (["我的卡在哪里"], "Chinese or Japanese letters"),
         ([t.upper() for t in ENGLISH], "have capital letters"),

@@ -25,7 +25,7 @@ _TAGS = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]{0,9}(?:\s[^<>]*)?/?>")
 # Frequent words of languages; a word of two of them decides nothing
 _FUNCTION_WORDS = {
     "English": "the and of to is that with for this was are be it you have not what",
-    "German": "der die das und ist nicht mit von zu den ein eine auf wird ich sie dem",
+    "German": "der die das und nicht mit von zu den eine auf wird wurde ich einen dem",
     "French": "le les et est des une dans pour qui sur pas avec vous je au ce du",
     "Spanish": "el los y es que una por las con para del no como pero su al mi",
     "Italian": "il di che e non per una sono della del gli con si ma ho nel alla",

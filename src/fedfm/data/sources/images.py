@@ -137,10 +137,10 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)
-    beside = [file for file in files if (of := _MASK.fullmatch(file.stem)) and of[1] in stems[file.parent]]
-    if len(beside) >= _FEW:
+    masks = [file for file in files if (of := _MASK.fullmatch(file.stem)) and of[1] in stems[file.parent]]
+    if len(masks) >= _FEW:
         return (
-            f"{len(beside)} images, such as {beside[0]}, are named as masks of others in the same folder, and are read "
+            f"{len(masks)} images, such as {masks[0]}, are named as masks of others in the same folder, and are read "
             f"as images of its class: if they are, remove them; for segmentation {WAY}",
         )
     for folder, names in stems.items():

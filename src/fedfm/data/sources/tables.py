@@ -31,7 +31,7 @@ _READERS = {
 _TEXT = ".txt"  # a table only for tasks that read such files
 _ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # about rows, not rows
 _DATA = re.compile(
-    r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sav|dta|rds|rdata|db|sqlite3?|tfrecord"
+    r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sa[v]|dta|rds|rdata|db|sqlite3?|tfrecord"
     r"|zip|tar|tgz|7z|bz2|xz|zst|dat|data|arff)$",
     re.IGNORECASE,
 )
