@@ -52,11 +52,12 @@ def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[
         _one_class_of_test(table),
         of_training_rows(table),
     )
-    more = (*repetitions.notices(table), *pixel_values.notices(table, images), *of_features(table), *_of_texts(table))
+    more = (*repetitions.notices(table), *pixel_values.notices(table, images), *of_features(table), *of_texts(table))
     return (*(text for text in found if text), *more)
 
 
-def _of_texts(table: Table) -> tuple[str, ...]:
+def of_texts(table: Table) -> tuple[str, ...]:
+    """Notices about texts, with labels or without."""
     if table.kind in ("image", "features"):
         return ()
     from fedfm.data import text_doubts

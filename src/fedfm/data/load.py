@@ -123,7 +123,7 @@ def read_inputs(
         InputError: as in :func:`load_table`, or the file has another kind of rows, or other columns.
     """
     from fedfm.data import files, pixel_values
-    from fedfm.data.doubts import of_features
+    from fedfm.data.doubts import of_features, of_texts
     from fedfm.data.sources._files import existing
 
     owner = tasks.owner(kind)
@@ -132,7 +132,9 @@ def read_inputs(
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
     images = _figures(table)
-    table = replace(table, notices=(*table.notices, *pixel_values.notices(table, images), *of_features(table)))
+    table = replace(
+        table, notices=(*table.notices, *pixel_values.notices(table, images), *of_features(table), *of_texts(table))
+    )
     table = scale_features(table, spec.scale)
     if not trained and not classes:
         return table

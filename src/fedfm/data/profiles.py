@@ -153,7 +153,8 @@ def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | N
     numbers = all(name.removesuffix(".0").isdigit() and float(name) < len(classes) for name in given)
     if numbers and not all(name.isdigit() for name in classes):  # numbers of the classes
         return None
-    strange = {name: n for name, n in given.items() if name not in classes and name.removesuffix(".0") not in classes}
+    known = {name.casefold() for name in classes}
+    strange = {name: n for name, n in given.items() if not {name.casefold(), name.removesuffix(".0")} & known}
     if not strange or not classes:
         return None
     return (

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedfm.data.table import Table, inputs_of
 
+_INPUT = "### Input:"  # the part of a template that columns of inputs are joined with
 _LOOKED_AT = 500  # rows
 _LONG = 1000  # characters of a text
 _FEW = 8  # texts from which shares of letters and marks are compared
@@ -43,7 +44,7 @@ _OF_WORD: dict[str, str] = {
 def habits(table: Table) -> dict[str, Any]:
     """Shares of a table's texts, in tenths: by script, by language, with capital letters, with tags of HTML."""
     places = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64)) if len(table) else ()
-    texts = [" ".join(inputs_of(table.kind, table.inputs[int(i)]))[:_LONG] for i in places]
+    texts = [" ".join(inputs_of(table.kind, table.inputs[int(i)])).replace(_INPUT, " ")[:_LONG] for i in places]
     languages = [of for text in texts if (of := language_of(text))]
     return {
         "texts": min(len(texts), _FEW),

@@ -75,6 +75,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
                 )
         meta[spec.label] = [file.parent.name for file in files]
         notices += _masks(files)
+    notices += _masks_inside(files)
     looks = _look_at(files)
 
     def at(row: int) -> str:
@@ -137,12 +138,6 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)
-    masks = [file for file in files if (of := _MASK.fullmatch(file.stem)) and of[1] in stems[file.parent]]
-    if len(masks) >= _FEW:
-        return (
-            f"{len(masks)} images, such as {masks[0]}, are named as masks of others in the same folder, and are read "
-            f"as images of its class: if they are, remove them; for segmentation {WAY}",
-        )
     for folder, names in stems.items():
         of = [other for other, theirs in stems.items() if other != folder and names <= theirs]
         if of and folder.name.lower().startswith(_MASKS):
@@ -151,6 +146,20 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
                 f"masks of the second, that is segmentation; {WAY}",
             )
     return ()
+
+
+def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
+    """A notice if images are named as masks of others in the same folder."""
+    stems: dict[Path, set[str]] = {}
+    for file in files:
+        stems.setdefault(file.parent, set()).add(file.stem)
+    masks = [file for file in files if (of := _MASK.fullmatch(file.stem)) and of[1] in stems[file.parent]]
+    if len(masks) < _FEW:
+        return ()
+    return (
+        f"{len(masks)} images, such as {masks[0]}, are named as masks of others in the same folder, and are read like "
+        f"these: if they are, remove them; for segmentation {WAY}",
+    )
 
 
 def _visible(folder: Path) -> list[Path]:
