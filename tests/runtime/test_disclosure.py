@@ -153,7 +153,9 @@ def test_the_owner_finds_counts_and_notices_under_private(tmp_path, monkeypatch,
     path = tmp_path / "a" / "hidden" / FILE
     assert path.stat().st_mode & 0o777 == 0o600
     of_rows = [n for n in shown["notices"] if "withheld" not in n]  # which the method says of its own messages
-    assert json.loads(path.read_text()) == {"split": shown["split"], "notices": of_rows}
+    known = {"profile": shown["profile"], "partition": shown["fingerprints"]["partition"]}
+    assert json.loads(path.read_text()) == {"split": shown["split"], "notices": of_rows, **known}
+    assert not {"profile", "partition"} & (manifest.keys() | manifest["fingerprints"].keys())
     assert private_notices(fedfm.load_run("hidden")) == of_rows
     assert not [n for n in manifest["notices"] if "noisy" not in n]
     assert manifest["split"] == {k: shown["split"][k] for k in ("kind", "source", "classes")} | {"counts": FILE}
