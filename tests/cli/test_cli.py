@@ -626,7 +626,7 @@ def test_without_the_best_rounds_checkpoint_the_last_model_stays(tmp_path, capsy
     result = json.loads(out)
     assert code == 0
     best, last = result["rounds"] - 2, result["rounds"]
-    assert f"round {best}, the best one, is missing: the model is that of round {last}" in err
+    assert f"the best round, {best}, is missing; the model is that of round {last}" in err
     assert result["details"]["model_of_round"] == result["rounds"]
 
 
@@ -892,7 +892,7 @@ class TestFoundationModels:
         assert main(["check", str(fedbaf(tmp_path)), "--matching"]) == 0
         out = capsys.readouterr().out
         assert "same shape" in out
-        assert "the foundation model has none" in out  # nano-vit ships without a head
+        assert "the foundation model has no such tensor" in out  # nano-vit ships without a head
 
     def test_a_method_without_one_says_so(self, tmp_path, capsys):
         path = tmp_path / "e.toml"

@@ -182,5 +182,5 @@ def test_ccvr_resumes_and_says_which_adaptation_has_a_bias(folder, tmp_path, mon
     run_stopped(tables, tmp_path / "broken")
     assert fedfm.resume(tmp_path / "broken")["params_sha256"] == straight["params_sha256"]
     tables["model"]["adaptation"] = {"name": "lora"}
-    with pytest.raises(InputError, match="a head gets one"):
+    with pytest.raises(InputError, match="gives one"):
         fedfm.run(tables, tmp_path / "lora")

@@ -307,7 +307,9 @@ class TestFolders:
             module = t.ViTForImageClassification(t.ViTConfig(**VIT, hidden_size=8, num_labels=2))
         rows = [{"pixel_values": x, "labels": y % 2} for x, y in drawings()]
         reasons, _ = left_out(tmp_path, module, tmp_path / "bare", rows, None, identical=("labels",))
-        assert reasons == dict.fromkeys(("classifier.weight", "classifier.bias"), "the foundation model has none")
+        assert reasons == dict.fromkeys(
+            ("classifier.weight", "classifier.bias"), "the foundation model has no such tensor"
+        )
 
     def test_names_and_modules_in_each_others_place_are_refused(self, tmp_path):
         with pytest.raises(InputError, match=r"model is a str: .*; load it, e\.g\. with from_pretrained"):

@@ -158,7 +158,9 @@ def test_identical_vectors_count_once(tmp_path):
 
 def test_raw_sums_near_zero_stop_the_run(tmp_path):
     method = FedBip(local=JUMP, negative="raw")
-    with pytest.raises(RunError, match=r'similarities of a to all sum to less than 0\.1 in model.*"clip"'):
+    with pytest.raises(
+        RunError, match=r'similarities of a to all clients have a sum of less than 0\.1 in model.*"clip"'
+    ):
         run(method, federation(method, {"a": [3.0], "b": [-1.0]}, tmp_path), 1)
 
 

@@ -295,7 +295,7 @@ def test_a_queue_that_never_fills_is_a_notice(place, tmp_path):
     run(place, tmp_path / "short", queue=1, local_rounds=3)
     for name, said in (("long", True), ("short", False)):
         notices = str(json.loads((tmp_path / name / "manifest.json").read_text()).get("notices"))
-        assert ("never fill the queue" in notices) == said
+        assert ("too few to fill the queue" in notices) == said
 
 
 @of_one_kind

@@ -157,9 +157,9 @@ def test_nobody_is_asked_for_scores_and_the_report_says_what_is_told(file, tmp_p
 def test_what_remains_is_said():
     told = " ".join(catalogue.method("fedpft").replace("# ", "").split())
     for part in (
-        "a class with several components has at least ten rows for each",
-        "an absent class has fewer than ``min_count``",
-        "Features with few values, such as whole numbers, reveal a small count",
+        "A class with several components has at least ten rows for each",
+        "An absent class has fewer than ``min_count``",
+        "If features have few distinct values, such as whole numbers, their means reveal a small count",
         "the distance of their means reveals most counts to within a factor of about two",
         "Only [privacy] bounds what is revealed",
     ):
@@ -182,7 +182,7 @@ def test_a_comparison_of_clients_estimates_counts_as_the_documents_say(file, tmp
     ("method", "said"),
     [
         ({"covariance": "full"}, r'method\.covariance = "full": the rank'),
-        ({"verify": True}, r"method\.verify: clients send their numbers of rows"),
+        ({"verify": True}, r"method\.verify: it makes clients send their numbers of rows"),
         ({"min_count": 1}, r"method\.min_count = 1: a class of one row"),
         ({"topology": "chain"}, r"method\.samples"),
     ],
@@ -257,4 +257,4 @@ def test_a_ring_is_a_chain_in_every_figure(file, tmp_path):
     for key in ("params_sha256", "accuracy", "bytes_up", "bytes_down", "details", "client_accuracy"):
         assert ring[key] == chain[key]
     told = " ".join(catalogue.method("fedpft").replace("# ", "").split())
-    assert '``topology = "ring"`` goes round once and equals ``chain`` in every figure' in told
+    assert '``topology = "ring"`` passes once through all clients and gives the same numbers as ``chain``' in told

@@ -230,7 +230,7 @@ def test_fedamp_hears_of_the_absent(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"alpha": 0.5}, "give method.sigma as well"),
+        ({"alpha": 0.5}, "set method.sigma as well"),
         ({"sigma": 0.0}, r"method\.sigma = 0\.0"),
         ({"mu": -0.1}, r"method\.mu = -0\.1"),
         ({"fraction": 0.0}, r"method\.fraction"),

@@ -99,7 +99,7 @@ class TestOtherDepths:
 
     def test_a_shallower_one_leaves_the_later_blocks(self, tmp_path):
         found = match(ours(tmp_path / "a", num_hidden_layers=4), str(vit(tmp_path / "b", num_hidden_layers=2)))
-        absent = {n for n, why in reasons(found).items() if why == "the foundation model has none"}
+        absent = {n for n, why in reasons(found).items() if why == "the foundation model has no such tensor"}
         assert absent
         assert all("3" in n.split(".") or "2" in n.split(".") for n in absent)
 

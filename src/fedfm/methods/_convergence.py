@@ -1,4 +1,4 @@
-"""Count heads that did not reach their optimum, for the run's notices."""
+"""Collect heads whose training did not converge, and report them as notices of the run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _HEADS, _GRADIENT, _STEPS = "heads_not_converged", "head_gradient", "head_iterat
 
 @dataclass
 class Missed:
-    """Counts one party's heads that did not converge; keeps the largest gradient and number of iterations."""
+    """Counts the heads of one client or server that did not converge, with their largest gradient and iterations."""
 
     heads: int = 0
     gradient: float = 0.0
     iterations: int = 0
 
     def __call__(self, found: Optimum) -> None:
-        """Add one head."""
+        """Count one head that did not converge."""
         self.heads += 1
         self.gradient, self.iterations = max(self.gradient, found.gradient), max(self.iterations, found.iterations)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics for the reply; none if all converged."""
+        """Metrics for the reply; empty if all heads converged."""
         if not self.heads:
             return {}
         return {_HEADS: float(self.heads), _GRADIENT: self.gradient, _STEPS: float(self.iterations)}
@@ -41,8 +41,10 @@ def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
 
 
 def tell_mean(fed: Federation) -> None:
-    """As :func:`tell`, from ``fed.metrics``: means of the metrics of updates with one head each."""
-    share = fed.metrics.get(_HEADS, 0.0)  # of the weights
+    """As :func:`tell`, for a mean: ``fed.metrics`` has the weighted means of the clients' metrics, one head a
+    client.
+    """
+    share = fed.metrics.get(_HEADS, 0.0)  # sum of the weights of the clients whose head did not converge
     if share > 0:
         gradient, steps = (fed.metrics.get(key, 0.0) / share for key in (_GRADIENT, _STEPS))
         _notice(fed, f"{share:.1%} of the clients' heads, by weight", gradient, steps)
@@ -50,6 +52,7 @@ def tell_mean(fed: Federation) -> None:
 
 def _notice(fed: Federation, what: str, gradient: float, steps: float) -> None:
     fed.notice(
-        f"{what} did not converge: after {steps:g} iterations the gradient's norm is {gradient:.1e} of that at zero; "
+        f"{what} did not converge: after {steps:g} iterations the gradient's norm is {gradient:.1e} of the gradient "
+        f"at zero; "
         "raise method.head.l2 or method.head.iterations"
     )

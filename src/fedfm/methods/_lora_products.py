@@ -37,10 +37,10 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactLora(Predictor, Method[S]):
-    """A global model whose round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
+    """A global model. Each round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
 
-    Clients may have different ranks; the model has the largest. The result may be LoRA of a rank above the model's,
-    since the ranks of all updates add up.
+    Clients may have different ranks; the model's rank is at least the largest of them. The ranks of all updates add
+    up, so the aggregated Delta W may have a higher rank than the model's adapter.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("train",)
@@ -50,7 +50,10 @@ class ExactLora(Predictor, Method[S]):
     weighting: str = setting("size", f"p_k: {WORDS}", choices=WEIGHTINGS)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
     ranks: tuple[int, ...] = setting(
-        (), "r_k, assigned to the clients in order of names, in a cycle [model.adaptation.rank]", ge=1
+        (),
+        "r_k: ranks, given to the clients in order of names, again from the first after the last "
+        "[model.adaptation.rank]",
+        ge=1,
     )
 
     @property
@@ -59,14 +62,14 @@ class ExactLora(Predictor, Method[S]):
         return Needs(adaptations=("lora",), ranks=self.ranks)
 
     def weight(self, client: Client) -> int:
-        """Client half: the value to which p_k is proportional."""
+        """Client half: a value proportional to p_k."""
         return weight_of(client, self.weighting)
 
     def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
-        """r_k of every client.
+        """Each client's rank r_k.
 
         Raises:
-            InputError: one is larger than the model's.
+            InputError: a rank exceeds that of the model's adapter.
         """
         lora.need(fed.model, experts=True)
         most = fed.model.adaptation_spec.rank
@@ -94,10 +97,10 @@ class ExactLora(Predictor, Method[S]):
 
 @dataclass(frozen=True)
 class Merged:
-    """Server state of a method that adds to frozen weights.
+    """Server state of a method that adds each round's aggregate to the frozen weights.
 
     Attributes:
-        w: trainable parameters of the model: its adapter, and its head if it has a new one.
+        w: the model's trainable parameters: its adapter, and its head if the head is new.
         shift: sum of the changes to the frozen weights so far, as factors (:func:`as_params`); empty at the start.
         alpha: LoRA's alpha.
     """
@@ -109,10 +112,10 @@ class Merged:
 
 @dataclass(frozen=True)
 class Merging(ExactLora[Merged]):
-    """A method that adds to the frozen weights in every round."""
+    """A method that adds each round's aggregate to the frozen weights."""
 
     def init(self, fed: Federation) -> Merged:
-        self.ranks_of(fed)  # refuses ranks before the first round
+        self.ranks_of(fed)  # refuses invalid ranks before the first round
         return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
 
     def params_for(self, state: Merged, client: ClientId) -> Params:
@@ -128,28 +131,28 @@ def terms(fed: Federation, handler: Any, starts: Mapping[ClientId, Params], **pa
 
 
 def delta_w(found: Sequence[Term], alpha: float) -> dict[str, Factors]:
-    """Path -> factors of Delta W = sum_k p_k s_k B_k A_k: [p_k s_k B_k]_k (d_out, R) and [A_k]_k (R, d_in)."""
+    """For each module, Delta W = sum_k p_k s_k B_k A_k as factors: [p_k s_k B_k]_k (d_out, R) and [A_k]_k (R, d_in)."""
     products = [(term.p, lora.factors(term.w, alpha)) for term in found]
     return {path: low_rank.stack([(p, x[path]) for p, x in products]) for path in products[0][1]}
 
 
 def average(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
-    """sum_k p_k w_k of these tensors, as in FedAvg."""
+    """The weighted mean sum_k p_k w_k of the named tensors, as in FedAvg."""
     return {n: sum(t.p * t.w[n].double() for t in found).to(found[0].w[n].dtype) for n in names}  # type: ignore[union-attr]
 
 
 def add(shift: Params, more: Mapping[str, Factors]) -> Params:
-    """The exact sum of a shift and ``more``, refactored so that no columns belong to one client."""
+    """The exact sum of ``shift`` and ``more``, factored anew, so that no column comes from a single client."""
     before = as_factors(shift)
     sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
     return as_params({path: low_rank.compress(x) for path, x in sums.items()})
 
 
 def as_params(shift: Mapping[str, Factors]) -> Params:
-    """Factors by path as one vector, float32; :func:`as_factors` is the inverse."""
+    """Pack the factors of all modules into one float32 vector; :func:`as_factors` is the inverse."""
     return Params({f"{path}/{part}": t.float() for path, x in shift.items() for part, t in zip("UV", x, strict=True)})
 
 
 def as_factors(shift: Params) -> dict[str, Factors]:
-    """Path -> (U, V) from the vector of :func:`as_params`."""
+    """Factors (U, V) of each module, from the vector of :func:`as_params`."""
     return {name[:-2]: (shift[name], shift[f"{name[:-2]}/V"]) for name in shift if name.endswith("/U")}

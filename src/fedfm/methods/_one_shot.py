@@ -1,4 +1,4 @@
-"""Base of the methods with one round on frozen features; also packs several heads into one vector."""
+"""Base of the one-round methods on frozen features. It also packs several heads into one vector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 
 @dataclass(frozen=True)
 class OneShot(Method[Params]):
-    """One round on the features of a frozen backbone; the state is the model that predicts."""
+    """One round on the features of a frozen backbone. The server state is the model's trained head."""
 
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
 
@@ -41,13 +41,13 @@ class OneShot(Method[Params]):
 
 @dataclass(frozen=True)
 class OwnHeads(OneShot):
-    """Every client trains its own head; subclasses combine the heads."""
+    """Every client trains its own head; each subclass combines these heads in its own way."""
 
     head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
     @on_client
     def fit(self, client: Client) -> Update:
-        """The client's own head w_k, with the weight n_k; the bias of a class without rows is NOBODY."""
+        """Train the client's own head w_k, with weight n_k. A class without rows gets the bias ``NOBODY``."""
         x, y = rows_of(client)
         missed = Missed()
         w, b = fit_rows(x, y, len(client.model.classes), self.head, client.seed, missed)
@@ -65,7 +65,7 @@ def rows_of(client: Client) -> tuple[Tensor, Tensor]:
     """(features (n, d), labels (n,)) of the training rows; runs the backbone unless the features are cached."""
     rows = client.data.train
     if rows.labels is None:
-        raise ValueError("a head is trained on labelled rows")
+        raise ValueError("training a head needs labelled rows")
     return client.model.features(rows), rows.labels
 
 
@@ -73,7 +73,7 @@ def need_head(model: Model, *, bias: bool = True) -> None:
     """Refuse a model whose trainable part is not a linear head, by default one with a bias.
 
     Raises:
-        InputError: it names the expected model.
+        InputError: the trainable part is another one; the error names the expected one.
     """
     head = getattr(model, "head", None)
     if getattr(model, "adaptation", None) != "head" or head is None:
@@ -86,7 +86,7 @@ def need_head(model: Model, *, bias: bool = True) -> None:
 
 
 def head_of(model: Model, w: Tensor, b: Tensor) -> Params:
-    """W (C, d) and b (C,) under the model's names and in its dtype."""
+    """Name W (C, d) and b (C,) as in the model, in the model's dtype."""
     return Params({n: (w if n.endswith("weight") else b).to(dtype) for n, dtype, _ in model.layout.entries})
 
 
@@ -97,7 +97,7 @@ def tensors_of(head: Params) -> tuple[Tensor, Tensor]:
 
 
 def zeros_for_unseen(head: Params) -> Params:
-    """Replace NOBODY by 0, as in training from zero, so that heads can be averaged."""
+    """Replace the bias ``NOBODY`` by 0, the value that training from zero gives, so that heads can be averaged."""
     return Params({name: torch.where(tensor <= NOBODY / 2, 0.0, tensor) for name, tensor in head.items()})
 
 
@@ -108,13 +108,13 @@ def class_sums(x: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:
 
 
 def as_heads(*heads: Params) -> Params:
-    """Several heads as one vector; numbered, because clients' names may contain slashes."""
+    """Pack several heads into one vector. They are numbered, since a client's name may contain a slash."""
     return Params.join(**{f"{i:06d}": head for i, head in enumerate(heads)})
 
 
 def each_head(w: Params) -> list[tuple[Tensor, Tensor]]:
     """(W, b) of the heads of :func:`as_heads`, in order."""
-    names = list(w)  # the two tensors of a head are neighbours
+    names = list(w)  # the weight and the bias of a head follow each other
     return [tensors_of(Params({name: w[name] for name in names[i : i + 2]})) for i in range(0, len(names), 2)]
 
 

@@ -1,4 +1,4 @@
-"""Base of FedALA, FedPer, FedPGP and FedRep: FedAvg with client models that the server never gets."""
+"""Base of FedALA, FedPer, FedPGP and FedRep: FedAvg in which every client keeps a model that the server never gets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class KeepingFedAvg(Personal, FedAvg):
-    """Client i keeps theta_i, the result of its last local pass, and the start of that pass."""
+    """Client i keeps theta_i, the result of its last local training, and the model from which that training started."""
 
     def keep(self, client: Client, start: Params, theta: Params) -> None:
-        """Client half, after the local pass."""
+        """Client half: store both models after the local training."""
         client.memory["start"], client.memory["theta"] = start, theta
 
     def own(self, client: Client, w: Params) -> Params:
-        theta: Params = client.memory.get("theta", w)  # w: before the first local pass
+        theta: Params = client.memory.get("theta", w)  # before the first local training it is w
         return theta
 
     def start_of(self, client: Client, w: Params) -> Params:
@@ -29,7 +29,7 @@ class KeepingFedAvg(Personal, FedAvg):
         return start
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        return {"": self.params_for(state, "")}  # for clients that were never asked
+        return {"": self.params_for(state, "")}  # the entry of clients that were never asked
 
     def validate(self) -> None:
         if self.local.personal:

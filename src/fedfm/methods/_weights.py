@@ -6,11 +6,11 @@ from fedfm.core.client import Client
 from fedfm.errors import InputError
 
 WEIGHTINGS = ("size", "uniform", "tokens")
-WORDS = "size (n_k), uniform, or tokens: the number that a language model's loss counts, e.g. those of answers"
+WORDS = "size (n_k), uniform, or tokens: the number of tokens in a language model's loss, e.g. those of answers"
 
 
 def weight_of(client: Client, weighting: str) -> int:
-    """Client half: n_k, 1, or the number of tokens that the loss of the client's rows counts.
+    """Client half: the number of rows n_k, 1, or the number of tokens that enter the loss.
 
     Raises:
         InputError: the rows have no tokens to count.

@@ -2,9 +2,9 @@
 
 Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1; equations by their numbers there.
 
-The last round calibrates; the rounds before it are FedAvg's. If only a head is trained, the features never change, so
-earlier rounds do not affect the calibrated head: one round, the default, is enough. Left out: Tukey's transform of
-the features, which needs non-negative features. The server sees only what its aggregator discloses of the class sums.
+The last round calibrates; earlier rounds are FedAvg's. If only a head is trained, the features never change and earlier
+rounds do not affect the calibrated head. Then one round, the default, is enough. Left out: Tukey's transform of the
+features, which needs non-negative features. The server sees only what its aggregator discloses of the class sums.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from fedfm.training.fit_head import HeadSpec, fit_rows
 
 @dataclass(frozen=True)
 class CCVR(FedAvg):
-    """FedAvg whose head is trained again on virtual features drawn from the Gaussian of each class."""
+    """FedAvg; then the head is trained again on virtual features, drawn from a Gaussian for each class."""
 
     needs: ClassVar[Needs] = Needs("head", bias=True)
     traits: ClassVar[Traits] = Traits(last_round_differs=True)
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.covariance": Paper("full", "as in FedPFT's comparison: a full covariance of few rows is singular"),
+        "method.covariance": Paper(
+            "full", "a full covariance of few rows is singular; diag is also FedPFT's comparison"
+        ),
         "method.virtual": Paper(100),  # of FedPFT's comparison
     }
 
     rounds: int = setting(1, "the last round calibrates; earlier rounds are FedAvg's", ge=0)
-    covariance: str = setting("diag", "of a class: diag or full", choices=("diag", "full"))
+    covariance: str = setting("diag", "covariance of a class: diag or full", choices=("diag", "full"))
     virtual: int = setting(100, "M_c, virtual features of each class", ge=1)
-    head: HeadSpec = setting(HeadSpec(), "how the head is trained on them")
+    head: HeadSpec = setting(HeadSpec(), "how the head is trained on virtual features")
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """FedAvg's means before the last round, and the calibration's in the last round."""
+        """Handlers whose replies are averaged: FedAvg's before the last round, then those of the calibration."""
         return ("train", "moments") if self.rounds > 1 else ("moments",)
 
     def init(self, fed: Federation) -> Params:
@@ -61,7 +63,7 @@ class CCVR(FedAvg):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
         sums = fed.mean(self.moments, like=like, w=w)
-        sums = fed.heard * sums  # weights are equal: the total over all clients that answered
+        sums = fed.heard * sums  # the mean was unweighted; times the number of replies it is the sum
         count, mu, sigma = pool(sums["count"], sums["total"], sums["second"])
         seen = [c for c in range(classes) if count[c] > 0]
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
@@ -74,7 +76,7 @@ class CCVR(FedAvg):
 
     @on_client
     def moments(self, client: Client, w: Params) -> Update:
-        """Count, sum and sum of squares of each class's features under w."""
+        """Count, sum and sum of squares (or of outer products) of each class's features under w."""
         client.model.load(w)
         return Update(Params(self._sums(*rows_of(client), len(client.model.classes))), 1.0)
 
@@ -89,7 +91,7 @@ class CCVR(FedAvg):
 
 
 def _head_names(model: Model) -> list[str]:
-    """Names of the head's weight and bias among the tensors that travel.
+    """Names of the head's weight and bias in the trained parameters.
 
     Raises:
         InputError: there is no such head, or it is not trained.
@@ -99,17 +101,17 @@ def _head_names(model: Model) -> list[str]:
     names = [live.get(id(getattr(head, part, None)), "") for part in ("weight", "bias")]
     if not all(names):
         raise InputError(
-            "model: ccvr calibrates a trained linear head with a bias, and this model has none; with "
-            'model.adaptation = { name = "head" } a head gets one'
+            "model: ccvr calibrates a trained linear head with a bias, and this model has none; "
+            'model.adaptation = { name = "head" } gives one'
         )
     return names
 
 
 def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (C,), means (C, d) and covariances, (C, d) diagonals or (C, d, d), over all clients.
+    """Counts (C,), means (C, d) and covariances over all clients; the latter (C, d) if diagonal, else (C, d, d).
 
     Equations (3) and (4) pool the clients' means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is
-    sum x x^T - N_c mu_c mu_c^T, so sums are enough. A class of one row has covariance 0.
+    sum x x^T - N_c mu_c mu_c^T, so the sums suffice. A class with one row has covariance 0.
     """
     n = count.clamp_min(1)[:, None]
     mu = total / n
@@ -123,7 +125,7 @@ def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def draw(mu: Tensor, sigma: Tensor, m: int, seed: int) -> Tensor:
-    """(m, d) from N(mu, sigma); negative eigenvalues, which rounding causes, count as 0."""
+    """Draw m rows (m, d) from N(mu, sigma); negative eigenvalues, which rounding can cause, count as 0."""
     noise = torch.from_numpy(seeds.generator(seed, "noise").standard_normal((m, len(mu))))
     if sigma.dim() == 1:
         return mu + noise * sigma.sqrt()

@@ -1,4 +1,4 @@
-"""Centralised: one model trained on the pooled rows of all clients. The upper baseline; no federation may do this.
+"""Centralised: one model trained on the pooled rows of all clients. An upper baseline that no federation may run.
 
 The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 with a single client.
 """
@@ -18,7 +18,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Centralised(FedAvg):
-    """E epochs per round on the pooled rows, the same computation as all clients of a federated run together."""
+    """E epochs per round on the pooled rows: as much computation as all clients of a federated run do together."""
 
     needs: ClassVar[Needs] = Needs(pooled=True)
     means: ClassVar[tuple[str, ...]] = ()

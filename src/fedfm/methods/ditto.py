@@ -21,7 +21,7 @@ from fedfm.training.personal import DittoOptimiser
 
 @dataclass(frozen=True)
 class Ditto(Personal, FedAvg):
-    """FedAvg trains w; each client also trains its own v_k on f_k(v) + lambda/2 ||v - w^t||^2 and keeps it.
+    """FedAvg trains w. Each client also trains its own v_k on f_k(v) + lambda/2 ||v - w^t||^2, and keeps it.
 
     lambda is 0.1 unless ``[method.local]`` with ``name = "ditto"`` sets ``lambda``.
     """
@@ -29,18 +29,19 @@ class Ditto(Personal, FedAvg):
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
     local: Local = setting(
-        DittoOptimiser(), "ditto, with its lambda; or sgd, adam, adamw for both models, with lambda 0.1"
+        DittoOptimiser(), "ditto, with its lambda; or sgd, adam or adamw, which train both models, with lambda 0.1"
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DittoOptimiser.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
-        return {"": w}  # for comparison: no v_k starts from it
+        return {"": w}  # a comparison with the shared model; no v_k starts from it
 
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):
             raise InputError(
-                'method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has its own proximal term',
+                'method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; the method has its own proximal '
+                "term",
                 key="method.local.name",
             )

@@ -1,9 +1,10 @@
 """DSFL: Dynamic Sparsification for Federated Learning.
 
-Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. As in FedPFT's comparison (arXiv:2402.01862, Section 6): clients
-send the half of their change that is largest in magnitude. The rest is kept and added to the next change, as in Stich,
-Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1; ``feedback = false`` drops
-it. Left out: DSFL's choice of each client's share by its connection; all clients have the same ``keep``.
+Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. As in FedPFT's comparison (arXiv:2402.01862, Section 6): each client
+sends the coordinates of its update that are largest in magnitude, by default half of them. It adds the others to its
+next update, as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1;
+with ``feedback = false`` it drops them. Left out: DSFL chooses each client's fraction by its connection; here all
+clients have the same ``keep``.
 
 Omitted entries are sent as zeros, because an aggregator can only hide a mean of dense vectors. ``bytes_up`` counts
 these zeros; ``details`` has the bytes of the values and positions alone.
@@ -27,12 +28,12 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class DSFL(FedAvg):
-    """FedAvg with the largest coordinates of every client's change."""
+    """FedAvg with only the largest coordinates of every client's update."""
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
 
-    keep: float = setting(0.5, "the share of coordinates to send", gt=0, le=1)
-    feedback: bool = setting(True, "add what is not sent to the client's next change")
+    keep: float = setting(0.5, "fraction of the coordinates that are sent", gt=0, le=1)
+    feedback: bool = setting(True, "add the coordinates that are not sent to the client's next update")
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:

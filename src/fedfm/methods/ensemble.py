@@ -1,12 +1,12 @@
 """Ensemble: One-Shot Federated Learning.
 
 Guha, Talwalkar, Smith. NeurIPS 2018 workshop on machine learning on devices. arXiv:1902.11175, Algorithm 1 with all
-clients selected; combined by the largest probability over the clients, as in FedPFT's comparison (arXiv:2402.01862,
-Section 6), or by their mean.
+clients selected. The heads are combined by the largest probability over the clients, as in FedPFT's comparison
+(arXiv:2402.01862, Section 6), or by their mean probability.
 
-The server sees every client's head, and the result contains all heads. A head gives a class that its client has not
-seen the probability 0. A head that has seen only one class gives it probability 1 on every row and would win every
-maximum: such heads are ignored if another head has seen two classes.
+The server sees every client's head, and the result contains all heads. A head gives probability 0 to a class that its
+client has not seen. A head trained on one class gives that class probability 1 on every row and would win every
+maximum. Such heads are ignored if another head has seen at least two classes.
 """
 
 from __future__ import annotations

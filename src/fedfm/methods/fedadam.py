@@ -22,7 +22,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Moments:
-    """Server state: the model x and the two moments of its pseudo-gradient."""
+    """Server state: the model x and the moving averages m and v of the mean update and its square."""
 
     x: Params
     m: Params
@@ -31,7 +31,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FedAdam(FedAvg):
-    """Adam at the server on the mean update Delta_t; no bias correction, m_0 = 0."""
+    """Adam at the server on the mean update Delta_t, without bias correction and with m_0 = 0."""
 
     traits: ClassVar[Traits] = Traits(
         accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
@@ -39,13 +39,13 @@ class FedAdam(FedAvg):
     state_type: ClassVar[Any] = Moments
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.tau": Paper(0.001),
-        "method.v_0": Paper(1e-6, "tau^2 in the paper; it changes the denominator by at most tau"),
+        "method.v_0": Paper(1e-6, "the paper has tau^2, which changes the denominator by at most tau"),
     }
 
     server_learning_rate: float = setting(0.01, "eta", gt=0)
     beta_1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)
     beta_2: float = setting(0.99, "decay of the second moment", ge=0, lt=1)
-    tau: float = setting(0.001, "adaptivity: added to the root of the second moment", gt=0)
+    tau: float = setting(0.001, "adaptivity: added to the square root of the second moment", gt=0)
     v_0: float = setting(0.0, "initial second moment; Algorithm 2 has tau^2", ge=0, finite=True)
 
     def init(self, fed: Federation) -> Moments:  # type: ignore[override]

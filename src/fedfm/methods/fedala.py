@@ -24,16 +24,16 @@ from fedfm.linalg.params import Params
 from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import layers
 
-LOSSES = 10  # W has converged if the standard deviation of this many losses is small
-MOST = 100  # passes: with clipping W may oscillate forever
+LOSSES = 10  # W has converged if the last losses, of this number, have a small standard deviation
+MOST = 100  # most passes over the rows, because W, which is clipped, may oscillate forever
 
 
 @dataclass(frozen=True)
 class FedALA(KeepingFedAvg):
     """FedAvg whose clients start from an entry-wise mixture of the shared model and their own.
 
-    A client's first round starts from the shared model, because the client has no own model yet. The server sees the
-    same as FedAvg's server, and the number of passes for the mixture.
+    In its first round a client starts from the shared model, since it has no own model yet. The server sees what
+    FedAvg's server sees, and also how many passes each client took to learn its mixture.
     """
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
@@ -42,13 +42,16 @@ class FedALA(KeepingFedAvg):
         1, "number of top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1
     )
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)
-    share: float = setting(0.8, "share of a client's rows for learning W; drawn in each round", gt=0, le=1)
-    threshold: float = setting(0.1, "a client's second round learns W until the last 10 losses deviate by less", gt=0)
+    share: float = setting(0.8, "fraction of a client's rows on which W is learnt; drawn in each round", gt=0, le=1)
+    threshold: float = setting(
+        0.1, "in its second round a client learns W until the last 10 losses have a smaller std", gt=0
+    )
 
     def init(self, fed: Federation) -> Params:
         if self.p > (count := len(layers(fed.model, "layer"))):
             raise InputError(
-                f"method.p = {self.p}: the model has {count} trained layers, expected at most that", key="method.p"
+                f"method.p = {self.p}: the model has {count} trained layers; expected at most this number",
+                key="method.p",
             )
         return super().init(fed)
 
@@ -63,7 +66,8 @@ class FedALA(KeepingFedAvg):
         """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``.
 
         Returns:
-            (theta_hat, passes over the client's rows for learning W, for the ledger of computation).
+            (theta_hat, number of passes over the client's rows while W was learnt; the run records them as
+            computation).
         """
         model, memory, size = client.model, client.memory, self.local.batch_size
         top = [name for layer in list(layers(model, "layer").values())[-self.p :] for name in layer]
@@ -89,14 +93,14 @@ class FedALA(KeepingFedAvg):
                 total += float(loss.detach()) * len(index)
             losses.append(total / len(rows))
             converged = len(losses) > LOSSES and np.std(losses[-LOSSES:]) < self.threshold
-            if learnt or converged or len(losses) >= MOST:  # after the first time W takes one pass
+            if learnt or converged or len(losses) >= MOST:  # once W has been learnt, one pass is enough
                 break
         memory["W"] = Params(dict(zip(top, W, strict=True)))
         return model.params(), len(losses) * len(rows) / n
 
 
 def mix_into(live: Sequence[Tensor], own: Sequence[Tensor], apart: Sequence[Tensor], W: Sequence[Tensor]) -> None:
-    """theta_hat = theta_i + (theta - theta_i) * W, into the model."""
+    """Write theta_hat = theta_i + (theta - theta_i) * W into the model."""
     with torch.no_grad():
         for x, theta_i, d, W_l in zip(live, own, apart, W, strict=True):
             torch.addcmul(theta_i, d, W_l, out=x)

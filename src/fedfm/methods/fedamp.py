@@ -30,9 +30,9 @@ class Clouds:
     """Server state.
 
     Attributes:
-        w: w_i, every client's own model: the result of its last local pass.
-        u: u_i, the cloud model that this pass started from.
-        xi: ``xi`` (1, K, K), the last round's weights; rows of clients that were not asked are zero.
+        w: w_i, every client's own model: the result of its last local training.
+        u: u_i, the cloud model from which that training started.
+        xi: ``xi`` (1, K, K), the weights of the last round; the rows of clients that were not asked are zero.
     """
 
     w: dict[ClientId, Params]
@@ -42,7 +42,7 @@ class Clouds:
 
 @dataclass(frozen=True)
 class FedAMP(Personal, Method[Clouds]):
-    """Attentive message passing: each client is pulled towards a mean of all models, weighted by their proximity.
+    """Attentive message passing: each client is pulled towards a mean of all models in which similar ones weigh more.
 
     A client that is not asked in a round keeps its w_i, which still counts for the others.
     """
@@ -50,18 +50,16 @@ class FedAMP(Personal, Method[Clouds]):
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.sigma": Paper(
-            "a constant", "distances of models differ between data sets, so that no constant fits all"
-        ),
-        "method.alpha": Paper("a constant", "above sigma / (K - 1) a client's own weight is negative"),
+        "method.sigma": Paper("a constant", "no constant fits all data sets, since models lie at different distances"),
+        "method.alpha": Paper("a constant", "above sigma / (K - 1) the weight of a client's own model is negative"),
     }
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
-    sigma: float | None = setting(None, "scale of squared distances in A; absent: each round's median", gt=0)
+    sigma: float | None = setting(None, "scale of squared distances in A; absent: each round's median of them", gt=0)
     alpha: float | None = setting(None, "step of the message passing, at most sigma/(K - 1); absent: sigma/K", gt=0)
-    mu: float = setting(0.1, "lambda/alpha: the local objective is f_i(w) + mu/2 ||w - u_i||^2, the norm squared", ge=0)
+    mu: float = setting(0.1, "lambda/alpha; clients minimise f_i(w) + mu/2 ||w - u_i||^2", ge=0)
 
     def init(self, fed: Federation) -> Clouds:
         K = len(fed.clients)
@@ -76,7 +74,7 @@ class FedAMP(Personal, Method[Clouds]):
 
     def step(self, fed: Federation, s: Clouds, t: int) -> Clouds:
         cohort, w_0 = fed.sample(self.fraction), fed.initial
-        # Subtract w_0: the common part of all models would cancel their differences in float32.
+        # Subtract w_0. All models have it in common, and in float32 it would hide their small differences.
         apart = list(Vectors({i: s.w[i] for i in fed.clients}).less(w_0).values())
         G = gram(apart, list(layers(fed.model, "model").values()))[0]
         xi = weights(squared_distances(G), self.sigma, self.alpha)
@@ -105,22 +103,24 @@ class FedAMP(Personal, Method[Clouds]):
     def validate(self) -> None:
         if self.alpha is not None and self.sigma is None:
             raise InputError(
-                "method.alpha: it is a step against sigma; give method.sigma as well, or neither", key="method.alpha"
+                "method.alpha: the step is relative to sigma; set method.sigma as well, or neither", key="method.alpha"
             )
 
 
 def squared_distances(G: np.ndarray) -> np.ndarray:
-    """||w_i - w_j||^2 (K, K) from inner products (K, K)."""
+    """Squared distances ||w_i - w_j||^2 (K, K) from the inner products G (K, K)."""
     square = np.diag(G)
     return np.asarray(np.maximum(square[:, None] + square - 2 * G, 0))
 
 
 def weights(d: np.ndarray, sigma: float | None = None, alpha: float | None = None) -> np.ndarray:
-    """Weights xi (K, K) from squared distances d (K, K): xi_ij = alpha A'(d_ij), xi_ii = 1 - the others."""
+    """Weights xi (K, K) from squared distances d (K, K): xi_ij = alpha A'(d_ij), and xi_ii = 1 - sum_{j != i} xi_ij."""
     K, others = len(d), ~np.eye(len(d), dtype=bool)
     if sigma is None:
-        apart = d[others & (d > 0)]  # clients that were never asked have equal models, without information on the scale
-        sigma = float(np.median(apart)) if apart.size else 1.0  # all equal: any weights give the same
+        apart = d[others & (d > 0)]  # models at distance 0 are of clients never asked, and say nothing about the scale
+        sigma = (
+            float(np.median(apart)) if apart.size else 1.0
+        )  # if all models are equal, every sigma gives the same result
     if alpha is None:
         alpha = sigma / K
     xi: np.ndarray = np.where(others, alpha / sigma * np.exp(-d / sigma), 0.0)

@@ -20,7 +20,7 @@ from fedfm.training import SGD, Local
 
 @dataclass(frozen=True)
 class FedAvg(Method[Params]):
-    """Average of the clients' locally trained models, weighted by their numbers of examples."""
+    """Average of the clients' locally trained models, weighted by their numbers of training rows."""
 
     means: ClassVar[tuple[str, ...]] = ("train",)
     traits: ClassVar[Traits] = Traits(
@@ -29,7 +29,7 @@ class FedAvg(Method[Params]):
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
-    weighting: str = setting("size", f"of the mean: {WORDS}", choices=WEIGHTINGS)
+    weighting: str = setting("size", f"weight of a client in the mean: {WORDS}", choices=WEIGHTINGS)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
 
     def init(self, fed: Federation) -> Params:
@@ -45,7 +45,7 @@ class FedAvg(Method[Params]):
         return Update(w_k - w, self.weight(client), client.metrics)
 
     def weight(self, client: Client) -> int:
-        """Client half: the weight of its change in the mean."""
+        """Client half: the weight of this client's update in the mean."""
         return weight_of(client, self.weighting)
 
     def params_for(self, w: Params, client: ClientId) -> Params:

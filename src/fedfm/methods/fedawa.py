@@ -20,12 +20,12 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.layers import layers
 
-EPSILON = 1e-8  # Adam's, and the smallest product of norms in a cosine; torch's defaults
+EPSILON = 1e-8  # epsilon of Adam and of the cosine similarity; torch's defaults
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """Server state: the model w and a logit a_k for every client asked so far; lambda is their softmax."""
+    """Server state: the model w, and a logit a_k for every client asked so far. lambda is the softmax of the logits."""
 
     w: Params
     a: dict[ClientId, float]
@@ -33,14 +33,14 @@ class Weighted:
 
 @dataclass(frozen=True)
 class FedAWA(FedAvg):
-    """The weights of the mean are learnt: large for updates near the mean update, and models near the shared one."""
+    """FedAvg with learnt weights. Updates near the mean update, and models near the shared model, get large weights."""
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Weighted
 
-    server_learning_rate: float = setting(0.001, "of the Adam step on the weights' logits", gt=0)
+    server_learning_rate: float = setting(0.001, "learning rate of the Adam step on the logits of the weights", gt=0)
 
     def init(self, fed: Federation) -> Weighted:  # type: ignore[override]
         return Weighted(fed.initial, {})
@@ -50,10 +50,10 @@ class FedAWA(FedAvg):
         replies = fed.ask(self.train, of=cohort, like=fed.initial.layout, w=s.w)
         tau = [update.delta for update in replies.values()]  # client vectors w_k - w
         n = sum(update.weight for update in replies.values())
-        # A client's initial logit is n_k/n, its share of the rows in its first cohort.
+        # A client's first logit is n_k/n, its fraction of the rows of the cohort.
         a = np.array([s.a.get(k, update.weight / n) for k, update in replies.items()])
         G = gram([s.w, *tau], list(layers(fed.model, "model").values()))[0]  # (1 + K, 1 + K)
-        (w,) = mix(softmax(a)[None, None], tau, None, [s.w])  # with the lambda before the step
+        (w,) = mix(softmax(a)[None, None], tau, None, [s.w])  # lambda as it is before the step on the logits
         new = step(a, G, self.server_learning_rate)
         return Weighted(w, s.a | dict(zip(replies, new.tolist(), strict=True)))
 
@@ -68,13 +68,13 @@ def softmax(a: np.ndarray) -> np.ndarray:
 
 
 def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
-    """Logits (K,) after one step of a fresh Adam on an objective of the weights.
+    """Logits (K,) of the weights lambda after one step of a newly started Adam.
 
-    sum_k lambda_k (1 - cos(w, w_k)) + sum_k lambda_k ||tau_k - sum_j lambda_j tau_j||.
+    Adam minimises sum_k lambda_k (1 - cos(w, w_k)) + sum_k lambda_k ||tau_k - sum_j lambda_j tau_j||.
 
     Args:
-        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K; the objective depends only on these.
-        eta: learning rate. Adam's first step is eta g / (|g| + epsilon), whatever its betas.
+        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K. The objective depends on nothing else.
+        eta: learning rate. The first step of Adam is eta g / (|g| + epsilon), for every beta_1 and beta_2.
     """
     ww, wt, tt = G[0, 0], G[0, 1:], torch.from_numpy(G[1:, 1:])
     norms = np.sqrt(np.maximum(ww * (ww + 2 * wt + np.diag(G)[1:]), 0))  # ||w|| ||w_k||
@@ -84,7 +84,7 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
     least = 1e-14 * max(
         float(torch.diagonal(tt).max()), 1e-300
-    )  # smaller values are rounding; a root of 0 has no gradient
+    )  # a smaller value is a rounding error, and the square root has no gradient at 0
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)
     return np.asarray(a - eta * (g / (g.abs() + EPSILON)).numpy())

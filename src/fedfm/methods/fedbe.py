@@ -2,10 +2,10 @@
 
 Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; equations by their numbers there.
 
-The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows, so the
-ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5). The result
-contains all heads of the ensemble: the clients' heads, their mean and the draws. ``members = "sampled"`` keeps only
-the draws, as eq. (5) is printed. The server sees every client's head.
+The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows. So the
+ensemble itself predicts the Bayesian mean of probabilities (eq. 5), which distillation would teach. The result contains
+all heads of the ensemble: the clients' heads, their mean, and the heads drawn. ``members = "sampled"`` keeps only the
+drawn heads, as eq. (5) is printed. The server sees every client's head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedfm.models.model import Model
 
 @dataclass(frozen=True)
 class FedBE(Predictor, OwnHeads):
-    """The clients' heads, their mean, and draws from their Gaussian predict together."""
+    """The clients' heads, their mean, and heads drawn from their Gaussian predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
     paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
@@ -41,7 +41,9 @@ class FedBE(Predictor, OwnHeads):
     }
 
     draws: int = setting(15, "M, heads sampled from the Gaussian", ge=0)
-    members: str = setting("all", "of the ensemble: all (clients, mean, draws) or sampled", choices=("all", "sampled"))
+    members: str = setting(
+        "all", "members of the ensemble: all (clients, mean, draws) or sampled", choices=("all", "sampled")
+    )
 
     def init(self, fed: Federation) -> Params:
         return as_heads(super().init(fed))
@@ -58,7 +60,7 @@ class FedBE(Predictor, OwnHeads):
 
     def validate(self) -> None:
         if self.members == "sampled" and not self.draws:
-            raise InputError('method.draws = 0: members = "sampled" needs at least 1', key="method.draws")
+            raise InputError('method.draws = 0: members = "sampled" needs at least 1 draw', key="method.draws")
 
 
 def gaussian(heads: Sequence[tuple[float, Params]]) -> tuple[Params, Params]:

@@ -1,7 +1,7 @@
 """FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning.
 
-Lu, Hu, Wang, Xie. IEEE Data Engineering Bulletin 2023. arXiv:2302.13485, Algorithm 1: an attention adapter of the
-frozen model's image features is the only thing that is trained and sent.
+Lu, Hu, Wang, Xie. IEEE Data Engineering Bulletin 2023. arXiv:2302.13485, Algorithm 1. Clients train and send only an
+attention adapter, which acts on the frozen model's image features.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from fedfm.training.update_rules import Rule
 
 @dataclass(frozen=True)
 class FedCLIP(Predictor, FedAvg):
-    """FedAvg of an attention adapter: V * softmax(W_2 tanh(W_1 V)), normalised, in the place of CLIP's V."""
+    """FedAvg of an attention adapter: V * softmax(W_2 tanh(W_1 V)), normalised, replaces CLIP's image features V."""
 
-    needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))  # an untrained LoRA adds nothing
+    needs: ClassVar[Needs] = Needs(
+        adaptations=("lora",), tasks=("zero_shot",)
+    )  # the LoRA stays untrained, so it adds nothing
 
     local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
 
@@ -91,12 +93,12 @@ class FedCLIP(Predictor, FedAvg):
 
 
 class Attention(nn.Module):
-    """V * softmax(W_2 tanh(W_1 V)), norm 1."""
+    """V * softmax(W_2 tanh(W_1 V)), scaled to norm 1."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
         self.W_1, self.W_2 = nn.Linear(d, d), nn.Linear(d, d)
 
     def forward(self, V: Tensor) -> Tensor:
-        """(b, d) -> (b, d)."""
+        """Adapted image features (b, d) from image features (b, d)."""
         return F.normalize(V * self.W_2(torch.tanh(self.W_1(V))).softmax(-1), dim=-1)

@@ -19,16 +19,16 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.training import Local
 from fedfm.training.personal import DualAdapter
 
-_EVERY = "all averaging methods have the same defaults, so that comparisons are fair"
+_EVERY = "every averaging method has the same defaults, so that comparisons are fair"
 
 
 @dataclass(frozen=True)
 class FedDPA(Personal, FedAvg):
-    """FedAvg of the global adapter; each client also trains a local adapter, with the global one frozen, and keeps it.
+    """FedAvg of a global adapter. Each client also trains a local adapter under the frozen global one, and keeps it.
 
-    The output for a row is W x + (1 - a) of the global adapter's output + a of the local one's. In training a = 1/2;
-    afterwards a depends on the row's similarity to the client's training rows. ``[method.local]`` with
-    ``name = "dual_adapter"`` has more settings.
+    For a row x the output is W x + (1 - a) times the global adapter's output + a times the local adapter's output.
+    Training uses a = 1/2. Afterwards a depends on the row's similarity to the client's training rows. More settings are
+    those of ``[method.local]`` with ``name = "dual_adapter"``.
     """
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",))
@@ -40,21 +40,22 @@ class FedDPA(Personal, FedAvg):
         "method.local.lambda": Paper(0.5),
         "method.local.instances": Paper(5),
         "method.local.to": Paper(
-            "global", "otherwise a row similar to the client's rows would get less of the client's adapter"
+            "global", "otherwise rows similar to the client's own would use the client's adapter less"
         ),
         "model.adaptation.rank": Paper(8),
         "model.adaptation.dropout": Paper(0.05, "[model.adaptation] has the same defaults for every method"),
     }
 
     local: Local = setting(
-        DualAdapter(), "dual_adapter; or sgd, adam, adamw for both adapters, with its other defaults"
+        DualAdapter(),
+        "dual_adapter; or sgd, adam or adamw, which train both adapters, with dual_adapter's other defaults",
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DualAdapter.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
-        return {"": w}  # the global adapter alone, for comparison
+        return {"": w}  # a comparison: the global adapter alone
 
     def validate(self) -> None:
         if not isinstance(self.local, DualAdapter):

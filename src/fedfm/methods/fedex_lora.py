@@ -1,9 +1,9 @@
 """FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Large Language Models.
 
-Singhal, Ponkshe, Vepakomma. ACL 2025. arXiv:2410.09432. Algorithm: averaged factors and a residual.
+Singhal, Ponkshe, Vepakomma. ACL 2025. arXiv:2410.09432. Algorithm: average the factors, and add the residual.
 
-Clients keep nothing between rounds: they receive the averaged adapter and the sum of all residuals so far, as factors,
-so a client that was absent has the same weights as the others.
+Clients keep nothing between rounds. They receive the averaged adapter, and the sum of all residuals so far as factors.
+So a client that was absent has the same weights as the others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fedfm.training import any_rank
 
 @dataclass(frozen=True)
 class FedExLoRA(Merging):
-    """Factors are averaged; the mean of products minus the product of means is added to the frozen weights.
+    """The factors A and B are averaged. The frozen weights get the mean of products minus the product of means.
 
-    The paper has one rank for all. With different ranks, the mean pads smaller factors with zeros, and a client's
-    frozen weights include the part of the averaged adapter beyond its rank: all clients start from one model.
+    The paper has one rank for all clients. With different ranks, the mean pads smaller factors with zeros. A client of
+    a smaller rank gets the rest of the averaged adapter in its frozen weights, so all clients start from one model.
     """
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
@@ -51,8 +51,9 @@ class FedExLoRA(Merging):
 
 
 def frozen_part(state: Merged, rank: int) -> Params:
-    """The shift of the frozen weights of a client of this rank: W_res of all rounds, and the averaged adapter from row
-    and column ``rank`` on.
+    """The change of the frozen weights of a client of this rank.
+
+    It is W_res of all rounds plus the part of the averaged adapter from row and column ``rank`` on.
     """
     rest = {path: (u[:, rank:], v[rank:]) for path, (u, v) in lora.factors(state.w, state.alpha).items()}
     if not any(bool(u.any()) for u, _ in rest.values()):
@@ -61,6 +62,6 @@ def frozen_part(state: Merged, rank: int) -> Params:
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:
-    """Path -> factors of Delta W_res = sum_k p_k s B_k A_k - s B-bar A-bar, of rank (K + 1) r."""
+    """For each module, factors of Delta W_res = sum_k p_k s B_k A_k - s B-bar A-bar, of rank (K + 1) r."""
     product = lora.factors(mean, alpha)
     return {path: low_rank.stack([(1.0, x), (-1.0, product[path])]) for path, x in delta_w(found, alpha).items()}

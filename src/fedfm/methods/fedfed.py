@@ -2,9 +2,9 @@
 
 Yang, Zhang, Zheng, Tian, Peng, Liu, Han. NeurIPS 2023. arXiv:2310.05077, Algorithm 1.
 
-Clients share the performance-sensitive part x_s = x - q(x) of each row with noise, and train on their own rows and on
-shared ones. The paper works on pixels, with a beta-VAE for q. Here, on the features of a frozen backbone, q is a linear
-autoencoder of low rank, the constraint ||x_s||^2 <= rho is a penalty, and sigma_s is in units of the RMS of x_s. The
+Of each row clients share the performance-sensitive part x_s = x - q(x), with noise. They train on their own rows and on
+shared ones. The paper works on pixels, with a beta-VAE as q. Here q is a linear autoencoder of low rank on the features
+of a frozen backbone, a penalty replaces the constraint ||x_s||^2 <= rho, and sigma_s is in units of the RMS of x_s. The
 noise gives no privacy guarantee: the server sees every noisy x_s with its label, and sends samples of them to clients.
 """
 
@@ -43,7 +43,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class FedFedState:
-    """Server state: the head, and D_s by the client that shared it."""
+    """Server state: the head, and the shared rows D_s by the client that shared them."""
 
     w: Params
     shared: dict[str, Labelled]
@@ -51,18 +51,20 @@ class FedFedState:
 
 @dataclass(frozen=True)
 class FedFed(FedAvg):
-    """Round 1 begins with the distillation of features; every round is FedAvg on own and shared rows."""
+    """Round 1 first distils features. Then every round is FedAvg on each client's own rows and on shared ones."""
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
     means: ClassVar[tuple[str, ...]] = ("distil", "train")
     asks: ClassVar[tuple[str, ...]] = ("share",)
     state_type: ClassVar[Any] = FedFedState
 
-    distillation_rounds: int = setting(5, "T_d, averages of the generator q, in round 1", ge=1)
-    distillation_epochs: int = setting(5, "of Adam on it before each of them", ge=1)
-    rank: int = setting(16, "of the generator q", ge=1)
-    penalty: float = setting(1.0, "on ||x_s||^2 / ||x||^2, for the constraint's rho", ge=0)
-    noise: float = setting(0.15, "sigma_s, in units of the root mean square of x_s", ge=0)
+    distillation_rounds: int = setting(5, "T_d, rounds of FedAvg that train the generator q, within round 1", ge=1)
+    distillation_epochs: int = setting(5, "epochs of Adam on q in each of these rounds", ge=1)
+    rank: int = setting(16, "rank of the generator q", ge=1)
+    penalty: float = setting(
+        1.0, "weight of the penalty ||x_s||^2 / ||x||^2, which replaces the paper's limit rho", ge=0
+    )
+    noise: float = setting(0.15, "sigma_s, std of the noise in units of the root mean square of x_s", ge=0)
 
     def init(self, fed: Federation) -> FedFedState:  # type: ignore[override]
         need_head(fed.model, bias=False)
@@ -75,7 +77,7 @@ class FedFed(FedAvg):
         return FedFedState(state.w + fed.mean(self.train, of=cohort, w=state.w, given=given), shared)
 
     def _distil(self, fed: Federation) -> dict[ClientId, Labelled]:
-        """T_d rounds of FedAvg on the generator theta, then x_p of every client."""
+        """T_d rounds of FedAvg on the generator's parameters theta; then every client shares its rows x_p."""
         d, classes = fed.model.feature_dim, len(fed.model.classes)
         encode = seeds.generator(fed.seed_for("generator"), "start").standard_normal((self.rank, d)) / d**0.5
         zeros = {"decode": torch.zeros(d, self.rank), "w": torch.zeros(classes, d), "b": torch.zeros(classes)}
@@ -92,7 +94,7 @@ class FedFed(FedAvg):
 
     @on_client
     def distil(self, client: Client, theta: Params, r: int) -> Update:
-        """Adam on -log p(y | x_s) + penalty ||x_s||^2 / ||x||^2, on features of RMS 1."""
+        """Minimise -log p(y | x_s) + penalty ||x_s||^2 / ||x||^2 with Adam, on features scaled to RMS 1."""
         x, y = rows_of(client)
         x = x / _rms(x)
         live = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
@@ -109,8 +111,9 @@ class FedFed(FedAvg):
 
     @on_client
     def share(self, client: Client, theta: Params) -> Labelled:
-        """x_p = x_s + N(0, sigma_s^2). The noise also depends on x_s, so the seed alone does not allow its
-        subtraction.
+        """Share x_p = x_s + N(0, sigma_s^2).
+
+        The noise also depends on x_s, so knowing the seed alone is not enough to subtract it.
         """
         x, y = rows_of(client)
         x_s = sensitive(theta["encode"], theta["decode"], x)
@@ -120,7 +123,7 @@ class FedFed(FedAvg):
 
     @on_client(varying=("given",))
     def train(self, client: Client, w: Params, given: Labelled) -> Update:  # type: ignore[override]
-        """FedAvg's, on D_k and a sample of D_s."""
+        """FedAvg's local training, on the client's rows D_k and on a sample ``given`` of the shared rows D_s."""
         x, y = rows_of(client)
         rows = Rows({"features": torch.cat([x, given.x])}, labels=torch.cat([y, given.y]))
         both = dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
@@ -136,7 +139,7 @@ def sensitive(encode: Tensor, decode: Tensor, x: Tensor) -> Tensor:
 
 
 def others(shared: Mapping[ClientId, Labelled], client: ClientId, dim: int, seed: int) -> Labelled:
-    """A sample of the rows that other clients shared, of the client's own size."""
+    """A sample of rows that other clients shared, as many as the client itself shared."""
     theirs = [s for c, s in shared.items() if c != client]
     if not theirs or client not in shared:
         return Labelled(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64))

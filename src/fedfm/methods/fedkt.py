@@ -2,9 +2,9 @@
 
 Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential privacy (FedKT-L0).
 
-The paper needs public unlabelled rows. Here each client publishes the features of a share ``public`` of its rows,
-without their labels; every other client gets them. If that reveals too much, do not use FedKT (a silo's policy
-without ``reply`` refuses it). The server also sees each client's students.
+The paper needs public unlabelled rows. Here each client publishes the features of a fraction ``public`` of its rows,
+without their labels, to every other client. If that reveals too much, do not use FedKT; a silo's policy without
+``reply`` refuses it. The server also sees each client's students.
 """
 
 from __future__ import annotations
@@ -44,18 +44,22 @@ class Students:
 
 @dataclass(frozen=True)
 class FedKT(OwnHeads):
-    """Votes in two tiers: a client's teachers label the public rows for its students, all students for the server."""
+    """Votes in two tiers: a client's teachers label public rows for its students; all students label them for the
+    server.
+    """
 
     asks: ClassVar[tuple[str, ...]] = ("publish", "students")
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.public": Paper("a public data set", "there is none here, so clients publish features of their rows"),
+        "method.public": Paper(
+            "a public data set", "there is no public data set, so clients publish features of their rows"
+        ),
         "method.partitions": Paper(2),
         "method.subsets": Paper(5),
     }
 
-    public: float = setting(0.1, "share of each client's features that all parties get", gt=0, le=1)
-    partitions: int = setting(2, "s, of a client's rows: one student each", ge=1)
-    subsets: int = setting(5, "t, of a partition: one teacher each", ge=1)
+    public: float = setting(0.1, "fraction of its rows whose features each client sends to all others", gt=0, le=1)
+    partitions: int = setting(2, "s, number of partitions of a client's rows; each trains one student", ge=1)
+    subsets: int = setting(5, "t, number of subsets of each partition; each trains one teacher", ge=1)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         dim, classes = fed.model.feature_dim, len(fed.model.classes)
@@ -80,7 +84,7 @@ class FedKT(OwnHeads):
             [torch.stack([F.linear(d_aux, *tensors_of(s)).argmax(1) for s in r.heads]) for r in replies.values()]
         )
         v = consistent_votes(labels, classes)
-        known = v.sum(1) > 0  # a row without an agreement in any client has no label
+        known = v.sum(1) > 0  # drop rows on which no client's students agree
         if not known.any():
             v, known = F.one_hot(labels, classes).sum((0, 1)), ~known
         missed = Missed()
@@ -90,14 +94,14 @@ class FedKT(OwnHeads):
 
     @on_client
     def publish(self, client: Client) -> Tensor:
-        """Features of a share of the rows, at least one."""
+        """Features of a random fraction of the rows, at least one row."""
         x, _ = rows_of(client)
         order = seeds.generator(client.seed, "public").permutation(len(x))
         return x[torch.from_numpy(order[: math.ceil(self.public * len(x))])]
 
     @on_client
     def students(self, client: Client, d_aux: Tensor) -> Students:
-        """Lines 2 to 13: the teachers of each partition train one student, which has seen public rows only."""
+        """Lines 2 to 13: the teachers of each partition train one student. A student sees only public rows."""
         x, y = rows_of(client)
         classes, students, missed = len(client.model.classes), [], Missed()
         for j in range(self.partitions):
@@ -111,7 +115,7 @@ class FedKT(OwnHeads):
 
 
 def majority(labels: Sequence[Tensor], classes: int) -> Tensor:
-    """(n,): the class with the most votes of the teachers; the first one in a tie."""
+    """The class with most votes of the teachers for each row, (n,); in a tie the first class."""
     return F.one_hot(torch.stack(list(labels)), classes).sum(0).argmax(1)
 
 

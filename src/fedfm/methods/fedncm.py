@@ -2,9 +2,10 @@
 
 Legate, Bernier, Caccia, Oyallon, Belilovsky. NeurIPS 2023. arXiv:2306.03937, Algorithm 1 without its fine-tuning.
 
-Clients send the sum and the number of their features of each class, once. Nearest class mean is a linear head:
-argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2; by the cosine, W = mu / ||mu||,
-b = 0. Its softmax is not a calibrated probability. The server sees what its aggregator shows of the sums.
+Clients send, once, the sum and the number of their features of each class. Nearest class mean is a linear head:
+argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2. With the cosine, W = mu /
+||mu|| and b = 0. Its softmax is not a calibrated probability. The server sees what its aggregator discloses of the
+sums.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from fedfm.training.fit_head import NOBODY
 
 @dataclass(frozen=True)
 class FedNCM(OneShot):
-    """One round: class sums and counts up, the nearest-class-mean head down."""
+    """One round: clients send class sums and counts; the server computes the nearest-class-mean head."""
 
     means: ClassVar[tuple[str, ...]] = ("sums",)
 
-    distance: str = setting("euclidean", "to the class means: euclidean or cosine", choices=("euclidean", "cosine"))
+    distance: str = setting(
+        "euclidean", "distance to the class means: euclidean or cosine", choices=("euclidean", "cosine")
+    )
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
-        mean = fed.mean(self.sums, like=like)  # 1/K of the sums over all clients; the factor 1/K cancels
+        mean = fed.mean(self.sums, like=like)  # the mean has a factor 1/K, which cancels
         return head_of(fed.model, *nearest_mean(mean["count"], mean["total"], self.distance))
 
     @on_client
@@ -44,7 +47,9 @@ class FedNCM(OneShot):
 
 
 def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:
-    """(W (C, d), b (C,)) from (C,) counts and (C, d) sums up to a common factor; a class without rows is NOBODY."""
+    """W (C, d) and b (C,) from counts (C,) and sums (C, d) with a common factor; a class without rows is never
+    chosen.
+    """
     mu = total / torch.where(count > 0, count, 1.0)[:, None]
     if distance == "cosine":
         w, b = torch.nn.functional.normalize(mu, dim=1), torch.zeros_like(count)

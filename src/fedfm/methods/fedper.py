@@ -23,8 +23,8 @@ class Base:
     """Server state.
 
     Attributes:
-        w: the shared body W_B, and the head's initial value, which no round changes.
-        begun: clients that have their own head.
+        w: the shared body W_B, and the head's initial value, which stays unchanged.
+        begun: clients that already have their own head.
     """
 
     w: Params
@@ -52,7 +52,7 @@ class FedPer(KeepingFedAvg):
         cohort, (body, head) = fed.sample(self.fraction), body_and_head(fed.model)
         W_B, none, first = s.w.only(body), Params({}), s.w.only(head)
         begin = each({i: none if i in s.begun else first for i in cohort})
-        W_B = W_B + fed.mean(self.train, of=cohort, like=W_B.layout, W_B=W_B, begin=begin)  # sum_j gamma_j W_B,j
+        W_B = W_B + fed.mean(self.train, of=cohort, like=W_B.layout, W_B=W_B, begin=begin)  # W_B <- sum_j gamma_j W_B,j
         lost = {e.client for e in fed.excluded if e.round == t}
         return Base(s.w.replace(W_B), tuple(sorted({*s.begun, *cohort} - (lost - {*s.begun}))))
 

@@ -1,1 +1,1 @@
-"""FedBaF: a foundation model that only the server has, its matching, and its pull."""
+"""FedBaF: the server pulls each aggregate towards a foundation model that only the server has."""

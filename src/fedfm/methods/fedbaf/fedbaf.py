@@ -34,7 +34,7 @@ HARDENED = (
     *("none", "per_tensor", "per_coordinate", "log_uniform", "half"),
     *("first_round", "noise_once", "noise_afresh"),
 )
-STILL = 1e-6  # a change of direction below this counts as no change
+STILL = 1e-6  # a smaller change of direction counts as none
 LOG_RANGE = (0.02, 2.0)  # bounds of the secret factor with harden = "log_uniform"
 
 
@@ -42,28 +42,28 @@ LOG_RANGE = (0.02, 2.0)  # bounds of the secret factor with harden = "log_unifor
 class FedBaF(Comparable, Around):
     """The server pulls each round's aggregate towards a foundation model that no client ever sees.
 
-    The pull a_t = alpha_t tau_t depends on the aggregate's change of direction and on a secret random factor. This
-    factor does not prevent clients that see several rounds from computing the model: ``fedfm audit RUN --attack
-    extraction``.
+    The pull a_t = alpha_t tau_t depends on how far the aggregate's direction changed and on a secret random factor.
+    Clients that see several rounds can compute the foundation model in spite of this factor; ``fedfm audit RUN
+    --attack extraction`` shows how closely.
     """
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True, server_secrets=("alpha",), keeps_foundation=True)
     paper: ClassVar[Mapping[str, Paper]] = TRAINING | PULL
 
-    psi: float = setting(1.0, "strength of the pull; 0 is the base method", ge=0, finite=True)
+    psi: float = setting(1.0, "strength of the pull; 0 gives the base method", ge=0, finite=True)
     cap: str = setting(
         "reference",
-        "line 9's numerator is at most that of the first round (reference), or as printed (none)",
+        "limit of line 9's numerator: that of the first round (reference), or none, as printed",
         choices=("reference", "none"),
     )
     harden: str = setting(
         "none",
-        "none, per_tensor, per_coordinate, log_uniform (of alpha), half (of the tensors per round), "
+        "protection of w_pre: none; per_tensor, per_coordinate, log_uniform (of alpha); half (of the tensors a round), "
         "first_round, noise_once, noise_afresh (on w_pre)",
         choices=HARDENED,
     )
     noise: float = setting(
-        1.0, "noise_once, noise_afresh: standard deviation, in units of w_0's RMS", gt=0, finite=True
+        1.0, "noise_once, noise_afresh: standard deviation of the noise, in units of the RMS of w_0", gt=0, finite=True
     )
 
     def init(self, fed: Federation) -> Any:
@@ -80,18 +80,22 @@ class FedBaF(Comparable, Around):
         return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1, w)))  # line 11
 
     def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
-        """Line 9 over tau_0: ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1), relative to the first round with a change.
+        """tau_t / tau_0. Line 9: tau_t = ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1); tau_0: the first round with a
+        change.
 
-        ``cap`` limits the numerator to that round's. The printed numerator grows if local training changes the model
-        strongly. One active client can cause that, and then w_{t+1} is pulled completely to w_pre.
+        ``cap`` limits the numerator to that of this first round. As printed, the numerator grows if local training
+        changes the model strongly. One malicious client can cause this, and then w_{t+1} is pulled completely to w_pre.
         """
         length = direction_distance(w, w_t, fed.model.live())
         if not math.isfinite(length):
             raise RunError(f"round {fed.round}: the aggregate is not finite")
         if "reference" not in fed.memory:
-            if length <= STILL:  # tau_0 = 0 cannot be divided by
+            if length <= STILL:  # tau_0 = 0 would be the denominator
                 return 0.0
-            fed.memory["reference"] = {"length": length, "t": t}  # server-only, in private/ like the key
+            fed.memory["reference"] = {
+                "length": length,
+                "t": t,
+            }  # only the server reads it; it is in private/, as the key is
         reference: dict[str, Any] = fed.memory["reference"]
         if self.cap == "reference":
             length = min(length, reference["length"])
@@ -103,10 +107,10 @@ class FedBaF(Comparable, Around):
     def a(
         self, fed: Federation, pre: Mapping[str, Piece], tau: float, t: int, w: Params
     ) -> float | dict[str, float | Tensor]:
-        """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10; ``tau`` is tau_t / tau_0.
+        """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10. ``tau`` is tau_t / tau_0.
 
-        The draw is a function of a key, of t and of the aggregate. So a resumed run repeats it and makes no second
-        release. Another aggregate gets another factor, since two aggregates with one factor would reveal it.
+        A key, t and the aggregate determine the draw. So a resumed run repeats the draw and discloses nothing new.
+        Another aggregate gets another factor, since two aggregates with the same factor would reveal that factor.
         """
         key, scale = fed.secret("alpha"), self.psi * tau
         at = f"{t}\x1f{self.harden}\x1f{tau!r}\x1f{w.sha256()}"
@@ -143,27 +147,27 @@ class FedBaF(Comparable, Around):
 
     @cached_property
     def _noisy_pieces(self) -> dict[bytes, Mapping[str, Piece]]:
-        """The noisy pieces by the run's key, since one method may serve several runs."""
+        """The noisy entries for each run's key; one method object may serve several runs."""
         return {}
 
     def sigma(self, fed: Federation) -> float:
-        """Standard deviation of the noise on each entry of w_pre, computed from the public w_0, never from w_pre."""
+        """Standard deviation of the noise on each entry of w_pre, computed only from w_0, which is public."""
         live = fed.model.live()
         return self.noise * fed.initial.only(live).norm() / math.sqrt(sum(x.numel() for x in live.values()))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """The base method without a foundation model, and with one that every client receives."""
+        """The base method without the foundation model, and the base method with one that every client receives."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 
 
 def _uniform(key: bytes, at: str, name: str) -> float:
-    """A value in [0, 1): HMAC-SHA256 of the draw and the tensor under the server's key, as a 64-bit fraction."""
+    """A value in [0, 1): the HMAC-SHA256 of ``at`` and ``name`` under the server's key, as a 64-bit fraction."""
     word = hmac.new(key, f"{at}\x1f{name}".encode(), hashlib.sha256).digest()[:8]
     return int.from_bytes(word, "little") / 2**64
 
 
 def _uniforms(key: bytes, at: str, name: str, like: Tensor) -> Tensor:
-    """One uniform value per entry, float32, from a ChaCha20 stream for this draw and tensor."""
+    """One uniform float32 value for each entry of ``like``, from a ChaCha20 stream for ``at`` and ``name``."""
     words = np.frombuffer(stream(key, f"alpha/{at}/{name}", 4 * like.numel()), dtype="<u4")
     return torch.from_numpy((words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)).view(like.shape)

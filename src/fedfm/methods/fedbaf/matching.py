@@ -1,10 +1,9 @@
-"""Read a foundation model that its owner keeps, and match its tensors with the federation's model.
+"""Read the server's foundation model and match its tensors with those of the federation's model.
 
 FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
-Section 3: equal shapes by name; for a deeper model the aligned blocks, counted from the input; for a wider one the
-    first
-entries of each layer. The paper takes them from the flattened layer, which scrambles rows and columns; here the leading
-slice of every dimension is used.
+Section 3. Tensors of equal name and shape match. In a deeper foundation model the blocks with the same index from the
+input match. In a wider one the first entries of each layer match: the paper takes them from the flattened layer, which
+scrambles rows and columns; here they are the leading slice of every dimension.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _FUSED = ("c_attn", "qkv", "query_key_value", "Wqkv", "in_proj_weight", "in_proj
 
 @dataclass(frozen=True)
 class Match:
-    """One line of the table: what happens to one trainable tensor.
+    """One line of the table: how one trainable tensor is matched.
 
     Attributes:
-        name: of the tensor in the federation's model.
-        shape: its shape.
+        name: the tensor's name in the federation's model.
+        shape: the tensor's shape.
         source: shape of the foundation model's tensor, or None.
         region: the leading slice that mixes, or None.
         why: "same shape", "leading slice", or the reason why it is left out.
@@ -55,11 +54,11 @@ class Match:
 
 @dataclass(frozen=True)
 class Matching:
-    """The entries of a foundation model and the federation's entries with which they mix.
+    """The entries of a foundation model, and the entries of the federation's model that they are mixed into.
 
     Attributes:
         table: a line for every trainable tensor, in the model's order.
-        pieces: the foundation model's entries by the trainable tensor's name. Secret.
+        pieces: for the name of each matched trainable tensor, the foundation model's entries. Secret.
     """
 
     table: tuple[Match, ...]
@@ -92,10 +91,11 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     Args:
         model: the federation's model, at the server.
         foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
-        identical: "labels" and "vocabulary", if both models number them alike; equal shapes do not prove that.
+        identical: "labels" or "vocabulary", or both: the index sets that both models number alike. Equal shapes do not
+            prove this.
 
     Raises:
-        InputError: the foundation cannot be read, is of another kind, or nothing matches.
+        InputError: the foundation model cannot be read, is of another kind, or has no tensor that matches.
     """
     tensors = {n: t for n, t in _tensors(model, foundation).items() if t.is_floating_point()}
     roles, live = _roles(model), model.live()
@@ -128,9 +128,11 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
 def _region(
     name: str, shape: tuple[int, ...], there: tuple[int, ...] | None, role: str, identical: Collection[str]
 ) -> tuple[tuple[int, ...] | None, str]:
-    """(region that mixes or None, the reason) for a tensor and the foundation model's tensor of shape ``there``."""
+    """(region that mixes, or None; the reason) for a tensor of ``shape`` and the foundation model's of shape
+    ``there``.
+    """
     if there is None:
-        return None, "the foundation model has none"
+        return None, "the foundation model has no such tensor"
     if role in DECLARED and role not in identical:
         return None, f'{role}: not declared identical (method.identical = ["{role}"])'
     if there == shape:
@@ -146,7 +148,7 @@ def _region(
 
 
 def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[Match]:
-    """First and last layers mix completely or not at all: the bias of a layer that differs belongs to other weights."""
+    """Mix first and last layers completely or not at all: a bias is useless without the weights of its layer."""
     differ = {
         (_layer(name), role): name
         for name, line in lines.items()
@@ -189,7 +191,7 @@ def _roles(model: Model) -> dict[str, str]:
 
 
 def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[int]) -> str:
-    """The meaning of the last layer's outputs: labels, vocabulary, or neither."""
+    """The meaning of the last layer's outputs: labels, vocabulary or other."""
     if model.is_language_model:
         return "vocabulary"
     if not model.task.loss_is_opaque or model.classes:
@@ -220,7 +222,7 @@ def check_place(foundation: str) -> None:
 
 @contextlib.contextmanager
 def _as_foundation() -> Iterator[None]:
-    """Context manager: turn errors about model.name into errors about method.foundation."""
+    """Context manager: change errors about model.name into errors about method.foundation."""
     try:
         yield
     except InputError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfm.core.fields import Paper
 
-_EVERY = "all averaging methods have the same defaults, so that comparisons are fair"
+_EVERY = "every averaging method has the same defaults, so that comparisons are fair"
 TRAINING = {
     "method.rounds": Paper(200, _EVERY),
     "method.fraction": Paper(0.1, _EVERY),
@@ -19,7 +19,7 @@ TRAINING = {
 }
 PULL = {
     "method.cap": Paper(
-        "none", "without a cap one client's upload, or a large learning rate, makes the model the secret"
+        "none", "without a cap one client's update, or a large learning rate, turns the model into w_pre"
     ),
     "method.harden": Paper("none"),
 }

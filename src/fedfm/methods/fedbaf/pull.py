@@ -16,7 +16,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 
 TINY = 1e-12  # a norm below this has no direction
-_PIECE = 1 << 15  # entries in float64 at a time: they stay in the caches
+_PIECE = 1 << 15  # entries that are computed in float64 at a time; so few stay in the processor's caches
 
 
 class Piece(NamedTuple):
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
     Attributes:
         region: lengths of the leading slice that mixes, one for each dimension.
-        tensor: of that shape.
+        tensor: the entries, in the shape of the region.
     """
 
     region: tuple[int, ...]
@@ -32,13 +32,13 @@ class Piece(NamedTuple):
 
 
 def direction_distance(u: Params, w: Params, names: Collection[str] | None = None) -> float:
-    """|| u/|u| - w/|w| ||_2 over the floating-point entries, of these names if given: FedBaF, Algorithm 1, line 9.
+    """|| u/|u| - w/|w| ||_2 over the floating-point entries, or over ``names`` only: FedBaF, Algorithm 1, line 9.
 
-    Computed in one pass as |x/|x| - y/|y||^2 = (|x - y|^2 - (|x| - |y|)^2) / (|x| |y|), which does not cancel if u is
-    close to w. The result is 0 if a norm is below :data:`TINY`, and not finite if an entry is not finite.
+    The computation takes one pass: |x/|x| - y/|y||^2 = (|x - y|^2 - (|x| - |y|)^2) / (|x| |y|). This loses no digits if
+    u is close to w. The result is 0 if a norm is below :data:`TINY`, and not finite if an entry is not finite.
 
     Raises:
-        KeyError: names differ, or one of ``names`` is missing.
+        KeyError: the names differ, or one of ``names`` is missing.
         ValueError: shapes or dtypes differ.
 
     Example:
@@ -58,7 +58,7 @@ def direction_distance(u: Params, w: Params, names: Collection[str] | None = Non
 
 
 def _squares(u: Tensor, w: Tensor) -> Iterator[list[float]]:
-    """Sum u^2, sum w^2 and sum (u - w)^2 of each piece, in float64; nothing for integers."""
+    """Sum u^2, sum w^2 and sum (u - w)^2 of each block of entries, in float64; nothing for integer tensors."""
     if u.is_floating_point():
         for x, y in zip(torch.split(u.flatten(), _PIECE), torch.split(w.flatten(), _PIECE), strict=True):
             x, y = x.double(), y.double()
@@ -73,8 +73,8 @@ def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | 
 
     Args:
         pieces: name -> the entries to mix in.
-        a: at least 0; one number, or for each name a number or a tensor of the piece's shape. Names without one keep
-            u's bits.
+        a: at least 0. One number for all names, or for each name a number or a tensor of the piece's shape. A name
+            without an entry keeps u's bits.
 
     Raises:
         KeyError: u has no parameter of that name.

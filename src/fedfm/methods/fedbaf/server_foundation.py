@@ -1,4 +1,4 @@
-"""Base of FedBaF and weight initialisation: an averaging method, and a foundation model that the server reads."""
+"""Base of FedBaF and weight initialisation: an averaging method with a foundation model that only the server reads."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ class Around(ServerModel, Method[Any]):
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the base method."""
+        """The handlers whose replies the base method averages."""
         return self.base.means
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the base method."""
+        """The handlers whose single replies the base method sees."""
         return self.base.asks
 
     @property
     def state_type(self) -> Any:
-        """Those of the base method."""
+        """The type of the base method's state."""
         return self.base.state_type
 
     def matching(self, fed: Federation) -> Matching:
-        """The matching of foundation model and federation's model; the foundation model is read once."""
+        """Match the foundation model with the federation's model; the foundation model is read once."""
         if not self._last_matching or self._last_matching[0]() is not fed.model:
             self._last_matching[:] = [weakref.ref(fed.model), self.match_with(fed.model)]
         return self._last_matching[1]  # type: ignore[no-any-return]
@@ -96,7 +96,7 @@ class Around(ServerModel, Method[Any]):
     def validate(self) -> None:
         if self.base.needs.pooled:
             raise InputError(
-                "method.base.name: it trains on pooled rows, so there is no aggregate to mix into; expected "
+                "method.base.name: this method trains on pooled rows and has no aggregate to mix with; expected "
                 'e.g. "fedavg"',
                 key="method.base.name",
             )
@@ -109,13 +109,14 @@ class Around(ServerModel, Method[Any]):
             raise first from None
         if isinstance(self.base, Personal):
             raise InputError(
-                "method.base.name: its clients have their own models, but a foundation model mixes into one model for "
+                "method.base.name: this method gives each client its own model, but the foundation model mixes with "
+                "one model for "
                 'all; expected e.g. "fedavg"',
                 key="method.base.name",
             )
 
 
 def _of_base(fault: InputError, own: set[str]) -> InputError:
-    """The fault; if its key is one of the base's ``own``, it is renamed to [method.base]."""
+    """The same fault; a key that the base method owns (``own``) gets the prefix of [method.base]."""
     section, _, rest = fault.key.partition(".")
     return fault.move(f"method.base.{rest}") if section == "method" and rest.partition(".")[0] in own else fault

@@ -31,7 +31,7 @@ from fedfm.models.layers import GRANULARITIES
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local, any_rank
 
-LEAST = 0.1  # a smaller sum of raw similarities is not used as a denominator
+LEAST = 0.1  # raw similarities with a smaller sum are refused, because the weights divide by this sum
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class BipState:
     """Server state, by client.
 
     Attributes:
-        theta: theta_i, the result of the client's last local pass.
-        theta_bar: theta_bar_i, the start of its next local pass.
-        tau: its last task vector; only clients that were asked have one.
-        p: ``p`` (L, K, K), the last round's weights; rows of clients that did not take part are zero.
-        cut: for ``space = "product"``: relative error, in Frobenius norm, of truncating aggregates to their ranks.
+        theta: theta_i, the result of the client's last local training.
+        theta_bar: theta_bar_i, the model from which its next local training starts.
+        tau: the client's last task vector; clients that were never asked have none.
+        p: ``p`` (L, K, K), the weights of the last round; the rows of clients that did not take part are zero.
+        cut: for ``space = "product"``: the relative error, in Frobenius norm, of truncating aggregates to their ranks.
     """
 
     theta: dict[ClientId, Params]
@@ -56,7 +56,7 @@ class BipState:
 
 @dataclass(frozen=True)
 class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
-    """Each client gets its own aggregate: the sum of all task vectors, weighted by their similarity to its own."""
+    """Each client gets its own aggregate: all task vectors, each weighted by its similarity to the client's own."""
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
@@ -66,7 +66,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         "method.granularity": Paper("model"),
         "method.similarity": Paper("cosine"),
         "method.negative": Paper(
-            "raw", "as printed, a client's similarities can sum to zero or less, which gives no mean"
+            "raw", "as printed, a client's similarities can have a sum of zero or less, which defines no mean"
         ),
         "method.weights_from": Paper("task_vector"),
         "method.aggregate": Paper("task_vector"),
@@ -78,7 +78,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
     granularity: str = setting("model", "model (FedBip), layer: a block (FedBip-L), or module", choices=GRANULARITIES)
     similarity: str = setting(
-        "cosine", "g: cosine, pearson, or l2: 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
+        "cosine", "similarity g: cosine, pearson, or l2, 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
     )
     negative: str = setting(
         "clip", "transform of g: clip, max(0, g); raw; softmax, exp(g/temperature)", choices=("clip", "raw", "softmax")
@@ -94,27 +94,30 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         "factors", "space of LoRA's task vectors: factors (A and B) or product (B A)", choices=("factors", "product")
     )
     ranks: tuple[int, ...] = setting(
-        (), "of space = product: LoRA's ranks, assigned in order of names, in a cycle [model.adaptation.rank]", ge=1
+        (),
+        "for space = product: LoRA's ranks, given to the clients in order of names, again from the first after the "
+        "last [model.adaptation.rank]",
+        ge=1,
     )
     absent: str = setting(
         "cached",
-        "task vectors in the sums: cached (also absent clients' last ones) or present",
+        "task vectors in the sums: cached (with the last ones of clients not asked) or present",
         choices=("cached", "present"),
     )
     transport: str = setting(
-        "float32", "of task vectors: float32, or bfloat16 at half the bytes", choices=("float32", "bfloat16")
+        "float32", "precision of task vectors: float32, or bfloat16 at half the bytes", choices=("float32", "bfloat16")
     )
     norm_cap: float | None = setting(None, "largest norm of a task vector, in units of the median norm", ge=1)
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """LoRA, if the method computes with products of its factors."""
+        """LoRA, if the method computes with the products of LoRA's factors."""
         if self.space != "product":
             return Needs()
         return Needs(adaptations=("lora",), ranks=self.ranks, because='method.space = "product"')
 
     def init(self, fed: Federation) -> BipState:
-        theta_pre = self.starting(fed)  # the same for all, LoRA's A included
+        theta_pre = self.starting(fed)  # the same for all clients, also LoRA's A
         names, K = self.space_of(fed.model).layers, len(fed.clients)
         return BipState(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
 
@@ -136,32 +139,38 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
         theta = any_rank.fit(self.local, client, theta_bar)  # equation 2
-        tau = theta - theta_bar  # equation 3; n_k does not occur in the sums
+        tau = theta - theta_bar  # equation 3; the sums are not weighted by n_k
         return Update(tau.cast(self.wire_layout(tau.layout)), 1.0, client.metrics)
 
     def wire_layout(self, layout: Layout) -> Layout:
-        """Layout of task vectors on the wire. bfloat16 keeps their cosines; it would destroy those of weights."""
+        """Layout of a task vector in a message. bfloat16 keeps cosines of task vectors, but not those of weights."""
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(
         self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Sequence[ClientId]
     ) -> np.ndarray:
-        """The rows of the clients ``now`` of p, equation 4, by layer equation 6: (L, |now|, K).
+        """The rows of p for the clients ``now``: equation 4, or by layer equation 6: (L, |now|, K).
 
-        Of vectors that are equal bit for bit only one counts.
+        If several task vectors are equal bit for bit, only one of them counts.
         """
         clients = list(tau)
         g, counts = similarities(G, self.similarity)
-        for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):  # cached vectors came first
+        for k, of in copies(
+            {k: tau[k] for k in sorted(tau, key=lambda k: k in now)}
+        ):  # cached vectors first: they are the older ones
             counts[:, :, clients.index(k)] = False
             if k in now:
-                fed.exclude(k, E_DUPLICATE, f"its task vector equals that of {of} bit for bit: the sums use it once")
+                fed.exclude(
+                    k,
+                    E_DUPLICATE,
+                    f"its task vector equals that of {of} bit for bit, and the sums use such a vector once",
+                )
         p = shares(g, counts, self.negative, self.temperature)[:, [clients.index(i) for i in now]]
         if (bad := np.argwhere(~np.isfinite(p).all(2))).size:
             (at, i), layers = bad[0], list(self.space_of(fed.model).layers)
             raise RunError(
-                f"round {fed.round}: the similarities of {now[i]} to all sum to less than {LEAST} in "
-                f'{layers[at]}, and method.negative = "raw" divides by that sum: use "clip" or "softmax"'
+                f"round {fed.round}: the similarities of {now[i]} to all clients have a sum of less than {LEAST} in "
+                f'{layers[at]}, and method.negative = "raw" divides by this sum; use "clip" or "softmax"'
             )
         return p
 
@@ -178,11 +187,11 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         return space.gram(x, self.weights_from == "parameters", self.similarity == "pearson")
 
     def space_of(self, model: Model) -> Entries:
-        """Where task vectors are compared and summed."""
+        """The space in which task vectors are compared and summed."""
         return (Products if self.space == "product" else Entries)(model, self.granularity)
 
     def starting(self, fed: Federation) -> dict[ClientId, Params]:
-        """theta_pre by client; LoRA of rank r_i has the first r_i rows of one common A.
+        """theta_pre of each client; LoRA of rank r_i has the first r_i rows of one A that all clients share.
 
         Raises:
             InputError: a rank is larger than the model's.
@@ -222,8 +231,9 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     def newcomer(
         self, model: Model, s: BipState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """Equation 4 over its own vector and the others' sums over all rounds; vectors of a single round do not
-        work.
+        """Equation 4 with the newcomer's task vector and, for every other client, the sum of its task vectors.
+
+        The sums are over all rounds, since task vectors of a single round give useless similarities.
         """
         theta = adapt(w_0)
         begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}
@@ -235,13 +245,14 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         p = shares(g, counts, self.negative, self.temperature)[:, :1]
         if not np.isfinite(p).all():
             raise InputError(
-                f'join: similarities of {client} sum to less than {LEAST}, and negative = "raw" divides by it'
+                f'join: the similarities of {client} have a sum of less than {LEAST}, and negative = "raw" divides by '
+                f"it"
             )
         (theta_bar,), _ = space.aggregates(p * self.factors(space, x, G), x, [w_0], self.aggregate == "parameters")
         return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """Each client alone, and one model for all."""
+        """Local training of each client alone, and one model for all clients."""
         plan: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
         return {"alone": LocalOnly(**plan), "one-for-all": FedAvg(**plan)}
 
@@ -252,13 +263,13 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
             )
         if self.ranks and self.local.personal:
             raise InputError(
-                "method.ranks: a client optimiser that keeps its own model needs one rank for all",
+                "method.ranks: a client optimiser that keeps a model at the client needs one rank for all clients",
                 key="method.ranks",
             )
 
 
 def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(similarities g of equation 4 (L, K, K), mask of those that count); a zero vector counts only for itself."""
+    """Similarities g of equation 4 (L, K, K), and a mask of those that count. A zero vector counts only for itself."""
     square, same = np.einsum("lkk->lk", G), np.eye(G.shape[1], dtype=bool)
     counts = (square[:, :, None] > 0) & (square[:, None] > 0) | same
     if kind == "l2":
@@ -270,18 +281,20 @@ def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float = 1.0) -> np.ndarray:
-    """Weights p of equation 4 (L, K, K) over the entries that count; NaN in rows whose raw sum is too small."""
+    """Weights p of equation 4 (L, K, K) over the entries that count; NaN in rows whose raw similarities sum to too
+    little.
+    """
     if negative == "softmax":
         g = np.exp((g - 1) / temperature)
     elif negative == "clip":
         g = np.maximum(g, 0)
     g = g * counts
-    total = g.sum(2, keepdims=True)  # with clip and softmax at least 1: g_ii, or that of the vector it copies
+    total = g.sum(2, keepdims=True)  # at least 1 with clip and softmax: it includes g_ii, or that of an equal vector
     return np.asarray(np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST))
 
 
 def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
-    """Weights p (L, K, K) of all clients from the part for these rows and columns; other entries are zero."""
+    """Weights p (L, K, K) of all clients, from a part with these rows and columns; all other entries are zero."""
     at, of = ([clients.index(k) for k in some] for some in (rows, columns))
     shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
     shown[np.ix_(range(len(p)), at, of)] = p
@@ -289,7 +302,9 @@ def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId],
 
 
 def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
-    """(client, the first client with the same vector bit for bit); zero vectors do not count as copies."""
+    """For each client whose vector equals an earlier one bit for bit: (client, first client with it), but no zero
+    vectors.
+    """
     first: dict[bytes, ClientId] = {}
     for client, x in tau.items():
         digest = hashlib.sha256()
@@ -301,6 +316,6 @@ def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]
 
 
 def cap_factors(squares: np.ndarray, cap: float) -> np.ndarray:
-    """Factors (K,) that shorten vectors of these squared norms to at most ``cap`` times the median norm."""
+    """Factors (K,) that shorten vectors, given their squared norms, to at most ``cap`` times the median norm."""
     norms = np.sqrt(squares)
     return np.asarray(np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1)))

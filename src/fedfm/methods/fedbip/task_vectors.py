@@ -1,8 +1,8 @@
-"""Inner products and mixtures of task vectors, in the space of entries or of LoRA's products.
+"""Inner products and mixtures of task vectors, either of their entries or of LoRA's products.
 
-tau_i = theta_i - theta_bar_i. In the space of products an adapted module's part of it is s (B_i A_i - B_bar_i A_bar_i)
-= [s B_i, -s B_bar_i][A_i; A_bar_i]. It is never made dense, ranks may differ by client, and LoRA's ambiguity (B A is
-(B R)(R^-1 A) for every R) has no effect.
+A task vector is tau_i = theta_i - theta_bar_i. As a product, its part for an adapted module is
+s (B_i A_i - B_bar_i A_bar_i) = [s B_i, -s B_bar_i][A_i; A_bar_i]. The dense matrix is never computed. Ranks may differ
+by client, and LoRA's ambiguity (B A is (B R)(R^-1 A) for every R) has no effect.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fedfm.models.model import Model
 
 
 class Change(NamedTuple):
-    """A client's last local pass: tau = theta - theta_bar, and theta."""
+    """The result of a client's last local training: its task vector theta - theta_bar, and theta."""
 
     tau: Params
     theta: Params
 
 
 class Entries:
-    """Vectors of entries.
+    """Task vectors as vectors of their entries.
 
     Attributes:
         layers: layer -> names of its tensors.
-        statistics: names of tensors that are sent but not trained, e.g. batch norm's statistics.
+        statistics: names of tensors that clients send but do not train, such as batch norm's running statistics.
     """
 
     def __init__(self, model: Model, granularity: str) -> None:
@@ -55,11 +55,11 @@ class Entries:
     def mix(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """(onto_i + sum_k p_ik tau_k, or with ``whole`` sum_k p_ik theta_k; the truncated share, here 0).
+        """onto_i + sum_k p_ik tau_k, or with ``whole`` sum_k p_ik theta_k, and the truncated fraction, which is 0 here.
 
         Args:
             p: (L, M, K).
-            onto: M vectors; entries outside all layers come from them.
+            onto: M vectors; the result has their entries outside all layers.
         """
         if whole:
             return mix(p, [c.theta for c in x], list(self.layers.values()), keep_all(0.0 * w for w in onto)), 0.0
@@ -68,7 +68,7 @@ class Entries:
     def aggregates(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """As :meth:`mix`; statistics, which have no task vectors, become the clients' means weighted by |p|."""
+        """As :meth:`mix`. Statistics have no task vectors: they become the mean of the clients', weighted by |p|."""
         found, cut = self.mix(p, x, onto, whole)
         if self.statistics:
             q = np.abs(p).mean(0, keepdims=True)
@@ -78,7 +78,7 @@ class Entries:
 
 
 class Products(Entries):
-    """Vectors of LoRA's products (alpha / r) B A and of the tensors that are not LoRA's.
+    """Task vectors as LoRA's products (alpha / r) B A, and as entries for the tensors that are not LoRA's.
 
     Raises:
         InputError: the model is not adapted by LoRA on linear maps.
@@ -95,7 +95,9 @@ class Products(Entries):
         ]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
-        """As :class:`Entries`, in O(K^2 r^2 d) per module; memory has all clients' factors of one module at a time."""
+        """As :class:`Entries`, in O(K^2 r^2 d) per module; memory holds the factors of one module at a time, of all
+        clients.
+        """
         found = []
         for paths, others in self._layers:
             G, total, count = np.zeros((len(x), len(x))), np.zeros(len(x)), 0
@@ -117,7 +119,7 @@ class Products(Entries):
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
         """As :class:`Entries`; each module's sum is truncated to the rank of onto_i (Eckart and Young 1936)."""
-        found, lost, energy = keep_all(map(Params, onto)), 0.0, 0.0  # copies, to be written to
+        found, lost, energy = keep_all(map(Params, onto)), 0.0, 0.0  # copies, since they are overwritten
         for weights, (paths, others) in zip(p, self._layers, strict=True):
             for path in paths:
                 a, b = self._pairs[path]
@@ -141,7 +143,7 @@ class Products(Entries):
         return found, float(np.sqrt(lost / energy)) if energy else 0.0
 
     def _changes(self, path: str, x: Sequence[Change], whole: bool) -> list[Factors]:
-        """Factors of one module's s B A in each theta, minus the start's unless ``whole``."""
+        """Factors of s B A of one module for each theta; without ``whole`` the start's product is subtracted."""
         ends = [self._factors(path, c.theta) for c in x]
         if whole:
             return ends

@@ -1,1 +1,1 @@
-"""FedMS, with its gate and its queue of capabilities."""
+"""FedMS, with its gate and the rule that unfreezes layers."""

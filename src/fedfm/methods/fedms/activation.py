@@ -1,4 +1,4 @@
-"""Sparsely activated LoRA of FedMS: when a layer is unfrozen (equation 5, Figure 2), and by which rows."""
+"""Sparsely activated LoRA of FedMS: the rule that unfreezes a layer (equation 5, Figure 2), and the rows it uses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_rows(client: Client, rows: Rows) -> Client:
 
 
 def clock(model: Model) -> float:
-    """The time in seconds after the device has finished its work, to measure what frozen layers save."""
+    """The time in seconds once the device has finished its work; it measures what frozen layers save."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -4,8 +4,8 @@ Wu, Li, Wang, Wang. 2023. arXiv:2312.15926. No Algorithm is numbered: equations 
 
 Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the global expert W_g is
 frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter Z is federated
-(equations 3, 6, 7). If the paper omits something or an equation is meaningless, docstrings and settings describe the
-choice made here.
+(equations 3, 6, 7). Where the paper omits something or an equation has no meaning, docstrings and settings describe
+the choice made here.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class MSState:
         Z_g: the gate adapter.
         k: number of active layers at each client that has a local expert.
         has: clients that got W_g after stage one and have answered since then.
-        deciding: number of rows at each of these clients that decide when a layer is unfrozen.
-        frozen: number of the foundation model's parameters.
+        deciding: for each of these clients, the number of rows whose accuracy decides when a layer is unfrozen.
+        frozen: number of parameters of the foundation model.
     """
 
     W_g: Params
@@ -69,7 +69,7 @@ class MSState:
 
 @dataclass(frozen=True)
 class Activity:
-    """A client's report on its round: k, the number of deciding rows, and the seconds of its backward passes."""
+    """A client's report on its round: k, the number of deciding rows, and the seconds that its backward passes took."""
 
     k: int
     rows: int
@@ -78,7 +78,9 @@ class Activity:
 
 @dataclass(frozen=True)
 class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
-    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; stalls unfreeze layers."""
+    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; layers unfreeze on a
+    plateau.
+    """
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))
     means: ClassVar[tuple[str, ...]] = ("train", "adapt")
@@ -96,10 +98,10 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     local_rounds: int = setting(25, "stage two: rounds of the local experts and the gate", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
     weighting: str = setting(
-        "uniform", "of stage one's mean: uniform (equation 1) or size", choices=("uniform", "size")
+        "uniform", "weights of stage one's mean: uniform (equation 1) or size", choices=("uniform", "size")
     )
     queue: int = setting(5, "Q, length of the capability queue of accuracies", ge=1)
-    threshold: float = setting(0.01, "delta: a smaller gain unfreezes a layer (equation 5)", finite=True)
+    threshold: float = setting(0.01, "delta: a smaller gain in accuracy unfreezes a layer (equation 5)", finite=True)
     reset: bool = setting(False, "empty the queue when a layer is unfrozen")
     accuracy_of: str = setting(
         "mixture", "model whose accuracy fills the queue: mixture or local expert", choices=("mixture", "local")
@@ -111,17 +113,18 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     )
     gate_backbone: str = setting(
         "",
-        "an image classifier by name or folder: the gate reads its frozen features, not the global expert's",
+        "an image classifier, by name or folder, whose frozen features the gate reads instead of the global expert's",
     )
     gate_weights: str = setting(
         "loss",
         "a_i of equation 7: loss, size, inverse_loss or uniform",
         choices=("loss", "size", "inverse_loss", "uniform"),
     )
-    share: float | None = setting(None, "lambda of every row, instead of a gate", ge=0, le=1)
+    share: float | None = setting(None, "a fixed lambda for every row, instead of a gate", ge=0, le=1)
     objective: str = setting(
         "separate",
-        "stage two: separate, the gate by the mixture's loss, the expert by its own; or joint, both by the mixture's",
+        "losses of stage two: separate (the mixture's for the gate, the expert's own for the expert), joint (the "
+        "mixture's)",
         choices=("separate", "joint"),
     )
     local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
@@ -149,7 +152,8 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
             return dataclasses.replace(s, W_g=s.W_g + fed.mean(self.train, of=cohort, w=s.W_g))  # equation 1
         if t == self.global_rounds + 1 and self.queue >= self.local_rounds - 1:
             fed.notice(
-                f"method.queue = {self.queue}: local_rounds = {self.local_rounds} never fill the queue; every client "
+                f"method.queue = {self.queue}: local_rounds = {self.local_rounds} are too few to fill the queue; "
+                f"every client "
                 "trains its top layer only"
             )
         Z_g = self.gating.travelling(s.Z_g)
@@ -181,7 +185,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     # --- stage two ----------------------------------------------------------------------------------------------------
     @on_client(varying=("start",))
     def adapt(self, client: Client, Z_g: Params, start: Params) -> Update:
-        """Sparsely activated LoRA, then one local pass of expert and gate; the local expert stays here."""
+        """Sparsely activated LoRA, then local training of expert and gate. The local expert stays at the client."""
         memory = client.memory
         if len(start):
             memory["W_g"], memory["gate"] = start.part(GLOBAL), start.part(GATE)
@@ -191,12 +195,12 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         Z_g = memory["gate"].replace(Z_g)
         rows, deciding = split(client)
         W_g, W_i = memory["W_g"], memory["W_i"]
-        if not len(start):  # in the first round nothing trained can be measured
+        if not len(start):  # in the first round there is no trained expert to measure
             self.measure(client, deciding, W_g, W_i, Z_g)
         W_i, Z_i, L_i = self.local_pass(with_rows(client, rows), W_g, W_i, Z_g, memory["k"])
         if not np.isfinite(L_i):
             raise ClientFault(E_NONFINITE, f"the gate's loss is {L_i}")
-        # Times are not in the update, whose bits must be the same on every engine.
+        # The update has no times, because its bits must be the same on every engine.
         memory["W_i"], memory["backward"] = W_i, client.metrics.pop("backward_seconds")
         return Update(
             self.gating.travelling(Z_i) - self.gating.travelling(Z_g), self.weight(L_i, len(rows)), client.metrics
@@ -236,7 +240,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return Activity(client.memory["k"], len(split(client)[1]), client.memory.get("backward", 0.0))
 
     def effort(self, model: DualModel, s: MSState, told: Sequence[Activity]) -> dict[str, float]:
-        """Costs of the clients' local passes: :attr:`figures` by name; sums unless they are means."""
+        """Costs of the clients' local training, by the names in :attr:`figures`; sums, unless the name says mean."""
         if not told:
             return {}
         named = layers(model, "layer")
@@ -262,8 +266,9 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g}) if s.has else s.W_g
 
     def own(self, client: Client, w: Params) -> Params:
-        """The global expert, the local one and the gate; W_g before stage two, and for a client without a local
-        expert.
+        """The global expert, the local one and the gate.
+
+        Before stage two, and for a client without a local expert, W_g alone.
         """
         if not is_mixture(w):
             return w
@@ -274,13 +279,13 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return w.part(GLOBAL) if is_mixture(w) else w
 
     def start_models(self, s: MSState) -> dict[ClientId, Params]:
-        return {"": s.W_g}  # stage one alone, for comparison
+        return {"": s.W_g}  # a comparison: stage one alone
 
     def check_own(self, w: Params, model: Model) -> None:
         """Refuse a client's own model if its layout is wrong.
 
         Raises:
-            ClientFault: a tensor differs; it names the first.
+            ClientFault: a tensor differs; the fault names the first such tensor.
         """
         if not is_mixture(w):
             match(w, model.layout, "model")
@@ -288,7 +293,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         check_mixture(w, need(model), self.gating)
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        """S O of equation 6, (n, C); for a single expert its scaled cosines."""
+        """Logits S O of equation 6, (n, C); for a single expert, its scaled cosines."""
         if not is_mixture(w) or not any(n.startswith(f"{LOCAL}/") for n in w):
             model.load(w.part(GLOBAL) if is_mixture(w) else w)
             return model.predict(rows)
@@ -301,7 +306,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def newcomer(
         self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global expert, a local one that starts from it, and the present gate."""
+        """The global expert, a local expert that starts from it, and the gate as it is now."""
         return Params.join(**{GLOBAL: s.W_g, LOCAL: adapt(s.W_g), GATE: s.Z_g}), {}
 
     def details(self, s: MSState, judge: Judge | None) -> dict[str, Any]:
@@ -310,14 +315,15 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return {"active_layers": dict(s.k), "deciding_rows": dict(s.deciding), "trainable_share": share}
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """Stage one alone for as many rounds, and the gate removed."""
+        """Stage one alone for the same number of rounds, and mixtures with a fixed lambda of 0, 0.5 or 1."""
         fixed = {f"lambda-{share:g}": dataclasses.replace(self, share=share) for share in (0.0, 0.5, 1.0)}
         return {"stage-one": FedAvg(self.rounds, self.fraction, self.weighting, self.local), **fixed}
 
     def validate(self) -> None:
         if self.gate == "all" and self.gate_backbone:
             raise InputError(
-                'method.gate_backbone: it is frozen; gate = "all" trains the gate\'s trunk: choose one',
+                'method.gate_backbone: a gate backbone is frozen, but gate = "all" trains the gate\'s trunk: choose '
+                "one",
                 key="method.gate_backbone",
             )
         if self.local.personal:
@@ -327,12 +333,14 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
             )
         if self.local.batch_size == 1:
             raise InputError(
-                "method.local.batch_size = 1: the gate's batch norm needs a variance, and one row has none; take 2",
+                "method.local.batch_size = 1: the gate's batch norm needs a variance, and one row has none; take at "
+                "least 2",
                 key="method.local.batch_size",
             )
         if self.local.micro_batch:
             raise InputError(
-                "method.local.micro_batch: the gate's batch norm mixes the rows of a batch, so that parts do not add "
-                "up to it; drop it",
+                "method.local.micro_batch: the gate's batch norm mixes the rows of a batch, so the results of its "
+                "parts do not "
+                "add up to those of the batch; drop it",
                 key="method.local.micro_batch",
             )

@@ -19,8 +19,8 @@ TRUNK = "trunk."  # names of the gate's own image block
 class Gate(nn.Module):
     """The gate adapter: Linear(d, d), batch norm, ReLU, Linear(d, 2), batch norm; lambda is the softmax's first entry.
 
-    The paper's adapter has no activation and one output, whose softmax is always 1; two outputs and a ReLU correct
-    that.
+    The paper's adapter has no activation, and one output, whose softmax is always 1. Here it has two outputs and a
+    ReLU.
     """
 
     def __init__(self, d: int) -> None:
@@ -65,7 +65,8 @@ class Gating:
     """The kind of gate of a method.
 
     Attributes:
-        part: its trained and sent part: "adapter", "last" (its last layer) or "all" (also an image block).
+        part: the gate's part that is trained and sent: "adapter", "last" (its last layer) or "all" (also an image
+            block).
         backbone: the image classifier whose frozen features it reads; empty: the global expert's features.
         share: a fixed lambda for every row, instead of a gate; None: the gate computes it.
     """

@@ -1,4 +1,4 @@
-"""Python code of the mixture of FedMS, for readers of an export without fedfm or the run."""
+"""Python code that computes FedMS's mixture, for users of an export who have neither fedfm nor the run."""
 
 from __future__ import annotations
 
@@ -53,19 +53,20 @@ model.eval()"""
 
 
 def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) -> list[str]:
-    """Lines that make ``model`` from ``experts``, a PeftModel with the adapters ``global`` and ``local``, and from
-    ``FOLDER/gate.safetensors``. The model has the base's inputs, and returns logits (b, C).
+    """Lines of Python that build ``model`` from ``experts``, a PeftModel with the adapters ``global`` and ``local``.
+
+    They also read ``FOLDER/gate.safetensors``. The model takes the base model's inputs and returns logits (b, C).
 
     Args:
-        share: lambda of every row; None: the gate computes it.
-        places: for each part with the gate's own weights: its path in the base.
-        backbone: the name of the classifier whose features the gate reads, given with the rows; "": it reads those of
-            the global expert.
+        share: lambda of every row; None: the gate computes lambda.
+        places: for each part that the gate has weights of its own for: the part's path in the base model.
+        backbone: name of the classifier whose features the gate reads; the user passes these features with the rows.
+            Empty: the gate reads the features of the global expert.
     """
     if share is not None:
         return (_CLASS.format(more="", share=repr(share)) + _MODEL).splitlines()
     if backbone:
-        said = f"# `features` (images, width): what the head of {backbone!r} reads from the images\n"
+        said = f"# `features` (images, width): the inputs of the head of {backbone!r} for the images\n"
         return (said + _CLASS.format(more="features, ", share="self.share(features)") + _GATE + _MODEL).splitlines()
     if places:
         body = _CLASS.format(more="", share="self.share(self.features(inputs))")

@@ -24,10 +24,11 @@ from fedfm.training.update_rules import Rule
 def local_pass(
     client: Client, local: Local, gating: Gating, separate: bool, W_g: Params, W_i: Params, Z_g: Params, k: int
 ) -> tuple[Params, Params, float]:
-    """E epochs of both objectives. The top k layers of the local expert are trained, the others are those of W_i.
+    """Train for E epochs on both objectives. Only the top k layers of the local expert change.
 
     Args:
-        separate: train the gate on the mixture's loss and the expert on its own; false: both on the mixture's.
+        separate: true: train the gate on the mixture's loss and the expert on its own loss; false: both on the
+            mixture's loss.
 
     Returns:
         W_i, Z_i, and the gate's mean loss L_i.
@@ -51,14 +52,14 @@ def local_pass(
     total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
     model.train_mode()
     gate.mode(rows=len(rows), last=gating.part == "last")
-    # LoRA's dropout draws from torch's global generator, so seed that with this client's own stream.
+    # LoRA's dropout draws from torch's global generator, so seed it with this client's own stream.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(client.seed)
         for index, eta in zip(job.orders(), job.rates(), strict=True):
             if len(index) == 1 and gate.training:
                 continue  # batch norm needs more than one row
             y = labels[index].to(model.device)
-            seen_by_gate = mixture.gate_input(index, trunk)  # first: it installs W_g for a moment
+            seen_by_gate = mixture.gate_input(index, trunk)  # first, because this call installs W_g for a moment
             of_g, of_i = mixture.cosines(index, train=True)
             lam = gating.lam(gate, seen_by_gate)
             held = of_i.detach() if separate else of_i
@@ -69,7 +70,7 @@ def local_pass(
             loss.backward()
             backward += clock(model) - began
             for parts in [[flat] for flat in flats] if separate else [flats]:
-                local.shorten(*(flat.g for flat in parts))  # of one loss
+                local.shorten(*(flat.g for flat in parts))  # both parts are gradients of one loss
             for flat, rule in zip(flats, rules, strict=True):
                 rule.eta = eta
                 rule.step(flat.p, flat.g)

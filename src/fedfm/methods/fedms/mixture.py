@@ -39,7 +39,7 @@ PIECE = 64  # rows scored at a time
 
 
 class Filed:
-    """Rows (n, ...) in an unnamed file, so that they use memory only while they are read."""
+    """Rows (n, ...) in an unnamed file. They use memory only while they are read."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -67,8 +67,8 @@ class Known:
     """The global expert's outputs for some rows.
 
     Attributes:
-        V_g: (n, d), if there are states.
-        states: k -> the images' hidden states (n, T, h) below the top k blocks; None if there is no room.
+        V_g: features of the images, (n, d), if ``states`` is not None.
+        states: for each k, the images' hidden states (n, T, h) below the top k blocks; None if the disk has no room.
     """
 
     W_g: Params
@@ -76,7 +76,7 @@ class Known:
     states: dict[int, Filed | None] = field(default_factory=dict)
 
 
-# For each model: the known outputs by images, and the known outputs of texts.
+# For each model: the global expert's outputs by a hash of the images, and those for the texts.
 _rows: WeakKeyDictionary[DualModel, dict[bytes, Known]] = WeakKeyDictionary()
 _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tensor]]]] = WeakKeyDictionary()
 
@@ -84,19 +84,21 @@ _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tenso
 class Experts:
     """The cosines of both experts on one client's rows.
 
-    The frozen global expert's outputs are computed once and reused in later rounds: its features, and the hidden states
-    below the top k blocks, which both experts share. The states are in files of at most ``FEDFM_MEMORY`` bytes; states
-    that do not fit are computed again for every batch, with the same bits.
+    The frozen global expert's outputs are computed once and reused in later rounds. These are its features, and the
+    hidden states below the top k blocks, which both experts share. Files of at most ``FEDFM_MEMORY`` bytes hold the
+    states. States that do not fit are computed again for every batch, with the same bits.
     """
 
     def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int, gate_backbone: str = "") -> None:
         self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
         every, key = _rows.setdefault(model, {}), _fingerprint(rows)
         found = every.pop(key, None)
-        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest is last
+        self.known = every[key] = (
+            found if found and _equal(found.W_g, W_g) else Known(W_g)
+        )  # the newest entry is the last one
         self.texts, self.T_g = _of_texts(model, W_g, k)
         named = backbone(gate_backbone, str(model.device)) if gate_backbone else None
-        self.described = named.features(rows, model) if named else None  # (n, its width)
+        self.described = named.features(rows, model) if named else None  # (n, width of the backbone's features)
         if k not in self.known.states:
             self._fill()
 
@@ -143,7 +145,7 @@ class Experts:
         return trunk_images(self.model, self.W_g, named, self._below(index, 1))
 
     def cosines(self, index: np.ndarray, *, train: bool) -> tuple[Tensor, Tensor]:
-        """(<V_g, T_g>, <V_i, T_i>), (b, C) each; the local expert is the one in the model now."""
+        """Cosines <V_g, T_g> and <V_i, T_i>, (b, C) each. The model must have the local expert loaded."""
         below = self._below(index, self.k)
         with merge(self.model):
             V_i = top_images(self.model, below, self.k, train=train)
@@ -164,7 +166,7 @@ def _fingerprint(rows: Rows) -> bytes:
 
 
 def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:
-    """(the prompts' states below the top k blocks (P, C, L, h), T_g (C, d)): the same for all clients."""
+    """The prompts' states below the top k blocks (P, C, L, h), and T_g (C, d); both are the same for all clients."""
     found = _texts.get(model)
     if found is None or not _equal(found[0], W_g):
         found = _texts[model] = (W_g, {})
@@ -179,7 +181,7 @@ def _equal(a: Params, b: Params) -> bool:
 
 
 def differing(model: Model, W_g: Params, W_i: Params) -> int:
-    """The number of top layers that contain all differences between the experts; below them both compute the same."""
+    """The number of top layers outside which the experts are equal; below these layers both compute the same states."""
     encoders = model.parts.encoders
     changed = {
         layer for layer, names in layers(model, "layer").items() if any(bool((W_g[n] != W_i[n]).any()) for n in names)
@@ -194,7 +196,7 @@ def mix(lam: Tensor, of_g: Tensor, of_i: Tensor) -> Tensor:
 
 
 def is_mixture(w: Params) -> bool:
-    """Whether these are experts with a gate, rather than one expert."""
+    """Whether ``w`` has both experts and a gate, rather than one expert."""
     return any(name.startswith(f"{GATE}/") for name in w)
 
 
@@ -202,7 +204,7 @@ def check_mixture(w: Params, model: DualModel, gating: Gating) -> None:
     """Refuse experts and a gate with wrong layouts.
 
     Raises:
-        ClientFault: with the first tensor that differs.
+        ClientFault: a tensor differs; the fault names the first such tensor.
     """
     for part in (GLOBAL, LOCAL):
         match(w.part(part), model.layout, part)
@@ -210,7 +212,7 @@ def check_mixture(w: Params, model: DualModel, gating: Gating) -> None:
 
 
 def mixture_logits(model: DualModel, w: Params, rows: Rows, gating: Gating) -> Tensor:
-    """S O of equation 6, (n, C), of both experts and the gate in w."""
+    """Logits S O of equation 6, (n, C), from the experts and the gate in w."""
     W_g, W_i = w.part(GLOBAL), w.part(LOCAL)
     k = differing(model, W_g, W_i)
     Z, done, both = w.part(GATE), list[Tensor](), Experts(model, W_g, rows, k, gating.backbone)

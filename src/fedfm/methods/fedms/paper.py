@@ -9,16 +9,18 @@ SETTINGS = {
     "method.global_rounds": Paper(25),
     "method.local_rounds": Paper(25),
     "method.fraction": Paper(1.0),
-    "method.local.name": Paper("adam", "Adam rescales a weight decay in the gradient by the gradient's own size"),
+    "method.local.name": Paper(
+        "adam", "Adam would rescale weight decay, which it adds to the gradient, by the gradient's size"
+    ),
     "method.local.learning_rate": Paper(2e-4),
     "method.local.weight_decay": Paper(0.05),
     "method.local.decay_of": Paper("all"),
-    "method.local.batch_size": Paper(512, "a client of a few hundred rows would take one step per epoch"),
+    "method.local.batch_size": Paper(512, "a client with a few hundred rows would take one step per epoch"),
     "method.local.betas": Paper((0.9, 0.98), "torch's values, as for every method"),
     "method.local.epsilon": Paper(1e-6, "torch's value, as for every method"),
     "model.adaptation.rank": Paper(1, _ADAPTATION),
     "model.adaptation.dropout": Paper(0.1, _ADAPTATION),
     "model.adaptation.init_lora_weights": Paper(
-        "gaussian, for the output factor", "PEFT draws the input factor; the product is zero in both cases"
+        "gaussian, for the output factor", "PEFT draws the input factor instead; the product is zero in both cases"
     ),
 }

@@ -1,4 +1,4 @@
-"""Details of a FedPFT run: communication by the paper's formulas, rows that were left out, and Theorem 4.2's bound."""
+"""Details of a FedPFT run: bytes by the paper's formulas, rows that were left out, and Theorem 4.2's bound."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fedfm.methods.fedpft.summary import Summary, Synthetic
 def communication(
     replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool
 ) -> dict[str, Any]:
-    """Bytes by equations (10) to (12) with ``width`` bytes per number; used components, and withheld classes.
+    """Bytes by equations (10) to (12) with ``width`` bytes per number, the components used, and the withheld classes.
 
-    If ``counted`` is false, the clients did not send their numbers of rows, so the size of their features is unknown.
+    If ``counted`` is false, clients did not send their numbers of rows, so the size of the raw features is unknown.
     """
     sent = [(s.mixtures.covariance, k) for s in replies.values() for k in s.mixtures.components]
     told: dict[str, Any] = {"formula_bytes": width * sum(formula_numbers(kind, dim, k) for kind, k in sent)}
@@ -42,7 +42,7 @@ def communication(
 
 
 def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str]:
-    """Notices about rows that are in no mixture, or in a sum below its noise."""
+    """Notices about rows that no mixture represents, or whose noisy sum is below its noise."""
     if rows := told.get("withheld_rows"):
         drawn = " (rows drawn from noisy sums)" if private else ""
         return [
@@ -52,7 +52,7 @@ def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str
     if (rows := told.get("left_out_rows")) is not None and told["cells"] > told["cells_kept"]:
         return [
             f"{told['cells'] - told['cells_kept']} of {told['cells']} noisy sums are not above their noise and "
-            f"are left out; by their noisy counts they have about {_many(rows, 'row')} (standard deviation "
+            f"are left out; by their noisy counts they stand for about {_many(rows, 'row')} (standard deviation "
             f"{told['left_out_rows_std']:.0f})"
         ]
     return []
@@ -65,7 +65,7 @@ def _many(n: int, one: str, more: str = "") -> str:
 def divergences(
     client: Client, x: np.ndarray, y: np.ndarray, sent: Mapping[int, Mixture], smoothing: float
 ) -> list[Divergence]:
-    """Client half of the bound, Appendix F: the divergence of each class from the mixture that is sent."""
+    """Client half of the bound, Appendix F: each class's divergence from the mixture that the client sends for it."""
     width = smoothing * float(x.std(0).mean())
     return [divergence(x[y == c], g, width, seeds.generator(client.seed, "bound", c)) for c, g in sent.items()]
 
@@ -77,9 +77,9 @@ def bound_details(
     received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]],
     min_count: int,
 ) -> dict[str, Any]:
-    """Theorem 4.2, corrected and as printed, with the head's errors on fresh draws.
+    """Details of Theorem 4.2, corrected and as printed, with the head's errors on newly drawn features.
 
-    A class that was withheld has fewer than ``min_count`` rows, and the head may err on all of them.
+    A withheld class has fewer than ``min_count`` rows; the bound counts all of them as errors.
     """
     errors = draws = 0
     for c, found in sorted(received.items()):

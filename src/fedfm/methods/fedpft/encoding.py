@@ -1,9 +1,10 @@
 """A client's mixtures in a message: one tensor, one scale, and the number of components of each mixture.
 
-In float16 a variance below 6e-8 underflows and one above 65,504 overflows; a rounded covariance matrix may lose its
-positive eigenvalues. So standard deviations are sent (full: Cholesky factors, whose product stays positive after
-rounding). They and the means are divided by one power of two, so that the largest value is just below 32,768. This
-allows means beyond 65,504, and standard deviations a billion times smaller than the largest mean.
+In float16 a variance below 6e-8 underflows and one above 65,504 overflows. A rounded covariance matrix may lose its
+positive eigenvalues. So clients send standard deviations, or for full covariances Cholesky factors, whose product
+stays positive after rounding. Means and standard deviations are divided by one power of two, so that the largest value
+is just below 32,768. This allows means beyond 65,504, and standard deviations a billion times smaller than the largest
+mean.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
 
 LARGEST = 15  # scaled numbers are below 2**15, float16's largest is just below 2**16
 MAX_DIM = 1 << 20  # no backbone's features are wider
-# Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose limit is MAX_NORM; no
-# single row may exceed it. Below it, squares summed over rows stay within float32.
+# Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose norm is at most
+# MAX_NORM, so a row of theirs has at most this norm. Below it, sums of squares over rows stay within float32.
 MAX_ROW = math.sqrt(MAX_NORM)
-ROUNDED = 1e-2  # largest deviation of the sum of weights from 1 after float16, which rounds each by 2**-11
+ROUNDED = 1e-2  # float16 rounds each weight by 2**-11; their sum may deviate from 1 by this much
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -37,8 +38,8 @@ class Packed:
         covariance: ``"spherical"``, ``"diag"`` or ``"full"``, of all mixtures.
         dim: d.
         scale: a power of two by which means and standard deviations were divided.
-        numbers: float16 or float32, one dimension; :func:`formula_numbers` for each mixture; a full covariance as the
-            lower triangle of the Cholesky factor, row by row.
+        numbers: float16 or float32, one dimension, :func:`formula_numbers` for each mixture. Of a full covariance it
+            has the lower triangle of the Cholesky factor, row by row.
     """
 
     components: list[int]
@@ -93,7 +94,7 @@ def pack(mixtures: Sequence[Mixture], dtype: str) -> Packed:
 
 
 def nothing(covariance: str, d: int, dtype: str) -> Packed:
-    """The message of a client without mixtures; ``covariance``, ``d`` and ``dtype`` as in the others' messages.
+    """The message of a client without mixtures. ``covariance``, ``d`` and ``dtype`` are those of the other clients.
 
     Example:
         >>> unpack(nothing("diag", 4, "float16"))
@@ -103,13 +104,13 @@ def nothing(covariance: str, d: int, dtype: str) -> Packed:
 
 
 def unpack(packed: Packed) -> list[Mixture]:
-    """Check and unpack the mixtures that a client sent, with weights that sum to 1.
+    """Check and unpack the mixtures that a client sent; their weights are scaled to a sum of 1.
 
     Raises:
         ClientFault: E_FIELD, an unknown covariance; E_SIZE, no or too many dimensions or components, or numbers
-            without a mixture; E_DTYPE; E_SHAPE, another number of numbers than the fields say; E_NONFINITE; E_WEIGHT,
-            weights not on the simplex, or a scale or standard deviation that is not positive; E_NORM, rows longer than
-            :data:`MAX_ROW`.
+            without a mixture; E_DTYPE, another type; E_SHAPE, another count of numbers than the fields require;
+            E_NONFINITE, NaN or infinity; E_WEIGHT, weights not on the simplex, or a scale or standard deviation that is
+            not positive; E_NORM, rows whose root mean square norm is above :data:`MAX_ROW`.
     """
     scale, values = _fields(packed)
     covariance, d, out, at = packed.covariance, packed.dim, [], 0
@@ -162,7 +163,7 @@ def _fields(packed: Packed) -> tuple[float, Array]:
     if (numbers.numel() and not packed.components) or not 1 <= d <= MAX_DIM:
         raise ClientFault(E_SIZE, f"{len(packed.components)} mixtures in {_short(d)} dimensions")
     if min(packed.components, default=1) < 1 or max(packed.components, default=0) > numbers.numel():
-        raise ClientFault(E_SIZE, "a mixture of less than one component, or of more than there are numbers")
+        raise ClientFault(E_SIZE, "a mixture with less than one component, or with more components than numbers")
     expected = sum(formula_numbers(packed.covariance, d, k) for k in packed.components)
     if numbers.numel() != expected:
         raise ClientFault(E_SHAPE, f"{numbers.numel()} numbers, expected {_short(expected)}")
@@ -180,5 +181,5 @@ def _fields(packed: Packed) -> tuple[float, Array]:
 
 
 def _short(n: int) -> str:
-    """A client's number in few characters (Python refuses to print some integers)."""
+    """A client's number in few characters, since Python refuses to print very long integers."""
     return str(n) if abs(n) < 10**12 else "absurdly many"

@@ -1,9 +1,9 @@
 """FedPFT: Parametric Feature Transfer, One-shot Federated Learning with Foundation Models.
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang. 2024. arXiv:2402.01862, Algorithm 1; equations by their numbers
-there. Clients send Gaussian mixtures of the features f(x) of each class, once; the server trains a head h on samples
-from them, and w = h o f. Section 4.2, decentralised, uses the same two steps (``topology`` carries the messages);
-``private`` has what clients send under differential privacy instead of mixtures.
+there. Once, clients send Gaussian mixtures of the features f(x) of each class. The server trains a head h on samples
+from them, and w = h o f. The decentralised variant, Section 4.2, uses the same two steps, and ``topology`` passes on
+its messages. Under differential privacy clients send noisy sums instead of mixtures; see ``private``.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from fedfm.training.fit_head import HeadSpec
 
 __all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
 
-KEEP = 1 << 26  # synthetic values that the server keeps; if there are more, every pass draws them again
+KEEP = 1 << 26  # most synthetic values that the server keeps in memory; more are drawn again in every pass
 
 
 @dataclass(frozen=True)
 class State:
-    """Server state: the head, each client's head (decentralised), and details for the result line."""
+    """Server state: the head, each client's head (decentralised only), and details for the run's result."""
 
     w: Params
     heads: dict[str, Params]
@@ -65,19 +65,19 @@ class FedPFT(Predictor, Private, Method[State]):
 
     ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
     to grids that do not depend on the count, and a class has ``components`` components or one. A message still reveals
-    that a class with several components has at least ten rows for each, that a class with one component has at least
-    ``min_count`` rows and mostly fewer than ten times ``components``, and that an absent class has fewer than
+    three things. A class with several components has at least ten rows for each. A class with one component has at
+    least ``min_count`` rows, and mostly fewer than ten times ``components``. An absent class has fewer than
     ``min_count``. A comparison reveals more: if clients' rows are alike, the distance of their means reveals most
-    counts to within a factor of about two. Features with few values, such as whole numbers, reveal a small count by
-    their means. Only [privacy] bounds what is revealed.
+    counts to within a factor of about two. If features have few distinct values, such as whole numbers, their means
+    reveal a small count. Only [privacy] bounds what is revealed.
 
-    ``topology = "ring"`` goes round once and equals ``chain`` in every figure: the last client's message to the first
-    would already contain the first client's rows, and no rows may be counted twice.
+    ``topology = "ring"`` passes once through all clients and gives the same numbers as ``chain``. The last client's
+    message to the first one would contain the first client's own rows, and no rows may be counted twice.
     """
 
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
-    privacy: ClassVar[Plan | None] = None  # of an instance: see protect()
+    privacy: ClassVar[Plan | None] = None  # protect() sets it on an instance
 
     rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
     covariance: str | None = setting(
@@ -121,7 +121,9 @@ class FedPFT(Predictor, Private, Method[State]):
         return self._summary(client, x, y, np.ones(len(y), dtype=bool))
 
     def _summary(self, client: Client, x: np.ndarray, y: np.ndarray, own: np.ndarray) -> Summary:
-        """The mixtures of all classes with at least ``min_count`` rows; rows that are not ``own`` were drawn."""
+        """Mixtures of all classes with at least ``min_count`` rows. ``own`` marks the client's rows; the others were
+        drawn.
+        """
         counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
         labels = [c for c, n in counts.items() if n >= self.min_count]
         mixtures = self._fit(client, {c: x[y == c] for c in labels})
@@ -145,7 +147,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @on_client
     def pass_on(self, client: Client, received: list[Handed]) -> Passed:
-        """Section 4.2: EM on F^{i,c} and samples from the received mixtures; a head on the same rows."""
+        """Section 4.2: EM on F^{i,c} and on samples from the received mixtures; also train a head on the same rows."""
         return self._hand_on(client, received, *(t.numpy() for t in rows_of(client)))
 
     @on_client
@@ -160,7 +162,7 @@ class FedPFT(Predictor, Private, Method[State]):
         own = np.arange(len(labels)) < len(y)
         summary = self._summary(client, everything, labels, own)
         (classes, dim), missed = _shape(client.model), Missed()
-        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # if no class exceeds the noise
+        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # the head if no class exceeds the noise
         if len(labels):
             rows = torch.from_numpy(everything), torch.from_numpy(labels)
             w, b = fit_head.fit_rows(*rows, classes, self.head, client.seed, missed)
@@ -173,7 +175,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @on_client
     def sums(self, client: Client) -> Update:
-        """Exact sums of every class, for a mean: the server adds noise once, to the sum over the federation."""
+        """Exact sums of every class, for a mean. The server adds noise once, to the sum over the federation."""
         return private.exact_sums(client, self._plan)
 
     @on_client
@@ -207,7 +209,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return state
 
     def _star(self, fed: Federation) -> State:
-        """Line 8: the server receives every g^{i,c}; then the head."""
+        """Line 8: the server receives every g^{i,c}; then it trains the head."""
         replies = fed.ask(self.summarise, check=checker(*_shape(fed.model), self.bound))
         received = {c: mixtures_of([s]) for c, s in replies.items()}
         told = self._details_of(fed, replies)
@@ -231,7 +233,7 @@ class FedPFT(Predictor, Private, Method[State]):
         size = sum(d.numbers for d in drawn)
         if not size:
             raise RunError(
-                "no client sent a mixture, every class is too small: lower method.min_count"
+                "no client sent a mixture, because every class has too few rows: lower method.min_count"
                 if self.privacy is None
                 else "no class exceeds the noise: set a larger target_epsilon"
                 + (", or pooled = true" if self.could_pool else "")
@@ -242,7 +244,9 @@ class FedPFT(Predictor, Private, Method[State]):
         return head_of(fed.model, w, b)
 
     def _pass_along(self, fed: Federation) -> State:
-        """Section 4.2: the server only forwards messages; it keeps the head that includes rows of the most clients."""
+        """Section 4.2: the server only forwards messages. It keeps the head whose training involved the most
+        clients.
+        """
         parents = parents_of(self.topology, self.edges, fed.clients)
         handler = self.pass_on if self.privacy is None else self.pass_noisy
         sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
@@ -269,7 +273,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         model.load(w)
-        if self.privacy is not None:  # the head was trained on unit features
+        if self.privacy is not None:  # the head was trained on features of norm 1
             unit = noisy_moments.unit_rows(model.features(rows).numpy())
             rows = Rows({"features": torch.from_numpy(unit).float()})
         said: Tensor = model.predict(rows)
@@ -280,7 +284,9 @@ class FedPFT(Predictor, Private, Method[State]):
         return None if self.privacy is None else UNIT_NORM
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
-        if self.privacy is None and self.topology == "star":  # along a chain a class may grow by drawn rows
+        if (
+            self.privacy is None and self.topology == "star"
+        ):  # in a chain, rows drawn from received mixtures may enlarge a class
             small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
             return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)
         return []
@@ -297,17 +303,17 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """With ``pooled``: exact sums."""
+        """With ``pooled``: the exact sums."""
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """With ``pooled``, a secret: the key of the noise."""
+        """With ``pooled`` the server has a secret, the key of the noise."""
         return Traits(server_secrets=("noise",) if self.means else (), hides_counts=self.counts != "exact")
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The message with each client's mixtures; with ``verify`` a second one."""
+        """The handler that sends each client's mixtures, and with ``verify`` the one that counts errors."""
         if self.means:
             return ()
         if self.privacy is not None and self.topology != "star":
@@ -364,7 +370,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return self.privacy
 
     def _most(self, client: Client | None = None) -> int:
-        """K at most, of this client or of all."""
+        """The largest K, for this client, or over all clients."""
         assert self.components is not None  # noqa: S101 - settle() has filled it in
         return self.budgets.get(client.id, self.components) if client else self.components
 

@@ -1,11 +1,11 @@
-"""FedPFT's release of one class at one client under differential privacy, and the Gaussian that the server derives.
+"""FedPFT's private release of one class at one client, and the Gaussian that the server computes from this release.
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang: Parametric Feature Transfer: One-shot Federated Learning with
-Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E, with exact noise and true sensitivities instead
-of the printed ones. A class has one mixture component.
+Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E. Noise and sensitivities are exact here, instead
+of the printed ones. Each class has one mixture component.
 
-The client adds the noise: others see only a :class:`Cell`. A row affects one cell (two, if its label may change), so
-all cells of a client together cost :attr:`Plan.epsilon_spent`.
+The client adds the noise, and others see only a :class:`Cell`, the noisy sums of one class. A row affects one cell
+(two if its label may change), so all cells of a client together cost :attr:`Plan.epsilon_spent`.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ def unit_rows(x: Array) -> Array:
         raise InputError("features have a NaN or infinite entry: no norm bounds such a row")
     largest = np.abs(x).max(axis=1, initial=0.0)
     x[largest == 0, 0] = 1.0
-    x /= np.where(largest == 0, 1.0, largest)[:, None]  # scale first: a norm of tiny or huge entries is 0 or inf
+    x /= np.where(largest == 0, 1.0, largest)[
+        :, None
+    ]  # scale first, since the norm of tiny or huge entries would be 0 or inf
     return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The statistics that are released of one class, at one client or in the federation.
+    """The released statistics of one class, of one client or of the federation.
 
     Attributes:
-        count: n~; exact only if the relation makes counts public.
-        total: (d,) noisy sum of the rows.
+        count: the noisy number n~ of rows; exact only if the relation makes counts public.
+        total: noisy sum of the rows, (d,).
         second: None (spherical); (d,) noisy sum of squares (diag); (d (d + 1) / 2,) lower triangle, row by row, of the
             noisy sum of x x^T (full).
     """
@@ -64,7 +66,7 @@ class Cell:
 
 
 def statistics(x: Array, plan: Plan) -> Cell:
-    """The exact sums of n >= 0 unit rows (n, d) of one class, a cell without noise. Do not send it.
+    """Exact sums of one class's n >= 0 unit rows x (n, d), as a cell without noise. Do not send this cell.
 
     Raises:
         InputError: x is not a matrix of unit rows.
@@ -73,7 +75,7 @@ def statistics(x: Array, plan: Plan) -> Cell:
         raise InputError(f"features have shape {x.shape}; they must be (rows, features)")
     norms = np.linalg.norm(x, axis=1)
     if not np.all(np.abs(norms - 1) < 1e-6):
-        raise InputError("a row's norm is not 1, and the noise is for rows of norm 1: give unit_rows(x)")
+        raise InputError("a row's norm is not 1, but the noise is for rows of norm 1; pass unit_rows(x)")
     x = np.asarray(x, dtype=np.float64) / norms[:, None]
     second = None
     if plan.covariance == "diag":
@@ -86,19 +88,19 @@ def statistics(x: Array, plan: Plan) -> Cell:
 def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
     """Client half: the noisy statistics of one class.
 
-    The noise depends on key, purpose, plan, rows and the sums that it covers. A repeated release has the same bits and
-    reveals nothing new. With other rows or another plan the noise is new, so no difference of two releases is free of
-    noise. Each release on other rows spends again.
+    The noise depends on key, purpose, plan, rows, and the sums to which it is added. A repeated release has the same
+    bits and reveals nothing new. Other rows or another plan give other noise, so the difference of two releases always
+    has noise. Each release of other rows spends privacy again.
 
     Args:
-        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0:
-            a missing cell would reveal that it is empty.
+        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0,
+            since a missing cell would reveal that the class is empty.
         key: the client's secret, at least 16 bytes.
-        purpose: names client and class, e.g. ``"c3/moments/7"``; different for every cell.
-        client_rows: rows of the client in all classes, for calibration ``paper_client``.
+        purpose: text that names client and class, e.g. ``"c3/moments/7"``; every cell needs another one.
+        client_rows: the client's number of rows in all classes; only for calibration ``paper_client``.
 
     Raises:
-        InputError: x has no unit rows, n is 0 under ``replace``, or the key is short.
+        InputError: the rows of x do not have norm 1, n is 0 under ``replace``, or the key is short.
 
     Example:
         >>> plan = Plan("add_remove", "spherical", epsilon=1.0, delta=1e-5)
@@ -110,10 +112,12 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
 
 
 def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """Add the plan's noise to a n and to every sum; off-diagonal sums get 1/sqrt(2) of it."""
+    """Add the plan's noise to a n and to every sum. Off-diagonal sums get 1/sqrt(2) of this noise."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     count, second = np.array([exact.count]), exact.second
-    whole = noise.digest(count, exact.total, *(() if second is None else (second,)))  # no part is released alone
+    whole = noise.digest(
+        count, exact.total, *(() if second is None else (second,))
+    )  # one digest of all parts, since no part is released alone
     purpose = f"{purpose}\x1f{plan}\x1f{whole}"
     if second is not None:
         scale = sigma * noise.packed_scale(d) if plan.covariance == "full" else sigma
@@ -124,14 +128,14 @@ def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows:
 
 
 def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tuple[float, Array, Array | float] | None:
-    """Server half: the normal distribution that a class's cell describes. It is post-processing: no privacy is spent.
+    """Server half: the normal distribution that a class's cell describes. As post-processing, this costs no privacy.
 
     Returns:
         (n~, mean (d,), variance: a float (spherical), (d,) (diag) or (d, d) positive definite (full)); None if the
         count is not above its noise, n~ <= 2 sigma/a.
 
     Raises:
-        ClientFault: the cell has another shape, is not finite, or has no rows though counts are public.
+        ClientFault: the cell has another shape or is not finite, or it has no rows although counts are public.
     """
     _check(cell, plan, d)
     if cell.count <= 2 * plan.count_sigma:
@@ -140,11 +144,11 @@ def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tupl
 
 
 def normal_of(cell: Cell, sigma: float) -> tuple[float, Array, Array | float]:
-    """:func:`to_gaussian` for noise of this standard deviation on the sums and a count above 0."""
+    """As :func:`to_gaussian`, with this standard deviation of the noise on the sums; the count must be above 0."""
     n, d = cell.count, len(cell.total)
     mean = cell.total / n
     inflated = (sigma / n) ** 2  # E mean~ mean~^T = mean mean^T + inflated I
-    # Unit rows: trace of the covariance = E |x|^2 - |mean|^2, and |x|^2 = 1.
+    # For unit rows |x|^2 = 1, so the trace of the covariance, E |x|^2 - |mean|^2, is 1 - |mean|^2.
     level = float(np.clip((1 - mean @ mean + d * inflated) / d, _LEAST, 1 / d))
     if cell.second is None:
         return n, mean, level
@@ -165,7 +169,7 @@ def project(matrix: Array, floor: float) -> Array:
 
 
 def _check(cell: Cell, plan: Plan, d: int) -> None:
-    """Refuse a cell that this plan does not release."""
+    """Refuse a cell that a client cannot have released under this plan."""
     right = (plan.seconds(d),) if plan.seconds(d) else None
     second = None if cell.second is None else cell.second.shape
     if cell.total.shape != (d,) or second != right:

@@ -1,13 +1,12 @@
-"""One noisy sum over the federation, with a single client's noise for any number of clients.
+"""One noisy sum over the federation; its noise is that of a single client, for any number of clients.
 
 Every client sends the exact sums of its classes, the aggregator averages them, and the server adds noise once. A record
-is at one client, so it changes the sum over all clients no more than its own client's sum. So the sensitivity of a
-:class:`~fedfm.methods.fedpft.release_plan.Plan` is unchanged, and a class's mean over m clients has 1/m of one client's
-noise. The mean is unweighted, since a weight by rows would reveal an exact count.
+belongs to one client, so it changes the sum over all clients by no more than its own client's sum. So the sensitivity
+of a :class:`~fedfm.methods.fedpft.release_plan.Plan` is unchanged, and a class's mean over m clients has 1/m of one
+client's noise. The mean is unweighted, since a weight by rows would reveal an exact count.
 
 The clients must trust the server to add the noise. With a plain aggregator they also show it their exact sums. So
-(epsilon, delta) only holds against those who see the result. Without this trust each client adds noise itself
-(:func:`fedfm.methods.fedpft.noisy_moments.release`).
+(epsilon, delta) protects only against those who see the result. Without this trust each client adds noise itself
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from fedfm.privacy.noise import Array, digest
 
 
 def width(plan: Plan, d: int) -> int:
-    """Values per class in :func:`client_sums`: 1 + d (spherical), 1 + 2 d (diag), 1 + d + d (d + 1) / 2 (full)."""
+    """Number of values per class in :func:`client_sums`: spherical 1 + d, diag 1 + 2 d, full 1 + d + d (d + 1) / 2."""
     return 1 + d + plan.seconds(d)
 
 
 def client_sums(x: Array, labels: np.ndarray[tuple[int], np.dtype[np.integer]], classes: int, plan: Plan) -> Array:
-    """Client half: exact count, sum and second sum of every class, for an aggregator that shows only a mean.
+    """Client half: exact count, sum and second moments of every class, for an aggregator that discloses only a mean.
 
-    Send it in float64: float32 rounds a sum of 10^5 rows by 10^-2, which is not far enough below the sensitivity 1.
+    Send them in float64: float32 rounds a sum of 10^5 rows by 10^-2, which is not far enough below the sensitivity 1.
 
     Args:
         x: (n, d) unit rows.
@@ -53,17 +52,17 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
     Args:
         mean: (C, :func:`width`) unweighted mean over the ``clients`` of :func:`client_sums`.
         key: the server's secret, at least 16 bytes.
-        purpose: names the release, e.g. ``"federation sum 0"``.
+        purpose: text that names the release, e.g. ``"federation sum 0"``.
 
     Returns:
-        Class -> cell, for :func:`fedfm.methods.fedpft.noisy_moments.to_gaussian`; without empty classes if counts are
-        public.
+        The cell of each class, for :func:`fedfm.methods.fedpft.noisy_moments.to_gaussian`; empty classes are missing
+        if counts are public.
 
     Raises:
         InputError: the calibration is not ``analytic``, or the key is short.
     """
     if plan.calibration != "analytic":
-        raise InputError("a federation sum has calibration 'analytic'; the plan has another")
+        raise InputError("a federation sum needs calibration 'analytic', but the plan has another")
     total = np.asarray(mean, dtype=np.float64) * clients
     whole = digest(total)
     cells = {}

@@ -6,15 +6,16 @@ from fedfm.core.fields import Paper
 
 SETTINGS = {
     "method.covariance": Paper(
-        "diag; under [privacy] full", "under [privacy] spherical: the noise of a full covariance exceeds the covariance"
+        "diag; under [privacy] full",
+        "under [privacy] spherical: the noise on a full covariance would exceed the covariance",
     ),
     "method.components": Paper(10),
     "method.transport": Paper("float16"),
-    "method.min_count": Paper(1, "the mean of a few rows is nearly a row"),
+    "method.min_count": Paper(1, "the mean of very few rows almost reveals a row"),
     "method.calibration": Paper(
-        "paper", "several times the noise that epsilon needs; too little above an epsilon of about 10"
+        "paper", "its noise is several times what epsilon needs; above an epsilon of about 10 it is too little"
     ),
-    "method.relation": Paper("replace", "it treats counts as public; with add_remove they are private, too"),
+    "method.relation": Paper("replace", "replace treats counts as public; add_remove protects them, too"),
     "method.head.optimizer": Paper("adam", "newton reaches the optimum; Adam at 0.0001 stays far from it"),
     "method.head.learning_rate": Paper(1e-4),
     "privacy.delta": Paper(

@@ -1,7 +1,7 @@
-"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862, corrected; one sum for all clients.
+"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862, corrected, or one noisy sum for all clients.
 
-The client adds the noise, from a key that never leaves it; with ``pooled`` the server adds it, once. What the server
-computes from noisy sums is post-processing.
+The client adds the noise, from a key that never leaves the client. With ``pooled`` the server adds the noise, once. All
+that the server computes from noisy sums is post-processing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Noised:
     """A client's reply under differential privacy: noisy sums of every class, including empty ones.
 
     Attributes:
-        counts: (C,) noisy.
+        counts: (C,) noisy numbers of rows.
         totals: (C, d) noisy sums of unit features.
         seconds: (C, s) noisy second moments: none (spherical), the squares (diag) or the lower triangle (full).
-        rows: of the client, for calibration ``paper_client``; else 0.
+        rows: the client's number of rows, for calibration ``paper_client``; else 0.
     """
 
     counts: Tensor
@@ -55,7 +55,7 @@ class Noised:
 
 
 def noisy_sums(client: Client, plan: Plan) -> Noised:
-    """Noisy sums of every class, one component each."""
+    """Noisy sums of every class; each class has one component."""
     x, y, key = _released_once(client, plan)
     classes, dim = len(client.model.classes), x.shape[1]
     counts, totals = torch.zeros(classes), torch.zeros(classes, dim)
@@ -72,10 +72,10 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
 
 
 def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
-    """The unit rows (n, d) and labels (n,) of this run's one release, and the key of its noise.
+    """The unit rows (n, d) and labels (n,) that this run may release once, and the key of the noise.
 
     Raises:
-        ClientFault: E_REFUSED, the client released something else earlier in this run.
+        ClientFault: E_REFUSED, the client has released other rows earlier in this run.
     """
     x, y = (t.numpy() for t in rows_of(client))
     x = unit_rows(x)
@@ -126,7 +126,9 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
     kept = {(client, label) for client, found in received.items() for label, _, _ in found}
     lost = [float(r.counts[c]) for client, r in replies.items() for c in range(classes) if (client, c) not in kept]
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
-    rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
+    rows = max(
+        typical, round(sum(reply.rows for reply in replies.values()) / len(replies))
+    )  # 0 except under paper_client
     warnings = (too_noisy(plan, dim, typical, client_rows=rows), _guarantee_warning(plan, typical, client_rows=rows))
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
@@ -141,7 +143,7 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
 def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
     """The number of rows in the unused cells, estimated from their noisy counts."""
     if plan.counts_public:
-        return {}  # such cells are empty
+        return {}  # then such cells are empty
     return {
         "left_out_rows": max(0, round(math.fsum(counts))),
         "left_out_rows_std": plan.count_sigma * math.sqrt(len(counts)),
@@ -166,14 +168,15 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
 
 
 def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """Add noise once to the sum over all clients: a mean over m clients has 1/m of a client's noise."""
+    """Add noise once to the sum over all clients. A mean over m clients then has 1/m of a client's noise."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
     sums = digest(mean["sums"].numpy(), str(fed.heard)).encode()
     if fed.store.setdefault("fedpft", sums) != sums:
         raise RunError(
-            "the federation has already released sums of other clients: a second release is not accounted; start a "
+            "the federation has already released sums of other clients: a second release would spend privacy that is "
+            "not accounted; start a "
             "new run"
         )
     cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
@@ -191,7 +194,7 @@ def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[st
 
 
 def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[int, int, Mixture]]:
-    """The classes whose counts are above their noise."""
+    """Mixtures of the classes whose counts are above their noise, each with its number of rows to draw."""
     found = []
     for c in range(classes):
         if plan.counts_public and not reply.counts[c]:
@@ -205,8 +208,9 @@ def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[in
 
 
 def _check_norm(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
-    """Refuse a sum that is longer than n unit rows plus noise can be: n is at most 10 standard deviations above the
-    noisy count, and the norm of the noise at most sigma (sqrt(d) + 10).
+    """Refuse a sum that is longer than a sum of n unit rows with noise can be.
+
+    For n it takes 10 standard deviations above the noisy count, and for the norm of the noise sigma (sqrt(d) + 10).
     """
     n = max(cell.count, 0.0) + 10 * plan.count_sigma
     most = n + plan.sum_sigma(max(cell.count, 1.0), client_rows=rows) * (dim**0.5 + 10)
@@ -220,7 +224,7 @@ def _drawable(count: float) -> int:
 
 
 def spend(accountant: Accountant, plan: Plan, pooled: bool) -> None:
-    """Compose a run's release."""
+    """Add a run's release to the accountant."""
     if plan.calibration == "paper_client":
         return  # this plan guarantees nothing
     spent = plan.ledger_line()

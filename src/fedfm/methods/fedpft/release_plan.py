@@ -1,4 +1,4 @@
-"""The public part of a release of moments: neighbouring relation, statistics, amount of noise."""
+"""The public part of a release of moments: neighbouring relation, statistics and amount of noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.privacy.accountant import Spent
 RELATIONS = ("add_remove", "replace", "replace_any")
 CALIBRATIONS = ("analytic", "paper", "paper_client")
 
-_LEAST_DELTA = 1e-12  # far above the mass 1e-20 per value at which the noise's tails are cut
+_LEAST_DELTA = 1e-12  # far above 1e-20, the probability per value that cutting the noise's tails ignores
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,17 @@ class Plan:
     replace_any  one row, its label too   noisy     all classes, also empty ones
     ===========  =======================  ========  ================================
 
-    Rows have norm 1. A release consists of sums over one class's rows: a n and sum x; for ``diag`` also sum x_j^2, for
-    ``full`` also sum x x^T. ``spherical`` needs no second moment: the trace of the covariance of unit rows is
+    Rows have norm 1. A release consists of sums over one class's rows: a n and sum x; for ``diag`` also sum x_j^2; for
+    ``full`` also sum x x^T. ``spherical`` needs no second moment, since the trace of the covariance of unit rows is
     1 - |mean|^2.
 
     Attributes:
-        epsilon: guarantee for one row of one client.
-        delta: the same for all cells, whatever their size: delta = 1/n guarantees nothing at n = 1.
-        calibration: ``analytic`` (Balle & Wang 2018); ``paper``, FedPFT's Theorem 4.1 with the rows of the class,
-            refused if it does not hold; ``paper_client``, with the client's rows, which guarantees nothing.
-        a: weight of the count relative to the sums; its noise is sigma/a.
+        epsilon: the guarantee for one row of one client.
+        delta: one value for all cells, of any size; delta = 1/n would guarantee nothing at n = 1.
+        calibration: how the noise follows from epsilon and delta. ``analytic`` is Balle & Wang 2018. ``paper`` is
+            FedPFT's Theorem 4.1 with the rows of the class; it is refused if it does not hold. ``paper_client`` takes
+            the client's rows instead and guarantees nothing.
+        a: weight of the count relative to the sums. The noise on the count is sigma/a.
 
     Raises:
         InputError: a field is outside its bounds, or the combination guarantees nothing.
@@ -66,7 +67,7 @@ class Plan:
                 "'replace', or calibration 'analytic'"
             )
         truth = gaussian.delta_of(gaussian.paper_sigma(self.epsilon, self.delta, 1), self.sensitivity(1), self.epsilon)
-        if self.calibration == "paper" and truth > self.delta:  # from epsilon of about 10 on
+        if self.calibration == "paper" and truth > self.delta:  # for epsilon above about 10
             raise InputError(
                 f"the noise of Theorem 4.1 is not ({self.epsilon:g}, {self.delta:g})-private for statistics of "
                 f"sensitivity {self.sensitivity(1):.4g}/n; use calibration 'analytic'"
@@ -78,15 +79,16 @@ class Plan:
 
     @property
     def counts_public(self) -> bool:
-        """Whether the relation keeps the count of every class."""
+        """Whether the counts of every class are public, because neighbours have the same counts."""
         return self.relation == "replace"
 
     @property
     def sum_sensitivity(self) -> float:
-        """Largest L2 distance between the sums of neighbours, over all cells of one client.
+        """Largest L2 distance between the sums of neighbouring data sets, over all cells of one client.
 
         For unit rows x and y at cosine c, |x - y|^2 = 2 - 2c and |xx^T - yy^T|^2 = 2 - 2c^2. Their sum is at most 4.5,
-        at c = -1/2, and also for the diagonals of xx^T and yy^T. FedPFT's Remark E.3 has sqrt(8), its theorem sqrt(40).
+        at c = -1/2. The bound also holds for the diagonals of xx^T and yy^T. FedPFT's Remark E.3 has sqrt(8), its
+        theorem sqrt(40).
         """
         second = 0.0 if self.covariance == "spherical" else 1.0
         entering = self.a**2 + 1 + second  # one row enters or leaves a cell
@@ -96,7 +98,7 @@ class Plan:
         return math.sqrt(within if self.relation == "replace" else max(within, 2 * entering))
 
     def sensitivity(self, n: float) -> float:
-        """Sensitivity of the paper's release: means of n rows under ``replace``, else sums.
+        """Sensitivity of the paper's release: of means of n rows under ``replace``, otherwise of sums.
 
         Raises:
             InputError: n is below 1 under ``replace``.
@@ -107,7 +109,7 @@ class Plan:
         """Standard deviation of the noise on the statistics of :meth:`sensitivity` for n rows of the class.
 
         Args:
-            client_rows: rows of the client in all classes; for ``paper_client`` only.
+            client_rows: the client's rows in all classes; only for ``paper_client``.
 
         Raises:
             InputError: n is below 1 under ``replace``, or ``client_rows`` is missing.
@@ -135,7 +137,9 @@ class Plan:
 
     @property
     def epsilon_spent(self) -> float:
-        """The epsilon that a row truly spends: less than ``epsilon`` for ``paper``, infinite for ``paper_client``."""
+        """The epsilon that a row truly spends: less than ``epsilon`` under ``paper``, infinite under
+        ``paper_client``.
+        """
         if self.calibration == "analytic":
             return self.epsilon
         if self.calibration == "paper":
@@ -145,8 +149,8 @@ class Plan:
     def ledger_line(self, n: float = 1, *, client_rows: int = 0) -> Spent:
         """The ledger's line for a client whose smallest released class has n rows.
 
-        For ``paper_client`` epsilon is what this client truly spends, which depends on its data; for the others
-        epsilon does not depend on n. Errors as :meth:`sigma`.
+        For ``paper_client`` epsilon is what this client truly spends, which depends on its data. For the other
+        calibrations epsilon does not depend on n. Raises as :meth:`sigma`.
         """
         sigma, note = self.sigma(n, client_rows=client_rows), ""
         epsilon = self.epsilon_spent
@@ -176,10 +180,10 @@ class Plan:
 
 
 def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | None:
-    """A warning if the noise on a class's mean is longer than the mean can be, sigma_mu sqrt(d) > 1; else None.
+    """A warning if sigma_mu sqrt(d) > 1: then the noise on a class's mean is longer than the mean can be; else None.
 
-    With d = 192 features and epsilon = 1 this holds up to n = 103 rows of the class under ``replace``, 53 under
-    ``add_remove``. ``client_rows`` and errors as of :meth:`Plan.sigma`.
+    With d = 192 features and epsilon = 1 this is so up to n = 103 rows of the class under ``replace``, 53 under
+    ``add_remove``. ``client_rows`` and the errors are those of :meth:`Plan.sigma`.
     """
     if n <= 0:
         return None  # an empty cell has no mean
@@ -189,6 +193,6 @@ def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | No
     more = "" if plan.calibration == "paper_client" else f" it needs {math.floor(n * length) + 1} rows,"
     pooled = ", or one noisy sum over the federation (pooled = true)" if plan.calibration == "analytic" else ""
     return (
-        f"the noise on the mean of a class of {n:g} rows has length {length:.2g} in {d} features, where a mean is at "
-        f"most 1:{more} a larger epsilon{pooled}"
+        f"the noise on the mean of a class of {n:g} rows has length {length:.2g} in {d} features, but a mean has "
+        f"at most length 1:{more} a larger epsilon{pooled}"
     )

@@ -18,17 +18,17 @@ from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.fedpft.encoding import Packed, unpack
 from fedfm.methods.fedpft.mixtures.mixture import Mixture
 
-MOST = 1 << 20  # rows that one client may claim of one class: the server draws as many, in every pass
+MOST = 1 << 20  # largest number of rows of a class in a summary, because the server draws as many in every pass
 _BLOCK = 1 << 14  # rows drawn at a time
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A client's reply: a mixture g^{i,c} for each class c that it has.
+    """A client's reply: a mixture g^{i,c} for each of its classes c.
 
     Attributes:
-        labels, counts: the classes, and |F^{i,c}|; if counts are withheld, ``samples`` for each.
-        mixtures: of these classes, in this order.
+        labels, counts: the classes, and |F^{i,c}| for each; if counts are withheld, ``samples`` for each.
+        mixtures: the mixtures of these classes, in this order.
         withheld: classes with fewer examples than ``min_count``; empty if counts are withheld.
         withheld_rows: number of examples of these classes.
         kl, tv: divergences of the classes' smoothed features from their mixtures; empty unless ``bound`` is set.
@@ -49,18 +49,20 @@ def mixtures_of(summaries: Sequence[Summary]) -> list[tuple[int, int, Mixture]]:
 
 
 def gaussian(mean: np.ndarray, variance: Any) -> Mixture:
-    """One component from its mean and its variance: a number, (d,) or (d, d)."""
+    """A mixture of one component, from its mean and its variance, which is a number, (d,) or (d, d)."""
     variances = np.asarray(variance)[None]
     scales = np.linalg.cholesky(variances) if variances.ndim == 3 else np.sqrt(variances)
     return Mixture(np.ones(1), mean[None].astype(np.float32), scales.astype(np.float32))
 
 
 def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary], None]:
-    """A function that refuses invalid summaries, before anything is drawn from them."""
+    """A function that refuses invalid summaries before anything is drawn from them."""
 
     def check(s: Summary) -> None:
         if not len(s.labels) == len(s.counts) == len(s.mixtures.components):
-            raise ClientFault(E_FIELD, f"{len(s.labels)} labels, {len(s.counts)} counts, other numbers of mixtures")
+            raise ClientFault(
+                E_FIELD, f"{len(s.labels)} labels, {len(s.counts)} counts, and another number of mixtures"
+            )
         if len(set(s.labels)) < len(s.labels) or not all(0 <= c < classes for c in s.labels):
             raise ClientFault(E_FIELD, "labels that occur twice or are none of the classes")
         if not all(0 < n <= MOST for n in s.counts):
@@ -69,7 +71,7 @@ def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary]
         if len(away) < len(s.withheld) or not away <= set(range(classes)) - set(s.labels):
             raise ClientFault(E_FIELD, "withheld classes that occur twice, are sent, or are none of the classes")
         if not len(away) <= s.withheld_rows <= MOST * len(away):
-            raise ClientFault(E_FIELD, f"{len(away)} withheld classes do not have that many rows")
+            raise ClientFault(E_FIELD, f"{len(away)} withheld classes cannot have the stated number of rows")
         if s.labels and s.mixtures.dim != dim:
             raise ClientFault(E_SHAPE, f"mixtures of {s.mixtures.dim} dimensions, features have {dim}")
         if {len(s.kl), len(s.tv)} != {len(s.labels) if bounded else 0} or not all(0 <= t <= 1 for t in s.tv):
@@ -84,7 +86,7 @@ def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary]
 
 
 class Synthetic:
-    """Draws from mixtures: the same in every pass; each mixture has its own random stream."""
+    """Draws from mixtures. Every pass draws the same rows, since each mixture has its own random stream."""
 
     def __init__(self, mixtures: Sequence[tuple[int, int, Mixture]], samples: int, seed: int) -> None:
         self._parts = [(c, samples or n, g) for c, n, g in mixtures]

@@ -17,7 +17,7 @@ from fedfm.methods.fedpft.summary import Summary
 
 @dataclass(frozen=True)
 class Handed:
-    """A client's message to its successors: a summary, and the clients whose rows are in it."""
+    """A client's message to its successors: a summary, and the names of the clients whose rows are in it."""
 
     origins: list[str]
     summary: Summary
@@ -25,7 +25,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Passed:
-    """A client's reply in a decentralised run: the refit for its successors, its own head, and metrics of its fit."""
+    """A client's reply in a decentralised run: a summary for its successors, its own head, and metrics of the fit."""
 
     summary: Summary
     head: Params
@@ -41,8 +41,8 @@ def carry(
     """Ask each client after its parents have answered, and send it their messages.
 
     Returns:
-        Each client's message and head, and a line for each summary that was dropped because it would count a client's
-        rows twice.
+        Each client's message, each client's head, and a line for each summary that was dropped because it would count a
+        client's rows twice.
 
     Raises:
         RunError: too few clients sent a message, see :meth:`Federation.enough`.
@@ -51,7 +51,7 @@ def carry(
     def both(passed: Passed) -> None:
         check(passed.summary)
         if passed.head.layout is not fed.model.layout:
-            raise ClientFault(E_SHAPE, "a head of other shape")
+            raise ClientFault(E_SHAPE, "a head of another shape")
 
     sent: dict[ClientId, Handed] = {}
     heads: dict[ClientId, Params] = {}
@@ -77,7 +77,7 @@ def carry(
 def parents_of(
     topology: str, edges: Sequence[Sequence[str]], clients: Sequence[ClientId]
 ) -> dict[ClientId, list[ClientId]]:
-    """Client -> the clients that send to it.
+    """For each client, the clients that send to it.
 
     A ring is run as a chain: an edge from the last client to the first would count the first client's rows twice.
 
@@ -98,7 +98,7 @@ def parents_of(
 
 
 def topological(parents: Mapping[ClientId, Sequence[ClientId]]) -> list[ClientId]:
-    """Every client after its parents; ties in order of names.
+    """All clients in an order in which parents come first; ties in order of names.
 
     Raises:
         InputError: there is a cycle.

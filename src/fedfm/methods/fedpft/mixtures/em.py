@@ -1,10 +1,10 @@
 """Expectation-maximisation for many groups of rows; a group is the features of one (client, class).
 
-Every group is fitted alone, from its own seed, so its mixture does not depend on other groups (see ``group``).
+Every group is fitted by itself, from its own seed. So its mixture does not depend on other groups (see ``group``).
 
 An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
-like scikit-learn's ``reg_covar``. If variances are as small as the floor, the step does not maximise the likelihood,
-which may fall; such a step is undone and ends the fit.
+like scikit-learn's ``reg_covar``. If variances are as small as the floor, this M step does not maximise the likelihood
+and may lower it. Such a step is undone, and it ends the fit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROWS_A_COMPONENT = 10
 
 @dataclass(frozen=True)
 class Fit:
-    """One group's mixture and the course of its fit.
+    """One group's mixture, and how its fit went.
 
     Attributes:
-        mixture: after the last M step.
-        log_likelihood: mean over the rows in the last E step, before the last M step; NaN for one component, which has
-            a closed form.
+        mixture: the mixture after the last M step.
+        log_likelihood: mean over the rows in the last E step, which precedes the last M step; NaN for one component,
+            whose fit has a closed form.
         iterations: number of E steps.
         converged: whether the last step changed the log-likelihood by less than the tolerance.
     """
@@ -38,7 +38,7 @@ class Fit:
 
 
 def capacity(n: int, components: int) -> int:
-    """K for ``n`` examples: at least ten for each component, and at least one component.
+    """The number K of components for ``n`` examples: at least ten examples for each, and at least one component.
 
     Example:
         >>> capacity(1000, 10), capacity(35, 10), capacity(4, 10)
@@ -57,22 +57,22 @@ def fit(
     tol: float = 1e-3,
     starts: Sequence[Array] | None = None,
 ) -> list[Fit]:
-    """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
+    """Fit one mixture to every group: k-means++, a few iterations of k-means, then EM.
 
-    The first use compiles for some seconds; the result is cached beside the sources or in the user's cache.
+    The first use compiles for some seconds. The compiled code is cached next to the sources or in the user's cache.
 
     Args:
-        groups: features (n, d), n >= 1, equal d; float16, float32 or float64, computed in float32 about the group's
-            mean.
+        groups: features (n, d), n >= 1, equal d; float16, float32 or float64. They are centred at the group's mean and
+            computed in float32.
         components: K of each group; lowered to n, and to the number of components that have rows at the start.
-        seeds: one for each group; two groups of equal rows and seeds have equal mixtures.
-        max_iter: E steps at most.
-        tol: stop when the mean log-likelihood of a row changes by less.
+        seeds: one for each group; groups with equal rows and equal seeds get equal mixtures.
+        max_iter: largest number of E steps.
+        tol: stop when the mean log-likelihood of a row changes by less than this.
         starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
 
     Raises:
-        ValueError: invalid shapes, lengths or values, with the group's index; NaN, infinity or numbers beyond 1e15
-            among the features.
+        ValueError: invalid shapes, lengths or values; features that are NaN, infinite or beyond 1e15. The error names
+            the group's index.
     """
     if covariance not in COVARIANCES:
         raise ValueError(f"covariance = {covariance!r}: expected one of {', '.join(COVARIANCES)}")

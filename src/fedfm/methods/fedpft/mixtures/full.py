@@ -1,4 +1,4 @@
-"""EM with full covariances, in float64 through BLAS; float64 is needed for fewer rows than dimensions."""
+"""EM with full covariances, in float64 with BLAS; groups with fewer rows than dimensions need float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedfm.methods.fedpft.mixtures.mixture import Array
 Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, log-likelihood, E steps, converged
 
 FALL = 1e-10  # relative to the log-likelihood; a smaller decrease is a rounding error
-NONE = 1e-10  # a component with fewer rows (sum of its responsibilities) is not updated
+NONE = 1e-10  # a component whose responsibilities sum to less is not updated
 FAR = 1e-14  # smaller responsibilities count as 0
 
 
@@ -20,7 +20,9 @@ def factor(t: Array, n: float, floor: float) -> Array:
     sigma = t.T @ t  # (d, d)
     sigma /= n
     np.einsum("jj->j", sigma)[:] += floor
-    lower: Array = np.linalg.cholesky(sigma)  # positive: the floor is 1e-6 of the mean variance, rounding 1e-16 d of it
+    lower: Array = np.linalg.cholesky(
+        sigma
+    )  # positive definite: the floor is 1e-6 of the mean variance, rounding errors 1e-16 d
     return lower
 
 
@@ -32,7 +34,7 @@ def _inverse(lower: Array) -> Array:
 
 
 def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:
-    """K components for centred rows ``x`` (n, d) from hard labels, each of which has a row."""
+    """Fit K components to centred rows ``x`` (n, d), starting from hard labels; each label must have a row."""
     n, d = x.shape
     x = x.astype(np.float64)
     weights, mu, lower, inverse = np.empty(k), np.empty((k, d)), np.empty((k, d, d)), np.empty((k, d, d))

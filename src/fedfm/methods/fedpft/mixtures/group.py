@@ -1,4 +1,4 @@
-"""One group: one component in closed form; several by k-means, then EM in ``kernel`` or ``full``."""
+"""Fit one group: one component in closed form; several by k-means, then EM in ``kernel`` or ``full``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fit_one(
         with np.errstate(over="ignore"):  # overflow gives infinity, which is refused
             group = group.astype(np.float32)
     x = np.ascontiguousarray(group).view()  # (n, d)
-    x.flags.writeable = False  # one type of array, so the kernel compiles once
+    x.flags.writeable = False  # every group has the same array type, so the kernel compiles once
     middle, variances = np.empty((1, d), np.float32), np.empty(d)
     if (mean_variance := moments(x, middle[0], variances, LARGEST)) < 0:
         raise OverflowError(f"holds NaN, infinity or numbers beyond {LARGEST:g}")
@@ -53,7 +53,7 @@ def fit_one(
 
 
 def _several(x: Array, labels: Array, k: int, covariance: str, floor: float, max_iter: int, tol: float) -> Found:
-    """EM from hard labels (n,), each of which has a row, of rows about their mean."""
+    """EM from hard labels (n,), each of which must have a row. The rows ``x`` are centred at their mean."""
     if covariance == "full":
         return full.several(x, labels, k, floor, max_iter, tol)
     weights, work = np.empty(k), aligned_empty(7, k, x.shape[1])

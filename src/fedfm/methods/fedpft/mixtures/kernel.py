@@ -1,15 +1,14 @@
-"""EM over one group's rows, compiled; spherical and diagonal covariances.
+"""Compiled EM for one group's rows, with spherical and diagonal covariances.
 
-Each iteration makes one pass over the rows: a row's responsibilities (E step) and its part of the sums (M step).
-
-Sums run in float32 about the previous mean, because E[x^2] - mu^2 loses a tight component's variance; they are added to
-float64 sums every ``SPAN`` rows.
+Each iteration makes one pass over the rows. It computes a row's responsibilities (E step) and adds the row to the sums
+(M step). Sums run in float32 about the previous mean, because E[x^2] - mu^2 loses the variance of a tight component.
+Every ``SPAN`` rows they are added to float64 sums.
 
 Most components are far from most rows. For each row i and component k, b_ik is a lower bound of the Mahalanobis
 distance D_ik, D^2 = sum_j (x_j - mu_j)^2 / v_j. When an M step changes mu to mu' and v to v', the triangle inequality
 gives D' >= D min_j sqrt(v_j / v'_j) - sqrt(sum_j (mu'_j - mu_j)^2 / v'_j). A component whose bound implies a
-responsibility below e^-FAR is skipped for that row; a sum loses less than K e^-FAR = K 2e-9 of its value, below the
-rounding of float32.
+responsibility below e^-FAR is skipped for that row. So a sum loses less than K e^-FAR = K 2e-9 of its value, which is
+below the rounding of float32.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fedfm.linalg.kernels.jit import SLACK, SPAN, compile_cached, part
 
 FAR = 20.0
 FALL = 1e-6  # relative to the log-likelihood; a smaller decrease is a rounding error of float32
-NONE = 1e-10  # a component with fewer rows (sum of its responsibilities) is not updated
+NONE = 1e-10  # a component whose responsibilities sum to less is not updated
 
 
 @part
@@ -37,9 +36,9 @@ def _flush(sums: Any, whole: Any) -> None:
 
 @part
 def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v: Any, inverse: Any) -> Any:
-    """M step of component c from its sums over ``n`` rows: (log det Sigma, shrink, move) of the new mu and v.
+    """M step of component c from its sums over ``n`` rows. Returns log det Sigma, and shrink and move for the bounds.
 
-    In several loops, each with few enough arrays for the compiler to vectorise.
+    The work is split into several loops. Each uses few enough arrays for the compiler to vectorise it.
     """
     d, per, moved, shrink, log_det = mu.shape[1], 1 / n, 0.0, 1e300, 0.0
     if second.shape[1] == 1:
@@ -75,7 +74,9 @@ def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v:
 
 @part
 def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
-    """Copy mu and v to mu0 and v0, number by number: assigning whole arrays takes seconds more to compile."""
+    """Copy mu and v to mu0 and v0 number by number, since assignments of complete arrays take seconds more to
+    compile.
+    """
     for c in range(mu.shape[0]):
         for j in range(mu.shape[1]):
             mu0[c, j] = mu[c, j]
@@ -85,20 +86,20 @@ def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
 
 @compile_cached
 def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, weights: Any, work: Any) -> Any:
-    """Fit centred rows ``x`` (n, d) from hard labels, each of which has a row.
+    """Fit centred rows ``x`` (n, d), starting from hard labels; each label must have a row.
 
-    Fills ``weights`` (K,), ``work[0]`` with the means and ``work[1]`` with the variances (spherical: the first column);
-    ``work`` (7, K, d) is float32 and zero before. Returns the number of E steps, whether the last one changed the
-    log-likelihood by less than ``tol``, and that log-likelihood, the mean over the rows.
+    Fills ``weights`` (K,), ``work[0]`` with the means and ``work[1]`` with the variances (spherical: the first column).
+    ``work`` (7, K, d) is float32 and must be zero before. Returns the number of E steps, whether the last one changed
+    the log-likelihood by less than ``tol``, and that log-likelihood as the mean over the rows.
     """
     (n, d), k = x.shape, len(weights)
     mu, v, inverse, first, second, mu0, v0 = work[0], work[1], work[2], work[3], work[4], work[5], work[6]
     first64, second64, counts = np.zeros((k, d)), np.zeros((k, d if diag else 1)), np.zeros(k)
     const, logs, seen, best = np.empty(k), np.empty(k), np.empty(k, np.int64), labels.copy()
     bound, shrink, move = np.zeros((n, k), np.float32), np.ones(k, np.float32), np.zeros(k, np.float32)
-    weights0 = np.empty(k)  # with mu0 and v0: before the last M step
+    weights0 = np.empty(k)  # the weights before the last M step, as mu0 and v0 are means and variances
 
-    for i in range(n):  # the labels' means, then the sums about them
+    for i in range(n):  # first each label's mean, then the sums about these means
         c = labels[i]
         counts[c] += 1
         for j in range(d):
@@ -119,7 +120,9 @@ def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, we
                 else:
                     top, was, many, mass = -np.inf, best[i], 0, 0.0
                     for a in range(k):
-                        c = was if a == 0 else (0 if a == was else a)  # begin with the row's best of the last pass
+                        c = (
+                            was if a == 0 else (0 if a == was else a)
+                        )  # begin with the component that was best for the row in the last pass
                         low = bound[i, c] * shrink[c] - move[c]
                         low = low if low > 0 else np.float32(0)
                         if const[c] - 0.5 * low * low > top - FAR:
@@ -177,7 +180,7 @@ def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, we
                 log_det, low, far = _update(c, counts[c], floor, first64, second64, mu, v, inverse)
                 shrink[c], move[c] = low * SLACK, far / SLACK
                 const[c] = -0.5 * (d * math.log(2 * math.pi) + log_det)
-            else:  # it does not change
+            else:  # the component does not change
                 shrink[c], move[c] = 1, 0
                 const[c] -= math.log(weights0[c])
             const[c] += math.log(weights[c])

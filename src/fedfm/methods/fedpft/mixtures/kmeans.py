@@ -1,7 +1,7 @@
 """Initial labels of a group's rows: k-means++ and a few iterations of k-means.
 
-Like EM's kernel it keeps lower bounds of the distances between rows and centres, and computes only those that may be
-the least: if a centre moves by m, its distance falls by at most m.
+Like EM's kernel, it keeps lower bounds of the distances between rows and centres. It computes only the distances that
+may be the smallest. If a centre moves by m, a distance to it falls by at most m.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _apart(x: Any, i: int, mu: Any, c: int) -> Any:
 
 
 def start(x: Any, k: int, seed: int, lloyd: int) -> Any:
-    """Initial labels (n,): k-means++ and ``lloyd`` iterations of k-means. A label may have no row."""
+    """Initial labels (n,), by k-means++ and ``lloyd`` iterations of k-means. Some labels may have no rows."""
     labels = np.zeros(len(x), np.int64)
     _kmeans(x, np.random.Generator(np.random.PCG64(seed)).random(k), labels, lloyd)
     return labels
@@ -36,7 +36,7 @@ def _kmeans(x: Any, draws: Any, labels: Any, lloyd: int) -> None:
     n, d = x.shape
     most = len(draws)
     mu = np.zeros((most, d), np.float32)
-    bound = np.zeros((n, most), np.float32)  # of the distance from row i to centre c, from below
+    bound = np.zeros((n, most), np.float32)  # lower bounds of the distances from rows to centres
     near = np.full(n, np.float32(np.inf))  # squared distance to the nearest centre
     pick, k = min(int(draws[0] * n), n - 1), 0
     while True:
@@ -50,10 +50,10 @@ def _kmeans(x: Any, draws: Any, labels: Any, lloyd: int) -> None:
                 near[i], labels[i] = q, k
             total += near[i]
         k += 1
-        if k == most or not total > 0:  # all that were asked for, or no more distinct rows
+        if k == most or not total > 0:  # there are k centres, or no further distinct row
             break
         rest = draws[k] * total
-        for i in range(n):  # with probability proportional to the squared distance
+        for i in range(n):  # draw a row with probability proportional to its squared distance
             if near[i] > 0:
                 pick = i
                 rest -= near[i]

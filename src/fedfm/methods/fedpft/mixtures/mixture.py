@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-COVARIANCES = ("spherical", "diag", "full")  # index: number of axes of ``scales``, minus 1
+COVARIANCES = ("spherical", "diag", "full")  # index: number of dimensions of ``scales``, minus 1
 ON_SIMPLEX = 1e-3  # largest deviation of the sum of weights from 1
-ENTRIES = 1 << 21  # rows times features for which densities are computed at once: 16 MiB in float64
+ENTRIES = 1 << 21  # densities are computed for this many rows times features at once: 16 MiB in float64
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """One mixture of K components in d dimensions; :meth:`check` validates it.
+    """A mixture of K components in d dimensions. The constructor does not validate it; :meth:`check` does.
 
     Attributes:
         weights: pi, (K,) float64, on the simplex.
@@ -47,7 +47,7 @@ class Mixture:
         return int(self.means.shape[1])
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """``count`` rows, (count, d) float32, in the order of their components, whose counts are multinomial."""
+        """Draw ``count`` rows, (count, d) float32, ordered by component; the components' counts are multinomial."""
         of = rng.multinomial(count, self.weights / self.weights.sum())  # (K,)
         x = rng.standard_normal((count, self.dim), dtype=np.float32)  # (count, d)
         at = 0
@@ -62,7 +62,7 @@ class Mixture:
         return x
 
     def log_prob(self, x: Array) -> Array:
-        """The logarithm of g at every row of ``x`` (n, d), in float64: (n,)."""
+        """Log-density of the mixture g at every row of ``x`` (n, d), in float64: (n,)."""
         out = np.empty(len(x))
         for at, joint in self._joint(x):
             top = joint.max(0)
@@ -77,19 +77,19 @@ class Mixture:
         return out
 
     def _joint(self, x: Array) -> Iterator[tuple[int, Array]]:
-        """For blocks of rows: (index of the first one, logarithms of pi_k times the k-th density (K, rows))."""
+        """For each block of rows: index of its first row, and log(pi_k times the k-th density) as (K, rows)."""
         x = np.asarray(x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x has shape {x.shape}, expected (n, {self.dim})")
         with np.errstate(divide="ignore"):
-            log_weights = np.log(self.weights)  # -inf of a component whose weight is 0
+            log_weights = np.log(self.weights)  # a weight of 0 gives -inf
         step = max(1, ENTRIES // self.dim)
         for at in range(0, len(x), step):
             part = x[at : at + step].astype(np.float64)
             yield at, np.stack([log_weights[k] + self._log_normal(k, part) for k in range(self.components)])
 
     def _log_normal(self, k: int, x: Array) -> Array:
-        """Logarithm of one component's density at float64 rows (n, d): (n,)."""
+        """Log-density of component k at float64 rows x (n, d): (n,)."""
         scale = self.scales[k].astype(np.float64)
         t = x - self.means[k]  # (n, d)
         if scale.ndim == 2:

@@ -14,18 +14,19 @@ from fedfm.linalg.kernels.jit import SPAN, compile_cached
 def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
     """Fill the mean (d,), float32, and the population variances about it (d,), float64, of rows ``x`` (n, d).
 
-    Returns the mean variance; -1, with undefined results, if there is NaN, infinity or a number beyond ``largest``.
+    Returns the mean variance, or -1 if there is NaN, infinity or a number beyond ``largest``; then the outputs are
+    undefined.
     """
     n, d = x.shape
     s, total = np.empty(d, np.float32), 0.0
     for j in range(d):
         variances[j] = 0
-        middle[j] = x[0, j]  # sums of differences from a row: a large mean loses no digits
+        middle[j] = x[0, j]  # sum differences from the first row, so that a large mean costs no digits
     for at in range(0, n, SPAN):
         end = min(at + SPAN, n)
         four = at + (end - at) // 4 * 4
         s[:] = 0
-        for i in range(at, four, 4):  # four rows in one pass over the sums
+        for i in range(at, four, 4):  # add four rows in one pass over the sums
             for j in range(d):
                 m = middle[j]
                 s[j] += ((x[i, j] - m) + (x[i + 1, j] - m)) + ((x[i + 2, j] - m) + (x[i + 3, j] - m))

@@ -1,16 +1,17 @@
-"""Mixtures that do not reveal the number n of rows they were fitted to.
+"""Fit mixtures that do not reveal the number n of rows.
 
-A component's weight is close to a multiple of 1/n, the number of components depends on n if each needs ten rows, and
-the mean of rows on a grid lies on a grid n times as fine. So K takes two values, and all numbers are rounded to grids
-that are the same for every n:
+In an ordinary mixture a component's weight is close to a multiple of 1/n. The number of components depends on n if each
+needs ten rows. The mean of rows on a grid lies on a grid n times as fine. So here K takes two values, and all numbers
+are rounded to grids that are the same for every n:
 
-- K is the requested number if n is at least ten times that, else 1. Another component is split in place of one that
-  would stand for a single row. (Rows that are nearly all equal cannot be split so often, and have K = 1.)
-- Weights are multiples of a power of two between 1/(8K) and 1/(4K). With ten rows for each component all such weights
-  occur for every n.
-- Standard deviations are rounded to eighths of an octave, means to an eighth to a sixteenth of theirs.
+- K is the requested number if n is at least ten times that number, else 1. If a component would stand for a single row,
+  another component is split instead. (Rows that are nearly all equal cannot be split so often, and have K = 1.)
+- Weights are multiples of a power of two between 1/(8K) and 1/(4K). With ten rows for each component, every such
+  weight can occur for every n.
+- Standard deviations are rounded to eighths of an octave. Means are rounded to between an eighth and a sixteenth of
+  their standard deviation.
 
-``fedfm show fedpft`` says what this cannot hide.
+``fedfm show fedpft`` says what this rounding cannot hide.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from fedfm.methods.fedpft.mixtures.em import capacity, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 from fedfm.methods.fedpft.mixtures.singles import fit_without_singles
 
-OCTAVE = 8  # steps of a standard deviation between two powers of two
+OCTAVE = 8  # number of values for standard deviations between two powers of two
 PARTS = 8  # a mean is rounded to this fraction of the power of two just below its standard deviation
 
 
 def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int]) -> list[Mixture]:
-    """A mixture of one or of ``components`` components for every group, on grids that do not depend on its rows.
+    """A mixture of either one or ``components`` components for every group, on grids that do not depend on its rows.
 
     Args:
         groups, seeds: as for :func:`~fedfm.methods.fedpft.mixtures.fit`.
-        components: K of groups with at least ten times as many rows.
+        components: K of the groups with at least ten times as many rows as this.
         covariance: ``"spherical"`` or ``"diag"``.
 
     Raises:
-        ValueError: as ``fit``; a full covariance, whose rank reveals the number of rows if they are few.
+        ValueError: as ``fit``; also for a full covariance, whose rank reveals a small number of rows.
 
     Example:
         >>> x = np.random.default_rng(0).normal(size=(60, 3))
@@ -54,7 +55,7 @@ def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, 
 
 
 def round_to_grid(g: Mixture) -> Mixture:
-    """The spherical or diagonal mixture, rounded to the grids of this module."""
+    """Round a spherical or diagonal mixture to the grids of this module."""
     scales = np.exp2(np.round(np.log2(g.scales.astype(np.float64)) * OCTAVE) / OCTAVE)
     step = np.exp2(np.floor(np.log2(scales)) - np.log2(PARTS)).reshape(g.components, -1)  # (K, 1) or (K, d)
     means = np.round(g.means / step) * step
@@ -62,7 +63,7 @@ def round_to_grid(g: Mixture) -> Mixture:
 
 
 def _weights(weights: Array) -> Array:
-    """The nearest multiples of the grid's step, at least one step each, with sum 1: by the largest remainder."""
+    """The nearest multiples of the grid's step with sum 1, at least one step each, by the largest remainder."""
     k = len(weights)
     steps = 1 << (4 * k - 1).bit_length()
     exact = weights * steps
@@ -75,7 +76,7 @@ def _weights(weights: Array) -> Array:
 
 
 def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
-    """A mixture of ``k`` components, none of a single row; of one component if the rows cannot be split so often."""
+    """Fit ``k`` components, none of a single row; only one component if the rows cannot be split so often."""
     while g.components < k:
         split = _split(g, x, seed, covariance)
         if split is None:
@@ -99,7 +100,7 @@ def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
 
 
 def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Two components of several rows each; rows that would have their own component are left out."""
+    """Split the rows into two components of several rows each; rows that would get a component alone are left out."""
     while len(x) >= 4:
         (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
         if whole.mixture.components == 2:
