@@ -264,7 +264,7 @@ def test_classes_that_the_silo_agreed_to_are_answered_by_the_list_alone(tmp_path
     assert update["body"]["delta"]["head.weight"].shape == (3, 4)
     short = silo(tmp_path / "short", classes=["maybe", "yes"])
     assert Server(short).hello(["maybe", "yes"]) == "E_EXPERIMENT"
-    assert 'rows of class "no", which classes does not list' in log_of(short)
+    assert 'rows of class "no", which is not in classes' in log_of(short)
 
 
 def head(classes: int) -> Params:
@@ -289,7 +289,7 @@ def test_models_that_the_silo_does_not_list_are_not_looked_for(tmp_path):
     for number, name in enumerate((there, tmp_path / "absent", "/etc", "org/model")):
         server = Server(silo(tmp_path / str(number)), experiment(model={"name": str(name)}))
         answers.append(server.send(HELLO, {"classes": CLASSES}, 0, 0)["fault"])
-        assert "which lists none" in log_of(tmp_path / str(number) / "silo.toml")
+        assert "it lists none" in log_of(tmp_path / str(number) / "silo.toml")
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -301,7 +301,7 @@ def test_a_model_that_the_silo_lists_is_its_own_copy(tmp_path):
     assert own_rows.listed_model(mine.rows, spec).name == str(there.resolve())
     assert own_rows.listed_model(mine.rows, ModelSpec("org/other")).name == "org/other"
     assert own_rows.listed_model(mine.rows, ModelSpec("nano-vit")).name == "nano-vit"
-    with pytest.raises(InputError, match="not among the models"):
+    with pytest.raises(InputError, match="does not list this model"):
         own_rows.listed_model(mine.rows, ModelSpec("org/another"))
 
 

@@ -62,7 +62,7 @@ def test_every_shorter_file_is_unfinished(written, key):
         with pytest.raises(Unfinished):
             content(written, key)
     written.write_bytes(whole + b"x")
-    with pytest.raises(ValueError, match="where its header says"):
+    with pytest.raises(ValueError, match="but its header requires"):
         content(written, key)
 
 

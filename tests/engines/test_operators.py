@@ -150,7 +150,7 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
             result = at.result(at.begin())
         told = json.loads((tmp_path / "run/manifest.json").read_text())
         assert told["clients"] == ["hospital-a"] == [*result["client_accuracy"]]
-        why = 'its silo.toml says name = "hospital-a", and its key is registered as "hospital-b"'
+        why = 'its silo.toml says name = "hospital-a", but its key is registered as "hospital-b"'
         assert f"hospital-b does not take part: E_CLIENT: {why}" in told["notices"]
 
         # A new key takes the place of the old one.

@@ -309,7 +309,7 @@ def test_a_part_that_cannot_be_sent_looks_like_any_other(tmp_path, tables, handl
     assert faults[0]
     assert faults[0] == faults[2]
     log = (tmp_path / "north/.fedfm/silo.log").read_text()
-    assert log.count("its part of the sum is empty") == sum(bool(fault) for fault in faults)
+    assert log.count("it sent an empty part of the sum") == sum(bool(fault) for fault in faults)
 
 
 def test_a_sum_of_another_size_tells_nothing_either(tmp_path):

@@ -203,7 +203,7 @@ def test_a_silos_classes_are_those_of_the_server(tmp_path):
     experiment = Experiment.from_dict(table("elsewhere.npz"))
     mine = silo_config.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
     own = own_rows.populate(mine.rows, experiment, ["cat", "dog"])
-    with pytest.raises(InputError, match='the server\'s classes are "cat", "cow", and this silo\'s "cat", "dog"'):
+    with pytest.raises(InputError, match='the server\'s classes are "cat", "cow", but this silo\'s are "cat", "dog"'):
         own_rows.populate(mine.rows, experiment, ["cat", "cow"])
     agreed = silo_config.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nclasses = ["ant", "cat", "dog"]'))
     theirs = own_rows.populate(agreed.rows, experiment, ["ant", "cat", "dog"])

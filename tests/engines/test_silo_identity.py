@@ -67,7 +67,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
 
     twice = json.dumps(table)[:-1] + f', "north": "{"ab" * 32}"}}'
     (tmp_path / "twice.json").write_text(twice)
-    with pytest.raises(InputError, match="a name is there twice"):
+    with pytest.raises(InputError, match="a name occurs twice"):
         silo_identity.of(silo.__class__(**vars(silo) | {"roster": str(tmp_path / "twice.json")}))
     as_json = silo_config.load(path).__class__(**vars(silo) | {"roster": str(tmp_path / "roster.json")})
     assert silo_identity.of(as_json) == silo_identity.of(silo)
@@ -78,8 +78,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
         ("north.east = 'x'\n", "quote names with dots"),
         ("north", "roster: .* cannot be read"),
         (text.replace(table["north"], "ab" * 32), "north has the key"),
-        (text.replace(table["north"], table["south"]), "have the same key: as two silos one silo would count twice"),
-        (text + f"North = '{'ab' * 32}'\n", "north and North look alike"),
+        (text.replace(table["north"], table["south"]), "have the same key, so one silo would count twice"),
+        (text + f"North = '{'ab' * 32}'\n", "north and North are alike"),
     ):
         roster.write_text(bad)
         refused(reason)

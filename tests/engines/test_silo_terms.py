@@ -360,7 +360,7 @@ def test_a_hidden_update_above_its_bound_is_an_empty_part_and_no_server_sees_it(
     assert federation.directory.joinpath("manifest.json").read_text().count("E_NORM") == 0
     errors = (tmp_path / "north/.fedfm/runs/run-1/silo/private/errors.log").read_text()
     assert "an entry times its weight is" in errors
-    assert "its part of the sum is empty (E_NORM), and the server does not see that" in federation.log("north")
+    assert "it sent an empty part of the sum (E_NORM), which the server cannot notice" in federation.log("north")
     (line,) = [one for one in federation.left("north") if one["handler"].startswith("train.")]
     assert (line["fault"], line["form"]) == ("E_NORM", "masked")
     assert main(["silo", "show", str(tmp_path / "north" / "silo.toml")]) == 0

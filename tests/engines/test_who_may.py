@@ -130,8 +130,8 @@ def test_who_is_refused_is_told_under_the_registered_name():
     registry.look()
     refused = registry.refusals({1: "hospital-a", 2: "hospital-a", 3: "hospital-a"}, {})
     assert sorted(refused) == [2, 3]
-    assert refused[2].reason == 'its silo.toml says name = "hospital-a", and its key is registered as "hospital-b"'
-    assert "another node's key is registered under that name" in refused[3].reason
+    assert refused[2].reason == 'its silo.toml says name = "hospital-a", but its key is registered as "hospital-b"'
+    assert "that name is registered for another node's key" in refused[3].reason
     assert [registry.display_name(node) for node in (1, 2, 3, 4)] == ["hospital-a", "hospital-b", "node 3", "node 4"]
     assert registry.nameless([1, 3])
     assert not registry.nameless([1, 2])
@@ -167,8 +167,8 @@ def test_a_silo_runs_fedfms_bundle_and_none_that_brings_or_names_code(tmp_path):
         (zipped(*parts, ("fedfm/apps.py", b"")), "has 'fedfm/apps.py'"),
         (zipped(*parts, ("../x.py", b"")), "has '../x.py'"),
         (zipped(*parts, ("sitecustomize.py", b"")), "has 'sitecustomize.py'"),
-        (zipped(*parts, ("pyproject.toml", project)), "each of its files once"),
-        (zipped(("pyproject.toml", project)), "each of its files once"),
+        (zipped(*parts, ("pyproject.toml", project)), "the files of fedfm's app, each once"),
+        (zipped(("pyproject.toml", project)), "the files of fedfm's app, each once"),
         (zipped(("pyproject.toml", b"#" * (5 << 20)), (".info/CONTENT", b"")), "more than 4194304 bytes"),
         (zipped(("pyproject.toml", b"x = "), (".info/CONTENT", b"")), "cannot be read"),
         (zipped(("pyproject.toml", b"\xff"), (".info/CONTENT", b"")), "cannot be read"),
@@ -246,9 +246,9 @@ def test_each_way_in_which_a_server_is_the_wrong_one_has_its_line(tmp_path, sign
     good = certificate(signer, tmp_path / "good", "127.0.0.1", -1, 1)
     assert seen(good, signer) == ""
     assert "certificate is of another federation" in seen(good, other)
-    assert "certificate has ended" in seen(certificate(signer, tmp_path / "1", "127.0.0.1", -2, -1), signer)
+    assert "certificate has expired" in seen(certificate(signer, tmp_path / "1", "127.0.0.1", -2, -1), signer)
     assert "not valid yet" in seen(certificate(signer, tmp_path / "2", "127.0.0.1", 1, 2), signer)
-    assert "for other names than 127.0.0.1" in seen(certificate(signer, tmp_path / "3", "10.0.0.1", -1, 1), signer)
+    assert "is not for 127.0.0.1" in seen(certificate(signer, tmp_path / "3", "10.0.0.1", -1, 1), signer)
     assert "status 404" in seen(good, signer, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
     assert "does not speak TLS" in seen(None, signer)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # it never answers
@@ -300,6 +300,6 @@ def test_a_worker_is_let_go_once_when_its_run_has_ended_or_the_server_is_away(tm
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 121)
         watch.look()
-        assert told[1:] == ["run key: its worker ends, since the server has been away for 120 s"]
+        assert told[1:] == ["run key: its worker ends, since the server has not been reachable for 120 s"]
     watch.look()
     assert len(told) == 2

@@ -218,7 +218,7 @@ def test_a_kit_that_is_not_whole_does_not_start(tmp_path, capsys):
         (lambda: (out / "hospital-a" / "node.key").chmod(0o644), "open to other users"),
         (lambda: (out / "hospital-a" / "node.key").unlink(), "node.key is missing"),
         (lambda: (out / "hospital-a" / "kit.json").write_text("{}"), "another release"),
-        (lambda: (out / "hospital-a" / "kit.json").unlink(), "no kit here"),
+        (lambda: (out / "hospital-a" / "kit.json").unlink(), "there is no kit"),
     ):
         change()
         assert main(["start", str(out / "hospital-a")]) == 2
@@ -539,9 +539,13 @@ def test_a_silo_says_why_it_cannot_connect_and_starts_no_node_before(tmp_path):
         return lambda: ready() or time.monotonic() > end
 
     for server, ahead, says in (
-        (other, 0.0, "its certificate is of another federation: this kit's ca.crt has not signed it"),
-        (out, 320.0, "behind the server's, which refuses more than 305 s: set it"),
-        (out, -20.0, "ahead of the server's, which refuses more than 5 s: set it"),
+        (
+            other,
+            0.0,
+            "the server's certificate is of another federation; the authority in this kit's ca.crt did not sign it",
+        ),
+        (out, 320.0, "behind the server's, which accepts at most 305 s; set it"),
+        (out, -20.0, "ahead of the server's, which accepts at most 5 s; set it"),
     ):
         with answering(kit_manifest.load(server / "server"), ahead):
             supervisor.start(kit, told.append, until(lambda says=says: any(says in line for line in told)))

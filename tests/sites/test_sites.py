@@ -136,7 +136,7 @@ def test_messages_that_a_relay_swallows_are_sent_again(tmp_path):
         relay.swallow = 2  # both silos' messages, or one and the hello that is to tell
         assert bits(at.result(running)) == bits(alone)
         assert relay.swallow == 0
-        assert "is asked again: a message or its answer was lost on the way" in at.told()
+        assert "gets its request again, since the request or the reply was lost" in at.told()
 
 
 @pytest.mark.outage

@@ -21,11 +21,11 @@ from fedfm.version import __version__
 
 
 class Envelope(NamedTuple):
-    """A reply's envelope.
+    """The envelope of a reply.
 
     Attributes:
-        body: the value; None if there is a fault.
-        fault: the fault that the client reports instead.
+        body: the value; None if the client reports a fault.
+        fault: the fault that the client reports instead of a value; None if there is a value.
     """
 
     round: int
@@ -35,10 +35,10 @@ class Envelope(NamedTuple):
 
 
 def parse_envelope(value: Any) -> Envelope:
-    """The parts of a reply's envelope.
+    """Parse a reply's envelope.
 
     Raises:
-        ClientFault: E_FORMAT, it is not an envelope.
+        ClientFault: E_FORMAT, the reply is not an envelope.
     """
     if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
         raise ClientFault(E_FORMAT, "the reply is not an envelope")
@@ -53,11 +53,11 @@ def parse_envelope(value: Any) -> Envelope:
 
 
 def _parse_fault(value: Any) -> ClientFault:
-    """The fault that a client reports."""
+    """Parse the fault that a client reports."""
     code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
     if not isinstance(code, str) or not isinstance(reason, str):
         return ClientFault(E_FORMAT, "the reply's fault is malformed")
-    # Only the server can detect these three: a second reply, a foreign reply, a write to shared memory.
+    # Clients may not report these three codes, since only the server can detect such faults.
     if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
         code = E_EXCEPTION
     return ClientFault(code, reason[:400])
@@ -66,14 +66,14 @@ def _parse_fault(value: Any) -> ClientFault:
 def parse_hello(
     value: Any, identity: str | None, expected: Collection[ClientId] = ()
 ) -> tuple[ClientId, ClientFault | None]:
-    """(name, reason not to take part or None) from the answer to a hello.
+    """Parse the answer to a hello into the client's name, and a fault if the client cannot take part.
 
     Args:
         identity: fingerprint of the server's model; None: any model is accepted.
-        expected: the experiment's names of clients; other names must have the form of a silo's name.
+        expected: the client names of the experiment; any other name must have the form of a silo's name.
 
     Raises:
-        ClientFault: E_FORMAT, the answer has no such name.
+        ClientFault: E_FORMAT, the answer has no valid name.
     """
     name = value.get("name") if isinstance(value, Mapping) else None
     if not isinstance(name, str) or not name:
@@ -89,7 +89,7 @@ def parse_hello(
         if str(theirs).partition("/")[0] == identity.partition("/")[0]:
             return name, ClientFault(
                 E_VERSION,
-                "prepares rows differently from the server: see the tokenizer or image processor of its model",
+                "its model's tokenizer or image processor prepares rows differently from the server's",
             )
-        return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {identity[:12]}")
+        return name, ClientFault(E_VERSION, f"its model is {str(theirs)[:12]}, the server {identity[:12]}")
     return name, None

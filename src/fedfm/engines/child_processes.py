@@ -1,4 +1,4 @@
-"""Child processes that end with this process; each program of a deployment leads its own process group."""
+"""Start child processes that end with this process. Each program of a deployment leads a process group of its own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 class Children:
-    """Starts programs, reports which have ended, and ends all of them.
+    """Starts programs, reports which of them have ended, and ends all of them.
 
     Args:
         logs: folder of the log files, one per program.
-        environment: environment of every program.
+        environment: environment variables of every program.
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
@@ -32,10 +32,10 @@ class Children:
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def start(self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> int:
-        """Start a program under a name; returns the id of its process and its group.
+        """Start a program under a name; returns the id of its process, which is also that of its group.
 
         Args:
-            more: further environment of this program.
+            more: further environment variables of this program.
         """
         with open(os.open(self.log(name), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
             self._running[name] = subprocess.Popen(
@@ -58,7 +58,7 @@ class Children:
         return ""
 
     def reap(self) -> Iterator[tuple[str, str]]:
-        """(name, how) of the programs that ended since the last call."""
+        """Yield (name, how it ended) for each program that has ended since the last call."""
         for name, process in list(self._running.items()):
             code = process.poll()
             if code is not None:
@@ -67,7 +67,7 @@ class Children:
                 yield name, f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def stop(self, name: str) -> None:
-        """End a program's group if it runs; :meth:`reap` does not report it."""
+        """End a program's group if the program runs; :meth:`reap` does not report this end."""
         if (process := self._running.pop(name, None)) is not None:
             _signal(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,7 +79,7 @@ class Children:
         return {name: process.pid for name, process in self._running.items()}
 
     def end(self) -> None:
-        """End every group: by SIGTERM, and after a grace period by SIGKILL."""
+        """End every group with SIGTERM, and after a grace period with SIGKILL."""
         groups = [process.pid for process in self._running.values()]
         for pid in groups:
             _signal(pid, signal.SIGTERM)
@@ -100,7 +100,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Let the system end this process together with ``parent``."""
+    """Let the system end this process when the process ``parent`` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -108,7 +108,7 @@ def die_with(parent: int) -> None:
 
 
 def cause(status: int) -> str:
-    """How a process ended, from its wait status."""
+    """Describe how a process ended, from its wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         hint = ", likely out of memory" if number == signal.SIGKILL else ""
@@ -117,7 +117,7 @@ def cause(status: int) -> str:
 
 
 def watch_parent() -> None:
-    """End this process soon after the process in FEDFM_PARENT ends, even if that one becomes a zombie."""
+    """End this process soon after the process FEDFM_PARENT ends, even if that process becomes a zombie."""
     parent = int(os.environ.get("FEDFM_PARENT", "0"))
 
     def watch() -> None:
@@ -153,9 +153,9 @@ def is_locked(path: Path) -> bool:
 
 
 def main() -> None:
-    """``PARENT COMMAND...``: replace this process by COMMAND, which ends with PARENT.
+    """``PARENT COMMAND...``: replace this process by COMMAND, which ends when PARENT ends.
 
-    It is a program of its own, because running code between fork and exec is unsafe if the parent has threads.
+    This is a program of its own, because running Python between fork and exec is unsafe if the parent has threads.
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; commits stay, and clients that had started have finished."""
+    """The user stopped the run. Committed rounds stay, and clients that had started have finished."""

@@ -1,4 +1,4 @@
-"""Find the names of a run's clients before they connect, if a kit, a roster or the data list them."""
+"""Find the client names of a run before the clients connect, if a kit, a roster or the data list them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedfm.errors import InputError
 
 
 def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
-    """(names, their source), or None if only the clients' hellos will name them.
+    """The names and their source; None if only the clients' answers to hellos will tell them.
 
     Raises:
         InputError: the file or the kit cannot be read.
@@ -36,7 +36,7 @@ def dealt_clients(experiment: Experiment) -> list[str]:
     """Names of the clients to which the experiment distributes its own rows; reads the rows.
 
     Raises:
-        InputError: data or partition are wrong.
+        InputError: data or partition are invalid.
     """
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
@@ -54,7 +54,7 @@ def check_known(experiment: Experiment) -> None:
     """Check the rules on the number of clients, if their names are known.
 
     Raises:
-        InputError: the federation has too few silos; it names what would be right.
+        InputError: the federation has too few silos; the error says how many are needed.
     """
     if (found := known_clients(experiment)) is not None and found[0]:
         enough(experiment, *found)

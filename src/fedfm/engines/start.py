@@ -31,10 +31,10 @@ def start(
     """Run ``run`` on the engine that its experiment names; returns the result line.
 
     Args:
-        population: returns rows and model if they are in memory (local engine only).
-        silos: files of silos, by name, for nodes on loopback (deployment engine only).
+        population: returns rows and model if they are in memory already (local engine only).
+        silos: files of silos by name; each becomes a node on loopback (deployment engine only).
     """
-    # Set before the libraries are imported: no telemetry, no update checks.
+    # Switch off telemetry and update checks; this must happen before the libraries are imported.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "FLWR_DISABLE_UPDATE_CHECK"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")

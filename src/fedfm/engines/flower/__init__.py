@@ -1,1 +1,1 @@
-"""The engines on Flower: its simulation, its deployment, and the apps of both. Flower is imported here."""
+"""The engines on Flower: its simulation, its deployment, and the apps of both. Only this package imports Flower."""

@@ -1,4 +1,4 @@
-"""Write a Flower app for an experiment: one pyproject.toml, whose components are in the installed library."""
+"""Write a Flower app for an experiment. The app is one pyproject.toml that names components of the installed fedfm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.engines.known_clients import dealt_clients, known_clients
 from fedfm.errors import InputError
 from fedfm.version import __version__
 
-# Keys of [run] about the server's own machine.
+# Keys of [run] that describe the server's own machine.
 _ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
 _FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of machines, which ``flwr run`` cannot change
 _DEMO = {
@@ -29,13 +29,13 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     """Write a Flower app into ``folder``; returns the commands that run it.
 
     Raises:
-        InputError: the folder already has an app, or the experiment is wrong.
+        InputError: the folder already contains an app, or the experiment is invalid.
     """
     folder = Path(folder)
     if (folder / "pyproject.toml").exists():
-        raise InputError(f"{folder} holds a pyproject.toml already; give a new folder")
+        raise InputError(f"{folder} already contains a pyproject.toml; name another folder")
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; give a new folder")
+        raise InputError(f"{folder} is a file; name another folder")
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
     if chosen.method.needs.pooled:
         raise InputError(f'method "{chosen.method_name}" trains on pooled rows: no federation can run it')
@@ -43,7 +43,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     with storage.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_app(folder, chosen, out=out, settable=True)
-    if known := chosen.server_only():  # the file has no suffix, so that Flower leaves it out of the bundle
+    if known := chosen.server_only():  # Flower leaves files without a suffix out of the bundle
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
         storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
@@ -64,11 +64,11 @@ def write_app(
 
     Args:
         out: folder in which the ServerApp writes run directories.
-        run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
-        key: name of this run's folder at the clients.
+        run: name of the run directory; an existing run of this name is resumed. "": each Flower run makes a new one.
+        key: name of this run's folder at each client.
         settable: ``flwr run --run-config`` may change single settings.
-        loopback: whether the nodes are processes of the command that submits the run, so that an ended node does not
-            come back.
+        loopback: whether the command that submits the run also starts the nodes. Such a node does not come back after
+            it has ended.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
@@ -122,7 +122,7 @@ def experiment_text(experiment: Experiment) -> str:
 
 
 def _key(key: str) -> str:
-    return json.dumps(key) if "." in key else key  # one key: the table "run" would hide the key "run"
+    return json.dumps(key) if "." in key else key  # quoted, since a table [run] would hide a plain key "run"
 
 
 def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
@@ -130,13 +130,13 @@ def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
     if (known := known_clients(experiment)) is not None:
         names, source = known
         silos = f"the {len(names)} silos of {source}" if names else "the silos"
-        return f"it is not simulated here: {silos} have the rows"
+        return f"this machine cannot simulate the run: {silos} have the rows"
     if experiment.silos_own_rows and not experiment.data.clients:
-        return "it is not simulated here: the silos have the rows"
+        return "this machine cannot simulate the run: the silos have the rows"
     try:
         nodes = len(dealt_clients(experiment))
     except InputError as error:
-        return f"it is not simulated here: the number of clients is not known ({error})"
+        return f"this machine cannot simulate the run: the number of clients is not known ({error})"
     return f"""here, simulated:
   export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
   flwr run {folder} --stream --federation-config 'num-supernodes={nodes} client-resources-num-cpus=1'"""
@@ -153,11 +153,11 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
       --enable-supernode-auth --host 127.0.0.1 --port 8444 --database state.db \\
       --disable-runtime-dependency-installation --isolation process --superexec-auth-secret-file secret
     flower-superexec --runtime-api-address 127.0.0.1:8444 --root-certificates ca.crt --superexec-auth-secret-file secret
-    # in front of it, at HOST:8443, a proxy that only passes /v1/fleet/* and /health: the same port carries the
-    # operator's own interface, without a password. `fedfm provision` makes a server with a gate instead
+    # in front of it, at HOST:8443, set up a proxy that only passes /v1/fleet/* and /health: the same port also serves
+    # the operator's interface, without a password. `fedfm provision` makes a server with an access gate instead
   each silo, once
     ssh-keygen -t ecdsa -b 384 -N "" -f silo.key              # silo.key.pub goes to the operator
-    fedfm silo check silo.toml                                # name, rows, classes, models, policy: before it connects
+    fedfm silo check silo.toml                                # shows name, rows, classes, models, policy
     flower-supernode --superlink HOST:8443 --root-certificates ca.crt --auth-supernode-private-key silo.key \\
       --node-config 'silo="/path/to/silo.toml"'
   the operator, for every silo and every run

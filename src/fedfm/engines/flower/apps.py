@@ -1,8 +1,8 @@
-"""ServerApp and ClientApp: the components of a Flower app that runs an experiment (``fedfm.apps``).
+"""ServerApp and ClientApp of a Flower app that runs an experiment (``fedfm.apps``).
 
-``fedfm app DIR`` writes such an app. Both sides run their own installed code, and compare versions before the first
-round. This module imports Flower, but neither torch nor transformers: Flower starts a process for every message, and a
-long-lived worker does the client's work.
+``fedfm app DIR`` writes such an app. Server and clients run their own installed code, and compare versions before the
+first round. This module imports Flower but neither torch nor transformers: Flower starts a process for every message,
+and a long-lived worker does the client's work.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["client", "server"]
 
 
 class ClientHostApp(ClientApp):  # type: ignore[misc]
-    """Forwards every handler to the client host, which knows its handlers and its policy.
+    """Forwards every message to the client host, which knows the handlers and the silo's policy.
 
-    Flower's own dispatch needs all names when the app is imported, before the experiment is known.
+    Flower's own dispatch needs all handler names when the app is imported; then the experiment is not known yet.
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Forward to the client's worker; a Ray actor, which keeps its state, answers directly."""
+        """Forward the message to the client's worker; in a Ray actor, which stays alive, answer it here."""
         head, data = "", b""
         try:
             head, data = flower_records.unpack(message.content)
@@ -38,7 +38,7 @@ class ClientHostApp(ClientApp):  # type: ignore[misc]
             halves = client_stub.fault_halves(fault, head, data)
         except OSError as error:
             halves = client_stub.fault_halves(client_stub.off(error, Path()), head, data)
-        except Exception as error:  # its text may contain paths, so it stays in this node's log
+        except Exception as error:  # the error's text may contain paths, so only this node's log has it
             traceback.print_exc()
             text = f"{type(error).__name__}: see the node's log"
             halves = client_stub.fault_halves(ClientFault(E_EXCEPTION, text), head, data)
@@ -61,7 +61,7 @@ def _answer(handler: str, context: Context, head: str, data: bytes) -> tuple[str
 
 
 def is_ray_actor() -> bool:
-    """Whether this process belongs to Flower's simulation, on the machine of the run's owner."""
+    """Whether this process is an actor of Flower's simulation, which runs on the operator's own machine."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -72,7 +72,7 @@ server = ServerApp()
 
 @server.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
-    """Run or resume the experiment of the run's configuration."""
+    """Run or resume the experiment that the run's configuration contains."""
     from fedfm.engines.flower.server_app import serve
 
     serve(grid, context)

@@ -1,6 +1,6 @@
 """A FlowerLink for buffered asynchronous rounds, in which the server continues before all clients have replied.
 
-After a restart it does not repeat requests to clients that have replied or still compute: see
+After a restart the server does not repeat requests to clients that have replied or still compute; see
 :mod:`fedfm.engines.flower.recovery.pending_requests`.
 """
 
@@ -26,29 +26,31 @@ from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
 
 
 class FlowerStream(FlowerLink):
-    """A link that streams.
+    """A link for asynchronous rounds: it yields replies as they arrive and keeps other requests in flight.
 
     Args:
-        outstanding: pending requests of an earlier process; it also stores this process's requests for the next one.
+        outstanding: pending requests of an earlier server process; this process stores its own there for the next one.
         settings: as in :class:`FlowerLink`.
     """
 
     streams, kept = True, True
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
-        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # with the deadline
-        self._ready: list[Reply] = []  # pulled replies, which the SuperLink no longer has; the caller may stop
+        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # by message: the request, and its deadline
+        self._ready: list[Reply] = []  # replies pulled but not yielded; the SuperLink no longer has them
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
-        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies are no longer awaited
+        self._unmet: dict[
+            str, tuple[InFlight, ClientId]
+        ] = {}  # hellos to busy nodes, for whose replies the start does not wait
         self._anew: dict[
             str, Request
-        ] = {}  # by message that fetches a cached reply: the request to send if there is none
+        ] = {}  # for each message that fetches a cached reply: the request to send if there is no such reply
         super().__init__(grid, **settings)
 
     @property
     def straggling(self) -> bool:
-        """Whether a client that timed out, or is no longer awaited, may still be running."""
+        """Whether a client may still be running although it timed out or the server no longer waits for it."""
         return super().straggling or bool(self._in_flight)
 
     @property
@@ -60,11 +62,12 @@ class FlowerStream(FlowerLink):
         self._restored = dict(awaited)
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """Deliver requests; yield replies to these and to earlier requests of this kind, as they arrive.
+        """Deliver requests. Yield replies to these and to earlier requests of this kind as they arrive.
 
-        It yields one reply per client, until no request is in flight. A client whose reply answers an older request
-        than ``again(name)`` gets that request while others are in flight; the new reply belongs to the next call. A
-        client that is absent, dies or is late gets a fault, and can get another request.
+        Each client has one reply in the result, and the iterator ends when no request is in flight. If a reply answers
+        an older request than ``again(name)``, its client gets the newer request while others are in flight; the reply
+        to that one belongs to the next call. A client that is absent, dies or is late gets a fault, and may get another
+        request.
         """
         if self._stop():
             raise Interrupted
@@ -101,9 +104,10 @@ class FlowerStream(FlowerLink):
                 pause = POLL[0]
 
     def _send(self, requests: Sequence[Request]) -> None:
-        """Deliver requests, except those that an earlier process sent: their replies come from the disk if present.
+        """Send requests, except those that an earlier server process has sent already.
 
-        Replies from the disk and immediate faults are ready at once.
+        For the latter it takes the reply from the disk if it is there. Such replies, and immediate faults, are ready at
+        once.
         """
         known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
         found = [self._outstanding.answer(client, before) for client, before in known.items()]
@@ -125,12 +129,12 @@ class FlowerStream(FlowerLink):
             return
         one, _ = self._in_flight[name]
         if message.metadata.src_node_id not in (one.node, SUPERLINK):
-            return  # from another node
+            return  # the reply is from another node
         del self._in_flight[name]
         anew = self._anew.pop(name, None)
         reply, self._cached[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_HELD and (one.spared or anew is not None):
-            self._ready.extend(self._launch([(one.node, one.request if anew is None else anew)]))  # whole
+            self._ready.extend(self._launch([(one.node, one.request if anew is None else anew)]))  # with all parameters
             return
         self._outstanding.keep(reply.client, reply)
         self._ready.append(reply)
@@ -142,11 +146,11 @@ class FlowerStream(FlowerLink):
             one, _ = self._in_flight.pop(name)
             self._cached.pop(one.node, None)
             self._ready.extend(self._launch([(one.node, self._anew.pop(name, one.request))]))
-        self._presence.look()  # who is connected, for the hellos
+        self._presence.look()  # update the connected nodes before hellos are sent
         self._probe({name: one for name, (one, _) in self._in_flight.items()})
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
-        """Send requests of :meth:`stream`; yields faults for those that the SuperLink rejected."""
+        """Send requests for :meth:`stream`; yield a fault for each that the SuperLink rejected."""
         waiting: dict[str, InFlight] = {}
         yield from self._push(sent, waiting, self._timeout)
         self._in_flight |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
@@ -163,10 +167,10 @@ class FlowerStream(FlowerLink):
     # --- after a stop -------------------------------------------------------------------------------------------------
 
     def _sent_before(self, request: Request) -> SentRequest | None:
-        """The request that an earlier process sent for this one, or None.
+        """The request that an earlier server process sent in place of this one, or None.
 
-        For a client whose reply was missing at the last commit, it is the request of that time. For other clients it is
-        the same request, sent in a round that was not completed.
+        If the client's reply was missing at the last commit, it is the request that was pending then. For other clients
+        it is the same request, sent in a round that was not completed.
         """
         at = self._restored.pop(request.client, None)
         sent = [one for one in self._outstanding.last_requests(request.client) if one.handler == request.handler]
@@ -177,14 +181,14 @@ class FlowerStream(FlowerLink):
         return sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
 
     def _greet(self) -> None:
-        """Send hellos, without waiting for clients that still work on a request of an earlier process.
+        """Send hellos. Do not wait for clients that still work on a request of an earlier server process.
 
-        Such a node is identified by its connection key, and by the name that it gave to the earlier process.
+        Such a node is identified by the key of its connection, and by the name that it gave to the earlier process.
         """
         online = self._presence.online()
         busy = {node: client for node, client in self._outstanding.at_work().items() if node in online}
         busy = {node: client for node, client in busy.items() if node not in self._greeted}
-        if busy and online.keys() - busy.keys():  # else wait for all
+        if busy and online.keys() - busy.keys():  # otherwise wait for all nodes
             self._greeted.update(busy)
             waiting: dict[str, InFlight] = {}
             unsent = [
@@ -197,13 +201,13 @@ class FlowerStream(FlowerLink):
     def _met_late(self, message: Message, one: InFlight, client: ClientId) -> None:
         reply, self._cached[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_DIED:
-            return  # lost on its way or with its process: the client's identity stays
+            return  # the hello or its reply was lost; the client stays identified
         self._members.nodes.pop(client, None)
         self._registry.look()
         self._meet([reply])
 
     def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, SentRequest]) -> Iterator[Reply]:
-        """Fetch cached or unfinished replies of clients; a client that has none gets its request again."""
+        """Fetch the clients' cached or unfinished replies; a client without one gets its request again."""
         for node, request in sent:
             before = known[request.client]
             body = last_reply.reference(before.name)

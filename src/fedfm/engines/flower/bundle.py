@@ -1,4 +1,4 @@
-"""Check Flower's bundles: a silo only runs fedfm's own app, which is configuration for the installed code."""
+"""Check Flower's bundles. A silo runs only fedfm's own app, which configures the installed code."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def check(content: bytes) -> None:
     """Refuse a bundle that contains code or names other code.
 
     Raises:
-        InputError: the bundle does.
+        InputError: the bundle contains or names other code than fedfm's.
     """
     if difference := _foreign(content):
         raise InputError(f"this silo runs fedfm's own app only, and the bundle {difference}")
 
 
 def _foreign(content: bytes) -> str:
-    """How a bundle differs from fedfm's; "" if it is one."""
+    """In which way a bundle differs from fedfm's; "" if it does not."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = archive.namelist()
             if more := sorted({*names} - {*_FILES}):
                 return f"has {more[0]!r:.80}"
             if sorted(names) != sorted(_FILES):
-                return "does not have each of its files once"
+                return "does not have exactly the files of fedfm's app, each once"
             if max(part.file_size for part in archive.infolist()) > _MOST:
                 return f"has a file of more than {_MOST} bytes"
             text = archive.read(_FILES[0]).decode()

@@ -1,6 +1,6 @@
-"""A client host: answers Flower messages for its clients, with their rows, model and memory.
+"""A client host answers Flower messages for its clients. It has their rows, their model and their memory.
 
-It stays in memory: in a Ray actor of the simulation, or in a client's worker process.
+It stays alive between messages: in a Ray actor of the simulation, or in a client's worker process.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ClientHost:
     """Answers for the clients of one experiment.
 
     Args:
-        experiment: reads the server's experiment on first use, so that an error in it becomes a fault in a reply.
+        experiment: reads the server's experiment on first use, so that an invalid one becomes a fault in a reply.
         memory: folder of the clients' memories.
-        population: reads rows and model, given the experiment and, at a silo, the server's class names.
-        on_error: receives tracebacks, which stay here.
-        own: the silo, if it has its own rows; None if the rows are a part of the server's table.
-        answers: file of the last reply to a training request, for buffered asynchronous rounds; None: no file.
+        population: loads rows and model, given the experiment and, at a silo, the server's class names.
+        on_error: receives tracebacks; they are never sent.
+        own: the silo's policy if the silo has its own rows; None if its rows are a part of the server's table.
+        answers: file for the last reply to a training request, in buffered asynchronous rounds; None: no such file.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class ClientHost:
         self._answers = None if answers is None else last_reply.LastAnswer(answers)
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
-        self._round = 0  # of the latest message
-        self._cache: ParameterCache | None = None  # until a hello asks for it
+        self._round = 0  # round of the latest message
+        self._cache: ParameterCache | None = None  # None until a hello asks for a cache
 
     @property
     def may_end(self) -> bool:
-        """Whether it can release its accelerator, after the last round. A later message loads the model again."""
+        """Whether the host may free its accelerator, after the last round. A later message loads the model again."""
         model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
         return model is not None and model.device.type != "cpu" and self._round >= self.experiment.method.rounds
 
@@ -89,7 +89,7 @@ class ClientHost:
 
     @cached_property
     def silos(self) -> Silos:
-        """The clients; rows and model are read on first use.
+        """The clients. Rows and model are loaded on first use.
 
         Raises:
             ClientFault: the silo has not agreed to this run.
@@ -135,8 +135,9 @@ class ClientHost:
 
     @property
     def _allowed_words(self) -> list[str]:
-        """Words of the silo's policy. With an epsilon, ``scores`` and ``reveal`` are removed, since it does not cover
-        them.
+        """Words of the silo's policy.
+
+        If the policy has an epsilon, ``scores`` and ``reveal`` are left out, since the epsilon does not cover them.
         """
         allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)
         private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
@@ -155,17 +156,17 @@ class ClientHost:
                 _ = self.silos
 
     def client(self, partition: int) -> ClientId:
-        """The client with a node's number, in order of names."""
+        """The client with this number, counted in order of names."""
         names = self.silos.population.clients
         if not 0 <= partition < len(names):
             raise InputError(f"partition-id {partition}: the experiment has clients 0 to {len(names) - 1}")
         return names[partition]
 
     def answer(self, client: ClientId | int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-        """Answer one message, given as head and data, by a reply's head and data. Errors become replies."""
+        """Answer one message: takes and returns a head and data. An error becomes a reply with a fault."""
         round = call = 0
         name = str(client)
-        unsettled: Question | None = None  # if it fails, the ledger counts an answer, because rows were read
+        unsettled: Question | None = None  # if the answer fails, the ledger still counts it, because rows were read
         try:
             known: Silos | None = self.__dict__.get("silos")  # None if loading was refused
             message = payload.decode(head, data, None, most=None if known is None else known.room)
@@ -205,7 +206,7 @@ class ClientHost:
             fault = bad
         except (Exception, SystemExit) as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            # The text may contain a silo's own paths and values, so the server does not receive it.
+            # The error's text may contain a silo's own paths and values, so the server does not receive it.
             text = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
             if self._own is not None and storage.is_write_failure(error):
                 text = client_stub.DISK
@@ -219,32 +220,32 @@ class ClientHost:
         return self._telling(head), data
 
     def _payload(self, handler: str, body: Any) -> Any:
-        """The payload of a message that the silo's policy permits."""
+        """The payload of a message, if the silo's policy permits the message."""
         body = (refuse_references if self._cache is None else self._cache.resolve)(body)
         body = self.silos.conform(handler, body)
         self.silos.permit(handler)
         return body
 
     def _value(self, name: ClientId, handler: str, body: Any, at: tuple[int, int]) -> Any:
-        """The value that a client half returns."""
+        """Run the client half of a handler and return its value."""
         (value,) = self.silos.answer([Request(name, handler, body, *at)])
         if isinstance(value, ClientFault):
             raise value
         return value
 
     def _keeping(self, handler: str) -> last_reply.LastAnswer | None:
-        """The store of the last reply, if this request needs it: in asynchronous rounds a server may fetch it again.
+        """Where to store the reply to this request, if a server may fetch it again (in asynchronous rounds).
 
         Raises:
             ClientFault: the silo has not agreed to this run.
         """
         if self._answers is None or not handler.startswith("train."):
             return None
-        _ = self.silos  # raises if the silo has not agreed, which is to be reported before an error in the experiment
+        _ = self.silos  # raises if the silo has not agreed; this fault comes before one about the experiment
         return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:
-        """The head of a reply, with the hashes of the cached parameters."""
+        """The head of a reply, extended by the hashes of the cached parameters."""
         return head if self._cache is None else codec.with_texts(head, {NAMES: self._cache.names})
 
     def _name(self, client: ClientId | int) -> ClientId:
@@ -253,7 +254,7 @@ class ClientHost:
         return self.client(client) if isinstance(client, int) else client
 
     def _hello(self, name: ClientId, greeting: Any) -> dict[str, Any]:
-        """Name, versions and the model's fingerprint; loads rows and model before round 1."""
+        """Answer a hello with name, versions and the model's fingerprint. This loads rows and model before round 1."""
         greeting = conform(greeting, dict[str, Any], "hello")
         if self._own is not None:
             self._agree(name, self._own, conform(greeting.get("classes"), list[str], "classes"))
@@ -273,7 +274,7 @@ class ClientHost:
         return None if model is None else model.params()
 
     def _agree(self, name: ClientId, own: SitePolicy, classes: Sequence[str]) -> None:
-        """Agree to the run or refuse it; only the silo's log says why the experiment does not fit."""
+        """Agree to the run or refuse it. Only the silo's own log says why it refuses the experiment."""
         own.count_hello(classes)
         if own.classes is not None:
             if own.classes != tuple(classes):
@@ -290,7 +291,7 @@ class ClientHost:
 
 
 def _check_number(value: Any, key: str, most: int) -> int:
-    """Check a round or a call, which name versions of memories."""
+    """Check a round or a call number; both name versions of client memories."""
     number: int = conform(value, int, key)
     if not 0 <= number <= most:
         raise ClientFault(E_FIELD, f"{key} {number} is not in [0, {most}]")
@@ -316,7 +317,7 @@ def of_experiment(
 
 
 def of_folder(folder: Path) -> tuple[ClientHost, ClientId | int]:
-    """(client host of the site that ``folder/site.json`` describes, its client); memories are in that folder.
+    """The client host of the silo that ``folder/site.json`` describes, and its client; the folder has the memories.
 
     Raises:
         InputError: the silo's own file is wrong.

@@ -1,8 +1,8 @@
-"""The thin side of a ClientApp: sends a message's bytes to the client's warm worker, and receives the reply's bytes.
+"""The ClientApp's side of a client: sends a message's bytes to the client's running worker, and receives the reply's.
 
-Flower starts a new process for every message. Importing torch and loading a model would take 10 s and more. So this
-process only talks to the client's worker process over a Unix socket, and starts the worker if it does not run. This
-module imports no large library.
+Flower starts a new process for every message. If that process imported torch and loaded a model, each message would
+take 10 s and more. So the process only talks to the client's worker process over a Unix socket, and starts the worker
+if it does not run. This module imports no large library.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
 _LIMIT = 1 << 30  # largest value of each of the first three
 _PATH = 100  # longest address of a socket, in bytes
 _START = 120.0  # seconds for a worker to start listening
-_TRIES = 3  # number of attempts to start a worker that ends before it listens
+_TRIES = 3  # attempts to start a worker if workers end before they listen
 _FLOWER = "flower.json"  # in a run's folder: Flower's ids of node and run
-END = "worker.end"  # sent in place of a handler's name: the worker ends
-DISK = "the client cannot write its records, and nothing leaves without them; its own log names the place"
-RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
-NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
+END = "worker.end"  # sent in place of a handler's name; it asks the worker to end
+DISK = "the client cannot write its records, so it sends no reply; its own log names the file"
+RUNS = "runs"  # folder of all runs; the server chooses their keys, so this keeps them apart from the silo's own files
+NO_SILO = "this node has no silo.toml; start its SuperNode with --node-config 'silo=\"/path/to/silo.toml\"'"
 
 
 def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
-    """The folder of this client and this run: worker, socket, the client's memory and its errors.
+    """The folder of this client and this run. It contains socket, lock, the client's memory and its errors.
 
-    Its root is ``site`` of the node's configuration, else ``.fedfm`` in the folder of the silo's file.
+    Its parent is ``site`` of the node's configuration, or else ``.fedfm`` in the folder of the silo's file.
 
     Raises:
         ClientFault: the node's configuration has neither.
@@ -55,7 +55,7 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
     else:
         raise ClientFault(E_REFUSED, NO_SILO)
     key = str(config.get("key") or "")
-    if not key:  # another experiment may use the same run name
+    if not key:  # without a key, another experiment may use the same run name
         digest = hashlib.sha256(str(config.get("experiment")).encode(errors="surrogatepass")).hexdigest()
         key = f"{config.get('run') or run_id}-{digest[:8]}"
     if node.get("silo"):
@@ -69,10 +69,10 @@ def silo_folder(folder: Path) -> Path:
 
 
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Write ``site.json``, the worker's configuration, if it is absent: later messages cannot change the experiment.
+    """Write ``site.json``, the worker's configuration, unless it exists, so that later messages cannot change it.
 
-    A deployment on loopback writes it for its own clients. A node that receives messages of a server writes it only
-    for a silo with its own file, because this file limits what experiments may read.
+    A deployment on loopback writes it for its own clients. Any other node writes it only if it has a silo's own file,
+    because that file limits what experiments may read.
 
     Raises:
         ClientFault: there is no experiment, or it is too long.
@@ -94,10 +94,12 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
 
 
 def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
-    """The folder of this client and this run, for a server's message: a silo's, or one prepared on loopback.
+    """The folder of this client and this run, for a message from a server.
+
+    It is a silo's folder, or one that a deployment on loopback has prepared.
 
     Raises:
-        ClientFault: there is neither, the experiment is not the run's first one, or the disk is full.
+        ClientFault: there is no such folder, the experiment is not that of the first message, or the disk is full.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):
@@ -110,13 +112,13 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     except (FileNotFoundError, NotADirectoryError):
         raise ClientFault(E_REFUSED, NO_SILO) from None
     if site_file["experiment"] != config.get("experiment"):
-        raise ClientFault(E_EXPERIMENT, "the experiment differs from the one that this run began with")
+        raise ClientFault(E_EXPERIMENT, "the experiment differs from that at the beginning of this run")
     return folder
 
 
 def off(error: OSError, folder: Path) -> ClientFault:
-    """The fault for an error of the client's disk. The path is printed here, and not sent."""
-    complain(f"{os.fsdecode(error.filename or folder)}: {error.strerror}: nothing is answered")
+    """The fault for an error of the client's disk. The path is printed on this node, but not sent."""
+    complain(f"{os.fsdecode(error.filename or folder)}: {error.strerror}; no reply is sent")
     return ClientFault(E_EXCEPTION, DISK)
 
 
@@ -134,15 +136,15 @@ def address(folder: Path) -> str:
 
 
 def running(folder: Path) -> bool:
-    """Whether the client's worker is running: it holds a lock until it ends."""
+    """Whether the client's worker is running; a worker has its file locked until it ends."""
     return is_locked(folder / "worker.lock")
 
 
 def start(folder: Path) -> None:
-    """Start the client's worker, which outlives this process; if two start at once, only one stays."""
+    """Start the client's worker, which outlives this process. If two start at once, one of them ends."""
     with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
         worker = subprocess.Popen(
-            # -P and cwd: no module is imported from the folder in which the node was started.
+            # -P and cwd prevent imports from the folder in which the node was started.
             [sys.executable, "-P", "-m", "fedfm.engines.flower.client_worker", str(folder.resolve())],
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -154,7 +156,7 @@ def start(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Ask the client's worker to end when it is idle; the next message starts another one."""
+    """Ask the client's worker to end once it is idle; the next message starts another one."""
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as link, contextlib.suppress(OSError):
         link.settimeout(1.0)
         link.connect(address(folder))
@@ -162,9 +164,9 @@ def release(folder: Path) -> None:
 
 
 def enter_run(folder: Path, node: int, run: int) -> None:
-    """Store the ids of node and run, with which the silo asks the SuperLink whether the run has ended."""
+    """Store the ids of node and run; the silo needs them to ask the SuperLink whether the run has ended."""
     if flower_run(folder) != (node, run):
-        with contextlib.suppress(OSError):  # a full disk: the worker ends after some idle time
+        with contextlib.suppress(OSError):  # if the disk is full, the worker ends after some idle time instead
             handle, temporary = tempfile.mkstemp(dir=folder)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump([node, run], file)
@@ -181,9 +183,9 @@ def flower_run(folder: Path) -> tuple[int, int] | None:
 
 
 def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-    """Send one message to the worker; send it again to a new worker if the first one ends during it.
+    """Send one message to the worker. If the worker ends during the message, send it again to a new one.
 
-    That is safe: the client's memory is versioned by (round, call), so a repeated request finds the same state.
+    This is safe: the client's memory is versioned by (round, call), so a repeated request finds the same state.
 
     Raises:
         ClientFault: E_DIED, two workers ended during the message, or none started.
@@ -194,7 +196,9 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
             if (answer := receive(link)) is not None:
                 return answer[2], answer[3]
         deadline = time.monotonic() + 5
-        while running(folder) and time.monotonic() < deadline:  # until it has ended, its socket may accept connections
+        while (
+            running(folder) and time.monotonic() < deadline
+        ):  # until the old worker has ended, its socket may accept connections
             time.sleep(0.01)
     what, how = "the client's worker ended during the message, and so did a second one", _ending(folder)
     if _is_silo(folder):  # how it ended may depend on rows
@@ -215,7 +219,7 @@ def _ending(folder: Path) -> str:
     """How the client's last worker ended; only the process that started it can get its status."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((folder / "worker.lock").read_text())
-        for _ in range(20):  # it releases its lock shortly before it ends
+        for _ in range(20):  # a worker releases its lock shortly before it ends
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return cause(status)
@@ -252,7 +256,7 @@ def send(link: socket.socket, client: str, handler: str, head: str, data: bytes)
 
 
 def receive(link: socket.socket) -> tuple[str, str, str, bytes] | None:
-    """A frame's four parts; None if the other side has ended."""
+    """Receive one frame and return its four parts; None if the other side has closed the connection."""
     header = _exactly(link, _HEADER.size)
     if header is None:
         return None
@@ -278,7 +282,7 @@ def _exactly(link: socket.socket, count: int) -> bytearray | None:
 
 
 def fault_halves(fault: ClientFault, head: str, data: bytes) -> tuple[str, bytes]:
-    """A reply with a fault, encoded without the wire format's module; round and call are those of the request."""
+    """A reply with a fault, encoded without the wire format's module. It has the request's round and call."""
     round, call = 0, 0
     # The envelope begins with two integers, in this order: see the wire format's head grammar.
     if re.match(r'\{"m":\{"round":"i","call":"i"[,}]', head) and len(data) >= 16:

@@ -1,8 +1,8 @@
 """A client's worker: a process that keeps model and rows in memory and answers one message at a time.
 
 ``python -m fedfm.engines.flower.client_worker FOLDER`` serves the client that ``FOLDER/site.json`` describes, on a Unix
-socket that only its user can open. It ends after some idle time, on request, or with the process in FEDFM_PARENT.
-Workers of several folders, for clients with parts of one table, share the memory of table and model.
+socket that only its user can open. The worker ends after some idle time, on request, or when the process FEDFM_PARENT
+ends. Workers of several folders, for clients with parts of one table, share the memory of table and model.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
-ENDED = 30.0  # the same after the last round's message, if the host occupies an accelerator, which others may need
+ENDED = 30.0  # idle time after the last round, if the host occupies an accelerator that others may need
 
 
 def main() -> None:
-    """Serve until idle; several folders are served by one forked process each, after everything is loaded."""
+    """Serve until idle. For several folders, load everything first and then fork one process for each."""
     os.umask(0o077)
     watch_parent()
     posts = [post for post in map(_Post.take, map(Path, sys.argv[1:])) if post is not None]
@@ -73,9 +73,9 @@ def main() -> None:
 
 
 def _places(folder: Path, count: int) -> list[str | None]:
-    """The visible GPUs of each worker (None: all) if the model is on an accelerator; else an empty list.
+    """The visible GPUs of each worker (None: all) if the model is on an accelerator, otherwise an empty list.
 
-    A process that has opened an accelerator cannot fork, so each worker is then a separate program.
+    A process that has opened an accelerator cannot fork, so each worker is a separate program then.
     """
     import torch
 
@@ -106,7 +106,7 @@ def _spawn(posts: list[_Post], places: list[str | None]) -> None:
 
 
 def _downloads(folder: Path) -> bool:
-    """Whether this client may load models from a hub: a silo if its file says so; a deployment on loopback always."""
+    """Whether this client may download models: a silo if its file says so; a client on loopback always."""
     try:
         silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
         return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True
@@ -115,7 +115,7 @@ def _downloads(folder: Path) -> bool:
 
 
 class _Post:
-    """A client's lock, which its worker holds, and its socket, which opens before anything is loaded."""
+    """A client's lock and socket. Its worker has the lock, and the socket opens before anything is loaded."""
 
     def __init__(self, folder: Path, lock: TextIO) -> None:
         self.folder, self._lock, self._listener = folder, lock, _listen(folder)
@@ -123,7 +123,7 @@ class _Post:
     @classmethod
     def take(cls, folder: Path) -> _Post | None:
         """Take the lock; None if another process has it."""
-        lock = open(folder / "worker.lock", "a+")  # noqa: SIM115 - open as long as it is held
+        lock = open(folder / "worker.lock", "a+")  # noqa: SIM115 - the lock lasts as long as the file is open
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -132,7 +132,7 @@ class _Post:
         return cls(folder, lock)
 
     def leave(self) -> None:
-        """Close lock and socket in this process; another process's copies stay open."""
+        """Close lock and socket in this process; the copies of other processes stay open."""
         self._lock.close()
         self._listener.close()
 
@@ -148,7 +148,7 @@ class _Post:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """A listening socket: early connections wait until the host is loaded."""
+    """A listening socket. It queues connections until the host is loaded."""
     path = client_stub.address(folder)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

@@ -1,8 +1,8 @@
 """The deployment engine: SuperLink and SuperNodes over TLS with node authentication.
 
-Without ``run.superlink`` this process starts SuperLink and SuperNodes on loopback, with new keys, and ends them with
-the run. With it, the run is submitted to an existing SuperLink. In both cases Flower starts the ServerApp, which writes
-the run directory, and this process watches that directory.
+Without ``run.superlink`` this process starts SuperLink and SuperNodes on loopback, with new keys, and ends them after
+the run. With ``run.superlink`` the run is submitted to an existing SuperLink. In both cases Flower starts the
+ServerApp, which writes the run directory, and this process watches that directory.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 _POLL = 0.1
 _PATIENCE = 120.0  # seconds for the SuperLink of this machine's kit to start
-_AWAY = 3600.0  # seconds that the connection to the SuperLink may be down during a run
-_TRIES = 3  # submissions of a run without a completed round
+_AWAY = 3600.0  # longest time in seconds that the connection to the SuperLink may be down in a run
+_TRIES = 3  # submissions of a run in which no round completes
 _LOOK = 5.0  # seconds between two checks for missing silos
 
 
 def start(
     run: Run, stop: Callable[[], bool], progress: Progress, silos: Mapping[str, Path] | None = None
 ) -> dict[str, Any]:
-    """Run to the end on the SuperLink that the experiment names, or on a new one.
+    """Run to the end, on the SuperLink that the experiment names or on a new one.
 
     Args:
         silos: names and files of the silos at a new SuperLink; None: the experiment's clients.
@@ -100,11 +100,11 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
 
 
 class _Lost(Exception):
-    """The SuperLink has ended the run, which neither completed nor failed."""
+    """The SuperLink ended the run although it neither completed nor failed."""
 
 
 def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait until the kit's silos are connected, up to the time limit: without some of them the run has other bits."""
+    """Wait, up to the time limit, until all silos of the kit are connected: a run without some has other results."""
     deadline, missing = time.monotonic() + wait, Missing(progress.notice)
     while time.monotonic() < deadline:
         with contextlib.suppress(RunError):
@@ -116,7 +116,7 @@ def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: P
 
 
 def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait for a SuperLink that starts.
+    """Wait until a SuperLink that is starting answers.
 
     Raises:
         RunError: it does not answer in time.
@@ -151,7 +151,7 @@ def _submit(run: Run, folder: Path, control: Control, *, loopback: bool = False)
 
 
 def key_of(run: Run) -> str:
-    """Name of the run's folder at the clients: stable for resumes, unique for each run."""
+    """Name of the run's folder at the clients. It is unique to the run and stays the same when the run is resumed."""
     digest = hashlib.sha256(f"{run.path.resolve()}\n{run.manifest['created']}".encode()).hexdigest()
     return f"{run.experiment.name}-{digest[:12]}"
 
@@ -160,7 +160,7 @@ def key_of(run: Run) -> str:
 
 
 class _Watch:
-    """Watches the run directory that a ServerApp writes, until it has a result."""
+    """Watches the run directory until the ServerApp has written a result."""
 
     def __init__(
         self, run: Run, control: Control, fleet: Fleet | None, stop: Callable[[], bool], progress: Progress
@@ -178,14 +178,14 @@ class _Watch:
 
     @property
     def last_complete_round(self) -> int:
-        """The last complete round, as far as known; -1: none."""
+        """The last complete round that this process has seen; -1: none."""
         return max(self._reported, default=-1)
 
     def follow(self, run_id: int) -> dict[str, Any]:
-        """Wait for the result line.
+        """Wait for the run's result and return it.
 
         Raises:
-            _Lost: the SuperLink ended the run while it or the ServerApp was away.
+            _Lost: the SuperLink ended the run while the SuperLink or the ServerApp was away.
             InputError: the ServerApp refused the experiment.
             RunError: the run failed, or a process that it needs ended.
             Interrupted: the user stopped the run.
@@ -213,7 +213,7 @@ class _Watch:
         return self._read[1]
 
     def _tell(self) -> None:
-        """Report changes of the run directory to the progress."""
+        """Report changes in the run directory to the progress object."""
         log = self._run.path / "metrics.jsonl"
         size = log.stat().st_size if log.exists() else 0
         lines, self._size = self._run.metrics() if size != self._size else [], size
@@ -241,7 +241,7 @@ class _Watch:
         if gone or time.monotonic() - self._asked > 2.0:
             status, details = self._status(run_id)
             if gone or status == "finished":
-                time.sleep(0.5)  # its last writes become visible
+                time.sleep(0.5)  # until the last writes become visible
                 self._outcome(run_id)
                 if Run.open(self._run.path).manifest["result"] is None:
                     if self._fleet is None and self._served and not details.startswith("stopped"):
@@ -249,10 +249,10 @@ class _Watch:
                     raise RunError(self._ending(gone, details))
 
     def _status(self, run_id: int) -> tuple[str, str]:
-        """The run's status at the SuperLink; ("", "") while the connection is down, up to a limit.
+        """The run's status at the SuperLink; ("", "") while the connection is down, for at most a fixed time.
 
-        On a busy machine a request may fail because the SuperLink closes the connection, so one failure means nothing.
-        :meth:`Fleet.check` notices if a SuperLink that this process started has ended.
+        On a busy machine the SuperLink may close a connection, so a single failed request means nothing.
+        :meth:`Fleet.check` detects the end of a SuperLink that this process started.
         """
         self._asked = time.monotonic()
         try:
@@ -270,7 +270,7 @@ class _Watch:
         return status
 
     def _tell_missing(self) -> None:
-        """Report which awaited silos are not connected."""
+        """Report which silos the run waits for."""
         try:
             waiting = json.loads((self._run.path / server_app.WAITING).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -287,13 +287,14 @@ class _Watch:
     def _ending(self, gone: bool, details: str) -> str:
         if not gone and not self._served and self._fleet is None:
             return (
-                f"the run ended ({details}) and the ServerApp has not written {self._run.path}: it must share this "
-                "folder with the machine that the run was submitted from, and have this fedfm installed"
+                f"the run ended ({details}) but the ServerApp has not written {self._run.path}; the ServerApp must "
+                f"share this "
+                "folder with the machine that submitted the run, and have this version of fedfm installed"
             )
         return f"the ServerApp's process ended before the run did ({details or 'killed'})"
 
     def _outcome(self, run_id: int) -> None:
         path = self._run.path / server_app.OUTCOME
         outcome = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if outcome.get("run") == run_id:  # not that of a former ServerApp
+        if outcome.get("run") == run_id:  # ignore the outcome of a former ServerApp
             raise InputError(outcome["text"]) if outcome["kind"] == "InputError" else RunError(outcome["text"])

@@ -1,6 +1,6 @@
-"""The access gate in front of a SuperLink, since Flower serves silos and operator on one port without accounts.
+"""The access gate in front of a SuperLink. Flower serves silos and operator on one port, without accounts.
 
-It checks the same path as Flower's own router, so that the two cannot disagree.
+The gate checks the same path as Flower's own router, so both always agree on where a request goes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ App = Callable[[Mapping[str, Any], Any, Callable[[Mapping[str, Any]], Awaitable[
 
 
 class AccessGate:
-    """An ASGI application that controls the access to another one.
+    """An ASGI application that controls access to another ASGI application.
 
-    Everybody can reach Flower's fleet interface, and processes of this machine also its runtime interface. Every other
-    request (to submit or stop runs, to register or list nodes) needs ``Authorization: Bearer SECRET``.
+    Anyone can reach Flower's fleet interface. Processes of this machine can also reach its runtime interface. Every
+    other request (to submit or stop runs, to register or list nodes) needs ``Authorization: Bearer SECRET``.
 
     Args:
         app: the SuperLink's application.
@@ -40,14 +40,14 @@ class AccessGate:
     async def __call__(
         self, scope: Mapping[str, Any], receive: Any, send: Callable[[Mapping[str, Any]], Awaitable[None]]
     ) -> None:
-        """Forward a request or refuse it."""
+        """Forward a request or refuse it with a status."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and self._admits(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(REFUSED)).encode())]
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": REFUSED})
-        else:  # Flower has no other protocol
+        else:  # Flower uses no other protocol
             await send({"type": "websocket.close", "code": 1008})
 
     def _admits(self, scope: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""A kit's ``kit.json``, and the silos that the server's kit admits."""
+"""Read a kit's ``kit.json``, and list the silos that the server's kit admits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Kit:
     Attributes:
         name: the silo's name, or "server".
         server: host:port at which silos reach the server.
-        port: port of this kit's own process, which is the SuperLink, or the SuperNode on loopback.
+        port: port of this kit's own process: of the SuperLink, or on loopback of the SuperNode.
         loopback: whether the complete federation is on one machine.
-        proxy: whether the server's process only listens on loopback, behind a proxy.
+        proxy: whether the server's process listens only on loopback, behind a proxy.
         folder: the kit's folder.
     """
 
@@ -37,28 +37,28 @@ class Kit:
 
     @property
     def serves(self) -> bool:
-        """Whether it is the server's kit."""
+        """Whether this is the server's kit."""
         return self.name == SERVER
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files that a complete kit has; only their owner can read keys and secrets."""
+        """Names of the files of a complete kit. Only their owner can read those with keys or secrets."""
         of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
         return of_server if self.serves else ("ca.crt", "node.key")
 
     @property
     def listens(self) -> str:
-        """The address at which the SuperLink listens."""
+        """The address on which the SuperLink listens."""
         host = self.server.rpartition(":")[0].strip("[]")
         if self.proxy:
             return "127.0.0.1"
         if self.loopback:
             return host if ":" in host or host.startswith("127.") else "127.0.0.1"
-        return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - silos are on other machines; the gate keeps others out
+        return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - silos are on other machines, and the gate refuses others
 
     @property
     def local(self) -> str:
-        """host:port at which processes on the server's machine reach the SuperLink."""
+        """The host:port at which processes on the server's machine reach the SuperLink."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listens, self.listens)  # noqa: S104 - the same
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -67,13 +67,13 @@ def load(folder: Path) -> Kit:
     """Read a kit.
 
     Raises:
-        InputError: the folder has none, or another release wrote it.
+        InputError: the folder has no kit, or another release wrote it.
     """
     path = folder / FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{folder}: no kit here ({FILE} is missing); `fedfm provision` makes kits") from None
+        raise InputError(f"{folder}: there is no kit ({FILE} is missing); `fedfm provision` makes kits") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}

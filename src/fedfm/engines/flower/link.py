@@ -33,9 +33,9 @@ from fedfm.privacy.exposure import HELLO
 
 POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid
-_RESTART = 60.0  # seconds for the restart of a process that ended
-_SETTLE = 10.0  # seconds without a new node after which the run begins with the connected nodes
-_PAUSED = 10.0  # seconds of a call of the Grid after which its time does not count as a client's
+_RESTART = 60.0  # seconds that a process may take to restart after it has ended
+_SETTLE = 10.0  # the run begins with the connected nodes if no new node has connected for this many seconds
+_PAUSED = 10.0  # a call of the Grid that takes longer, in seconds, does not count towards a client's time
 
 
 class FlowerLink:
@@ -43,28 +43,28 @@ class FlowerLink:
 
     Args:
         timeout: seconds that one client may take.
-        gather: seconds for the nodes to connect; None: as ``timeout``.
-        expected: names of the expected clients; silos with their own rows have other names.
-        identity: fingerprint of the server's model; a client with another model is left out.
+        gather: seconds to wait until the nodes are connected; None: the value of ``timeout``.
+        expected: names of the expected clients; if silos have their own rows, other names may come, too.
+        identity: fingerprint of the server's model; a client with another model does not take part.
         most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
-        spare: whether the Grid is a SuperLink's: then cached parameters cross as their hash, and nodes have names.
+        spare: whether the Grid is a SuperLink's. Then cached parameters are sent as their hash, and nodes have names.
         greeting: payload of the hello message to every client.
         slots: number of clients that run at the same time (0: all); the time limit grows with the queue.
-        returns: whether nodes may reconnect within the time limit; they then get the request again.
+        returns: whether a node may reconnect within the time limit; it then gets the request again.
         answered: replies of an incomplete round; their requests are not repeated.
-        waits: called at intervals with the nodes that have a request, by name, and with the names of missing clients.
-        min_clients: smallest number of clients for a run.
-        known: clients that took part before a stop: the run continues when they are connected, or after ``gather``.
+        waits: called at intervals with the nodes that have an open request, by client, and with the missing clients.
+        min_clients: smallest number of clients with which a run begins.
+        known: clients that took part before a stop. The run continues once they are connected, or after ``gather``.
         stop: called while waiting; True raises :class:`Interrupted`.
-        progress: called for every client that finishes.
+        progress: called for every client that has finished.
         notice: called for every node that does not take part.
 
     Attributes:
-        hellos: the transcript's entries of the hello messages.
-        kept: whether clients cache their replies to training requests, under the names of the requests.
+        hellos: the transcript's entries for hello messages.
+        kept: whether clients cache their replies to training requests, each under its request's hash.
 
     Raises:
-        RunError: fewer than ``min_clients`` can take part in time.
+        RunError: fewer than ``min_clients`` can take part within the time limit.
     """
 
     kept = False
@@ -99,23 +99,23 @@ class FlowerLink:
         self._presence, self._returns, self._registry = Presence(grid, returns), returns, Registry(grid, spare)
         self._probes = Probes()
         self._answered, self._waits = answered, waits
-        self._cached: dict[int, frozenset[str]] = {}  # by node: hashes of its cached parameters
+        self._cached: dict[int, frozenset[str]] = {}  # for each node, the hashes of its cached parameters
         self._members = Members(self._registry, expected=expected, identity=identity, known=known, notice=notice)
         self._greeted: set[int] = set()
-        self._resend: list[tuple[int, Request]] = []  # to send again, with all parameters
-        self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
+        self._resend: list[tuple[int, Request]] = []  # requests to send again, with all parameters
+        self._late: set[str] = set()  # messages that timed out; late replies to them are pulled and dropped
         self.hellos: list[Crossing] = []
         self._crossed: Callable[[Crossing], None] = lambda crossing: None
         self._gather(min_clients)
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Sorted names of expected clients, connected clients, and clients from before a stop."""
+        """Sorted names of the expected clients, the connected clients, and those that took part before a stop."""
         return self._members.clients
 
     @property
     def own_data(self) -> bool:
-        """Whether the silos have their own rows and not a part of the server's table."""
+        """Whether the silos have their own rows, rather than parts of the server's table."""
         return self._members.own_data
 
     @property
@@ -130,7 +130,7 @@ class FlowerLink:
         self._crossed = add
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; yield replies as clients finish. A client that is absent or late gets a fault."""
+        """Deliver requests; yield replies as clients finish. A client that is absent or late gets a fault."""
         if self._stop():
             raise Interrupted
         sent, known = self._assign_nodes(requests)
@@ -142,7 +142,10 @@ class FlowerLink:
             yield reply
 
     def _assign_nodes(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
-        """(requests with their nodes, stored replies and faults for clients that cannot be asked)."""
+        """Find each request's node. Returns (node, request) pairs, and replies that are already known.
+
+        The latter are stored replies, and faults for clients that cannot be asked.
+        """
         if any(r.client not in self._members.nodes and r.client not in self._members.barred for r in requests):
             self._greet()
         online = self._presence.online()
@@ -161,14 +164,14 @@ class FlowerLink:
         return sent, known
 
     def _answers(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
-        """Deliver; repeat a request if the client lost its parameters or its process died."""
+        """Deliver requests; repeat a request if the client lost its cached parameters or its process died."""
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, process_died)
         if self._resend:
             complete, self._resend = self._resend, []
             yield from self._deliver(complete, ended, process_died)
         begun = time.monotonic()
-        while ended:  # ask again until the process that replaces an ended one is ready
+        while ended:  # repeat the request until the process that replaces an ended one is ready
             retried, ended = ended, []
             patient = time.monotonic() - begun < _RESTART
             yield from self._deliver(retried, ended if patient else None, restarting)
@@ -186,7 +189,9 @@ class FlowerLink:
         ended: list[tuple[int, Request]] | None = None,
         again: Callable[[Any], bool] = process_died,
     ) -> Iterator[Reply]:
-        """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
+        """Send requests and collect replies. A request whose error satisfies ``again`` joins ``ended`` and gets no
+        fault.
+        """
         waiting: dict[str, InFlight] = {}
         patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
         yield from self._push(sent, waiting, patience)
@@ -195,7 +200,7 @@ class FlowerLink:
     def _push(
         self, sent: Sequence[tuple[int, Request]], waiting: dict[str, InFlight], patience: float
     ) -> Iterator[Reply]:
-        """Send requests, and enter those in flight into ``waiting``."""
+        """Send requests and add them to ``waiting``; yield a fault for each that the SuperLink rejects."""
         encoded: EncodedPayload | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
@@ -225,13 +230,15 @@ class FlowerLink:
     ) -> Iterator[Reply]:
         pause = POLL[0]
         done: dict[str, InFlight] = {}
-        away: list[InFlight] = []  # lost with their nodes or on the way
+        away: list[InFlight] = []  # requests lost on the way or with their nodes
         asked = {one.request.client: one.node for one in waiting.values()}
         while waiting or away:
             begun = time.monotonic()
             suspects, names = self._probes.suspects, [*waiting, *self._late, *self._probes.names]
             came = list(self._grid.pull_messages(names)) if names else []
-            if (took := time.monotonic() - begun) > _PAUSED:  # the SuperLink was away
+            if (
+                took := time.monotonic() - begun
+            ) > _PAUSED:  # the SuperLink did not respond, so clients get this time in addition
                 deadline += took
             for message in came:
                 name = message.metadata.reply_to_message_id
@@ -239,7 +246,7 @@ class FlowerLink:
                 known = waiting.get(name) or done.get(name)
                 self._take_probe_reply(message)
                 if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
-                    continue  # an unknown reply, or one from another node
+                    continue  # an unknown message, or a reply from another node
                 if self._returns and name in waiting and message.has_error() and message_lost(message.error):
                     away.append(waiting.pop(name))
                     continue
@@ -279,9 +286,10 @@ class FlowerLink:
     def _take_lost(
         self, waiting: dict[str, InFlight], away: list[InFlight], suspects: Collection[str]
     ) -> list[tuple[int, Request]]:
-        """Remove and return requests to send again: they are lost, or their node has reconnected without them.
+        """Remove and return the requests to send again: lost ones, and those of nodes that have reconnected without
+        them.
 
-        The client's memory is versioned by (round, call), so a second answer equals the first.
+        A client's memory is versioned by (round, call), so a second answer equals the first.
         """
         found = [waiting.pop(name) for name in self._confirm_lost(waiting, suspects)]
         if (online := self._presence.look()) is not None:
@@ -293,10 +301,12 @@ class FlowerLink:
         return [one[:2] for one in found]
 
     def _confirm_lost(self, waiting: Mapping[str, InFlight], suspects: Collection[str]) -> list[str]:
-        """The suspects without a reply in the last pull; the operator gets a notice."""
+        """Those of ``suspects`` to which the last pull brought no reply; the operator gets a notice for each."""
         found = [name for name in waiting if name in suspects]
         for name in found:
-            self._notice(f"{waiting[name].request.client} is asked again: a message or its answer was lost on the way")
+            self._notice(
+                f"{waiting[name].request.client} gets its request again, since the request or the reply was lost"
+            )
         return found
 
     def _probe(self, waiting: Mapping[str, InFlight]) -> None:
@@ -304,11 +314,11 @@ class FlowerLink:
         hellos: dict[str, InFlight] = {}
         due = self._probes.due(waiting, self._presence.last_online)
         for _ in self._push([self._hello(node) for node in due], hellos, self._timeout):
-            pass  # the SuperLink rejected it; a later probe follows
+            pass  # if the SuperLink rejects a probe, a later one follows
         self._probes.enter(hellos)
 
     def _take_probe_reply(self, message: Message) -> None:
-        """Process the reply to a probe, if the message is one."""
+        """Process the message if it is the reply to a probe; otherwise do nothing."""
         if (hello := self._probes.take_reply(message)) is not None:
             clients = [client for client, node in self._members.nodes.items() if node == hello.node]
             self._enter_hello(clients[0] if clients else hello.request.client, reply_of(message, hello, self._most)[0])
@@ -316,7 +326,9 @@ class FlowerLink:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait for the expected nodes, or for enough nodes and a pause without new ones; then for the known clients."""
+        """Wait for the expected nodes, or for enough nodes and a pause without new ones; then for the clients before a
+        stop.
+        """
         begun = changed = time.monotonic()
         count = -1
         while True:
@@ -348,7 +360,7 @@ class FlowerLink:
             self._notice(f"no node connected for {', '.join(missing)}")
 
     def _greet(self) -> None:
-        """Send hello to the nodes that have not received it."""
+        """Send a hello to each node that has not received one."""
         new = self._registry.identify(node for node in self._presence.online() if node not in self._greeted)
         if not new:
             return
@@ -359,7 +371,7 @@ class FlowerLink:
         return node, Request(f"node {node}", HELLO, self._greeting, 0, 0)
 
     def _meet(self, replies: Iterable[Reply]) -> None:
-        """Process replies to hellos."""
+        """Admit clients from their replies to hellos."""
         for name, reply in self._members.admit(replies):
             self._enter_hello(name, reply)
 

@@ -1,4 +1,4 @@
-"""A deployment on loopback: a SuperLink, a SuperNode per client, their executors, and the clients' warm workers."""
+"""A deployment on loopback: a SuperLink, a SuperNode for each client, their executors, and the clients' workers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,31 @@ from fedfm.errors import RunError
 
 _START = 120.0  # seconds that SuperLink and SuperNodes may take to start
 _POLL = 0.1
-PROGRAMS = (sys.executable, "-m", "fedfm.engines.flower.private_programs")  # fedfm's starters of Flower's programs
+PROGRAMS = (
+    sys.executable,
+    "-m",
+    "fedfm.engines.flower.private_programs",
+)  # starts Flower's programs, as changed by fedfm
 
 
 class Fleet:
-    """The processes of a deployment on loopback, and the operator's connection to the SuperLink (host:port)."""
+    """The processes of a deployment on loopback, the operator's connection to the SuperLink, and the latter's
+    host:port.
+    """
 
     def __init__(self, children: Children, control: Control, address: str) -> None:
         self.children, self.control, self.address = children, control, address
 
     def check(self, notice: Callable[[str], None]) -> None:
-        """Report processes that ended: the run continues without a SuperNode, but not without the SuperLink.
+        """Report processes that have ended. The run continues without a SuperNode, but not without the SuperLink.
 
         Raises:
             RunError: the SuperLink or its executor ended.
         """
         for name, how in self.children.reap():
             if name in ("superlink", "superexec"):
-                raise RunError(f"{name} ended with {how}:\n{self.children.tail(name)}")
-            notice(f"{name} ended with {how}")
+                raise RunError(f"{name} ended ({how}):\n{self.children.tail(name)}")
+            notice(f"{name} ended ({how})")
 
 
 @contextlib.contextmanager
@@ -50,13 +56,13 @@ def loopback(
     stop: Callable[[], bool],
     silos: Mapping[str, Path] | None = None,
 ) -> Iterator[Fleet]:
-    """Context manager: SuperLink and executor, and for each client a SuperNode, an executor and a warm worker.
+    """Context manager: SuperLink and executor, and for each client a SuperNode, an executor and a running worker.
 
     Args:
-        folder: contains keys, logs and the clients' folders.
+        folder: for keys, logs and the clients' folders.
         config: the run's configuration that the clients receive.
         stop: called while waiting; True raises :class:`Interrupted`.
-        silos: further nodes, each with a silo's own file.
+        silos: file of each further node, which is a silo with its own rows.
 
     Raises:
         RunError: a process did not start; the message has the last lines of its log.
@@ -117,10 +123,12 @@ def loopback(
 
 
 def _node(children: Children, folder: Path, client: str, address: str, config: str, port: int) -> None:
-    """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
+    """Start a SuperNode and its ClientApp's executor. They share a secret, so that no other process gets messages."""
     name = safe_name(client)
     home = str((folder / "home" / name).resolve())
-    secret = loopback_keys.write_secret(folder / f"node-{name}.secret")  # a client's name may be "operator"
+    secret = loopback_keys.write_secret(
+        folder / f"node-{name}.secret"
+    )  # "node-" comes first, since a client's name may be "operator"
     children.start(
         f"node-{name}",
         [
@@ -144,19 +152,19 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
 
 
 def _workers(config: Mapping[str, str], children: Children, sites: Path, clients: Sequence[str]) -> None:
-    """Start the clients' warm workers, which load data and model while SuperLink and SuperNodes start."""
+    """Start the clients' workers now, so that they load data and model while SuperLink and SuperNodes start."""
     places: list[Path] = []
     for client in clients:
         node = {"client": client, "site": str(sites.resolve())}
         places.append(client_stub.folder_of(config, node, 0))
-        (places[-1] / "site.json").unlink(missing_ok=True)  # a resumed run does not trust it, and writes it again
+        (places[-1] / "site.json").unlink(missing_ok=True)  # a resumed run writes the file again instead of trusting it
         client_stub.prepare(places[-1], config, node)
     if places:
         children.start("workers", [sys.executable, "-m", "fedfm.engines.flower.client_worker", *map(str, places)])
 
 
 def end_workers(sites: Path) -> None:
-    """End workers that a ClientApp started after ours had ended, and remove all sockets."""
+    """End workers that a ClientApp started after this process had ended its own ones; remove all sockets."""
     for lock in sites.glob("*/*/worker.lock"):
         if client_stub.running(lock.parent):
             with contextlib.suppress(ValueError, ProcessLookupError):
@@ -166,7 +174,7 @@ def end_workers(sites: Path) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Environment of every process: its own home, no telemetry, the programs of this Python first."""
+    """Environment of every process: its own home folder, no telemetry, and this Python's programs first on the path."""
     return {
         **os.environ,
         **QUICK_EXECUTOR,
@@ -193,16 +201,18 @@ def _needs(*programs: str) -> None:
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """A port on loopback that no other program is given before a server of ours listens there.
+    """Reserve a port on loopback, so that no other program gets it before one of our servers listens on it.
 
-    A socket is bound to the port, but does not listen. On Linux a server can still listen there, if both sockets allow
-    it (SO_REUSEADDR). On other systems the port is only free when it is found, and another program may take it first.
+    A socket is bound to the port but does not listen. On Linux a server can still listen on the port if both sockets
+    set SO_REUSEADDR. Elsewhere the port is only known to be free now, and another program may take it first.
     """
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = int(holder.getsockname()[1])
         if sys.platform == "linux":
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which shares with nobody
+            holder.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # set after the bind, so that the bind itself shares no port
         else:
             holder.close()
         yield port
@@ -215,11 +225,11 @@ def _listens(port: int) -> bool:
 
 
 def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], bool], what: str) -> None:
-    """Wait until ``ready()``. If a process ends before, raise an error with the last lines of its log."""
+    """Wait until ``ready()`` is true. If a process ends first, raise an error with the last lines of its log."""
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.reap():
-            if name != "workers":  # the client's answer to the hello says why a worker ended
+            if name != "workers":  # why workers ended is in the client's answer to the hello
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():
             raise Interrupted

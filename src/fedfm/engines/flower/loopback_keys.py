@@ -1,4 +1,4 @@
-"""New keys for one deployment on loopback: the SuperLink's certificate, and a key pair for every node."""
+"""Make the keys of one deployment on loopback: the SuperLink's certificate, and a key pair for every node."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import secrets
 from pathlib import Path
 
-DAYS = 30  # validity of a certificate; a longer run gets a new one when it is resumed
+DAYS = 30  # a certificate's validity in days; a resumed run gets a new certificate
 
 
 def write_private(path: Path, data: bytes) -> Path:
-    """Write a file that only its owner can read at any time."""
+    """Write a file that only its owner can ever read, also while it is written."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(data)
@@ -55,5 +55,5 @@ def write_node_key(path: Path) -> bytes:
 
 
 def write_secret(path: Path) -> Path:
-    """Write a secret for two of our own processes."""
+    """Write a secret that two of our own processes share."""
     return write_private(path, secrets.token_hex(32).encode())

@@ -1,4 +1,4 @@
-"""Who takes part in a run: the nodes that have answered a hello as one of its clients, and why others do not."""
+"""The members of a run: nodes that answered a hello as one of its clients. Others are listed with the reason."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedfm.errors import E_CLIENT, ClientFault
 
 
 class Members:
-    """Clients by name, with their nodes.
+    """The clients of a run by name, with their nodes.
 
     Args:
         registry: names under which the nodes' keys are registered.
-        expected: names of the expected clients; silos with their own rows have other names.
-        identity: fingerprint of the server's model; a client with another model is left out.
+        expected: names of the expected clients; if silos have their own rows, other names may come, too.
+        identity: fingerprint of the server's model; a client with another model does not take part.
         known: clients that took part before a stop.
         notice: called for every node that does not take part.
 
     Attributes:
-        nodes: name -> node, for the clients that take part.
-        barred: clients that may not take part, with the reason.
-        absent: the clients of ``barred`` and all nodes that are not clients, with the reason.
-        own_data: whether the silos have their own rows and not a part of the server's table.
+        nodes: node of each client that takes part.
+        barred: for each client that may not take part, the reason.
+        absent: the same for ``barred`` and for all nodes that are not clients.
+        own_data: whether the silos have their own rows, rather than parts of the server's table.
     """
 
     def __init__(
@@ -46,27 +46,27 @@ class Members:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Sorted names of expected clients, connected clients, and clients from before a stop."""
+        """Sorted names of the expected clients, the connected clients, and those that took part before a stop."""
         return sorted({*self.nodes, *self.barred, *self._before, *(() if self.own_data else self._expected)})
 
     @property
     def missing(self) -> list[ClientId]:
-        """Clients whose node has not answered a hello."""
+        """Clients whose nodes have not answered a hello."""
         return self._away(self.clients)
 
     @property
     def missing_again(self) -> list[ClientId]:
-        """Clients that took part before a stop, and whose node has not answered a hello since."""
+        """Clients that took part before a stop and have not answered a hello since then."""
         return self._away(self._before)
 
     def _away(self, clients: Collection[ClientId]) -> list[ClientId]:
         return sorted({*clients} - {*self.nodes, *self.barred})
 
     def admit(self, replies: Iterable[Reply]) -> list[tuple[ClientId, Reply]]:
-        """Process replies to hellos; only the first one of a node counts.
+        """Process replies to hellos. Only a node's first reply counts.
 
         Returns:
-            The replies of nodes that gave a name, each with the name under which it is called.
+            The replies of nodes that gave a name, each with the client's name.
         """
         hellos = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
         for reply in replies:
@@ -95,7 +95,7 @@ class Members:
         return introduced
 
     def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
-        """(the name that a node gives or None, reason not to take part or None) from its reply to a hello."""
+        """Read a reply to a hello: the name that the node gives, or None; a fault if it cannot take part, or None."""
         if reply.fault is not None:
             return None, reply.fault
         try:
@@ -104,5 +104,5 @@ class Members:
             return None, fault
 
     def _is_stranger(self, reply: Reply, name: ClientId | None) -> bool:
-        """Whether a node has neither its own rows nor a part of this experiment's rows."""
+        """Whether a node has no rows of this experiment, neither its own nor a part of the server's table."""
         return not reply.value.get("own_data") and bool(self._expected) and name not in self._expected

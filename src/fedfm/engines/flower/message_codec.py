@@ -15,12 +15,15 @@ from fedfm.errors import E_FORMAT, ClientFault
 
 
 def fault_reply(request: Request, fault: ClientFault) -> Reply:
-    """A fault in place of a reply."""
+    """A reply that reports a fault for this request."""
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
 
 def reply_of(message: Message, sent: InFlight, most: int | None) -> tuple[Reply, frozenset[str]]:
-    """(a Flower message as a Reply, hashes that its client has cached); an invalid message becomes a fault."""
+    """Convert a Flower message to a Reply, and list the hashes that its client has cached.
+
+    An invalid message becomes a fault.
+    """
     request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
     try:
@@ -43,18 +46,18 @@ class InFlight(NamedTuple):
 
     node: int
     request: Request
-    nbytes: int  # with all its parameters
-    spared: int  # bytes of these that the cache saves
-    since: str = ""  # connection time of its node, in the SuperLink's form
-    name: str = ""  # under which its client caches the reply, if replies are cached
+    nbytes: int  # bytes of the message with all its parameters
+    spared: int  # how many of these bytes the client's cache saves
+    since: str = ""  # when its node connected, as the SuperLink gives it
+    name: str = ""  # name under which its client caches the reply, if replies are cached
 
 
 class EncodedPayload:
-    """A payload in its encoded forms: complete, and without parameters that the receiver has cached.
+    """Encodes a payload once in full, and once for each set of parameters that receivers have cached.
 
     Args:
-        spare: whether some client has cached parameters.
-        kept: whether clients cache their replies, by name.
+        spare: whether any client has cached parameters.
+        kept: whether clients cache their replies under the requests' names.
     """
 
     def __init__(self, request: Request, spare: bool, kept: bool = False) -> None:
@@ -64,7 +67,7 @@ class EncodedPayload:
         self._forms: dict[frozenset[str], tuple[Any, int, str]] = {}
 
     def without(self, there: frozenset[str]) -> tuple[Any, int, str]:
-        """(record, spared bytes, name) for a client that has these parameters."""
+        """The record, bytes saved and the request's name, for a client that has cached the parameters ``there``."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
             body = parameter_cache.with_references(self.payload, self._known, names) if names else self.payload

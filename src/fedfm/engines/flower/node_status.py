@@ -1,4 +1,4 @@
-"""A SuperLink's view of its nodes, and notices about missing ones."""
+"""The nodes as the SuperLink reports them, and notices about missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_AGAIN = 60.0  # seconds before a notice is repeated; the pause doubles each time
+_AGAIN = 60.0  # seconds until a notice is repeated; they double each time
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class NodeStatus:
         id: Flower's id.
         name: the registered name; "" if there is none.
         public_key: PEM.
-        online: whether its last sign of life is recent.
-        seen: when it went offline (at most a minute after its last sign of life); None: it never connected.
+        online: whether the SuperLink has heard from the node recently.
+        seen: when the node went offline, to within a minute; None: it never connected.
     """
 
     id: int
@@ -30,7 +30,7 @@ class NodeStatus:
 
 
 def waiting(nodes: Sequence[NodeStatus], now: datetime.datetime) -> str:
-    """The missing silos, in words; "" if all are connected.
+    """A text that names the missing silos; "" if all are connected.
 
     Example:
         >>> now = datetime.datetime(2026, 1, 1, 12, 4, tzinfo=datetime.UTC)
@@ -49,10 +49,10 @@ def waiting(nodes: Sequence[NodeStatus], now: datetime.datetime) -> str:
 
 
 class Missing:
-    """Reports missing silos: at once if they change, else every few minutes.
+    """Reports missing silos: at once when the list changes, and otherwise every few minutes.
 
     Args:
-        notice: called with a line for people.
+        notice: called with a line for the operator.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -69,7 +69,7 @@ class Missing:
         """Report missing silos; returns whether there are any.
 
         Args:
-            left_out: the round does not wait any more; the missing silos are left out of it.
+            left_out: whether the round no longer waits for the missing silos and goes on without them.
         """
         missing, now = sorted(node.id for node in nodes if not node.online), time.monotonic()
         if missing != self._names:
@@ -94,5 +94,5 @@ def _ago(seen: datetime.datetime | None, now: datetime.datetime) -> str:
 
 
 def moment(seconds: float) -> datetime.datetime | None:
-    """A moment from seconds since 1970; None for 0."""
+    """The time at this number of seconds since 1970; None for 0."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC) if seconds else None

@@ -1,6 +1,6 @@
-"""A folder for ``FLWR_HOME``, so that Flower's command ``flwr`` sends the operator's secret to a kit's SuperLink.
+"""A folder for ``FLWR_HOME``, with which Flower's command ``flwr`` sends the operator's secret to a kit's SuperLink.
 
-``flwr`` sends the credential that its file has for an address. Flower intends it for account tokens.
+``flwr`` sends the credential that its credentials file has for an address. Flower made this file for account tokens.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from fedfm.engines.flower.loopback_keys import write_private
 
-CONNECTION = "server"  # the SuperLink's name in Flower's commands
-CREDENTIAL = "flower.account-auth.{address}.{part}"  # a key of that file
+CONNECTION = "server"  # name of the SuperLink in commands of ``flwr``
+CREDENTIAL = "flower.account-auth.{address}.{part}"  # a key of the credentials file
 
 
 def write(folder: Path, address: str, authority: Path, secret: Path) -> None:
     """Write the folder, replacing an earlier one.
 
     Args:
-        address: host:port of the SuperLink for processes on its own machine.
-        authority: PEM file of the federation's authority.
+        address: the SuperLink's host:port for processes on its own machine.
+        authority: PEM file of the certificate authority of the federation.
         secret: the file with the operator's secret.
     """
     shutil.rmtree(folder, ignore_errors=True)

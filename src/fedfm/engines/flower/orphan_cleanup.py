@@ -1,7 +1,8 @@
-"""End a simulation's processes if the process that started them is killed; otherwise Ray's would stay for minutes.
+"""End the processes of a simulation if the process that started them is killed; Ray's would otherwise stay for minutes.
 
-``python -m fedfm.engines.flower.orphan_cleanup FOLDER`` ends all processes that have FOLDER in their environment. It
-waits on standard input: a byte means that nothing is left to do, its end means that the starting process was killed.
+``python -m fedfm.engines.flower.orphan_cleanup FOLDER`` ends all processes whose environment contains FOLDER. It first
+waits on standard input. A byte means that nothing is left to end. The end of the input means that the starting process
+was killed.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_PATIENCE = 10.0  # seconds in which a process that has just started appears in the list of processes
+_PATIENCE = 10.0  # a new process appears in the list of processes within this many seconds
 
 
 @contextlib.contextmanager
 def reaping(folder: str) -> Iterator[None]:
-    """Context manager: the folder and processes with ``folder`` in their environment end with this process."""
+    """Context manager: if this process is killed, remove the folder and end the processes that ``folder``
+    identifies.
+    """
     reaper = subprocess.Popen(
         [sys.executable, "-m", "fedfm.engines.flower.orphan_cleanup", folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # signals to our group do not reach it
+        start_new_session=True,  # it must not get the signals that this process group gets
     )
     try:
         yield
@@ -37,17 +40,17 @@ def reaping(folder: str) -> Iterator[None]:
 
 
 def processes_with(text: str) -> list[int]:
-    """Other processes of this user that have the text in their environment."""
+    """Ids of other processes of this user whose environment contains ``text``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it belongs to another user, or has ended
+        with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
             if text.encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
                 found.append(int(entry.parent.name))
     return found
 
 
 def end_all(folder: str) -> None:
-    """End processes with ``folder`` in their environment, and then remove the folder."""
+    """End all processes whose environment contains ``folder``; then remove the folder."""
     deadline = time.monotonic() + _PATIENCE
     while (left := processes_with(folder)) and time.monotonic() < deadline:
         for pid in left:
@@ -58,7 +61,7 @@ def end_all(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait for the end of standard input, then end the processes."""
+    """Wait until standard input ends, then end the processes."""
     folder = sys.argv[1]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

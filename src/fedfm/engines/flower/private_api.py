@@ -1,7 +1,7 @@
-"""All uses of Flower's and Ray's private API, except those of Flower's programs (:mod:`.private_programs`).
+"""All uses of the private API of Flower and Ray, except those in :mod:`.private_programs`.
 
-Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, the check names
-the function in this module.
+Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, this check names
+the function of this module. Torch and Flower are imported only when they are needed.
 The module imports torch and Flower only when they are needed.
 """
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from fedfm.runtime.client import Silos
 
 TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
-SUPERLINK = 1  # node id with which the SuperLink replies for unavailable nodes
-_PUSHES = 5  # attempts to push a message; they all fail only if the SuperLink is killed during each of them
-QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment of executors: seconds, by default 1
+SUPERLINK = 1  # sender's id in the SuperLink's own replies, which it sends for unavailable nodes
+_PUSHES = 5  # attempts to push a message; all fail only if the SuperLink is killed during each
+QUICK_EXECUTOR = {
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"
+}  # environment of executors: seconds between polls, by default 1
 
 
 def round_trip(record: Any) -> Any:
-    """A RecordDict after Flower's network: split into objects, serialised, and rebuilt."""
+    """Pass a RecordDict through what Flower's network does: split into objects, serialise, rebuild."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -39,7 +41,9 @@ def round_trip(record: Any) -> Any:
 
 
 def serialised_nbytes(record: Any) -> int:
-    """Bytes of a RecordDict in Flower's serialisation, counting equal objects once; compare :func:`codec.weigh`."""
+    """Size in bytes of a RecordDict in Flower's serialisation, equal objects counted once; see also
+    :func:`codec.weigh`.
+    """
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
     with no_object_id_recompute():
@@ -47,7 +51,7 @@ def serialised_nbytes(record: Any) -> int:
 
 
 def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
-    """Answer requests as a network engine would: payloads and replies are serialised and rebuilt."""
+    """Answer requests as over a network: payloads and replies are serialised and rebuilt."""
     from fedfm.core.wire import codec
 
     def transfer(request: Request, body: Any) -> Any:
@@ -59,7 +63,7 @@ def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
             return value if isinstance(value, ClientFault) else transfer(request, value)
         except ClientFault as fault:
             return fault
-        except TypeError as error:  # the value cannot travel
+        except TypeError as error:  # the value cannot be serialised
             return ClientFault(E_EXCEPTION, str(error))
 
     delivered = [r._replace(payload=silos.conform(r.handler, transfer(r, r.payload))) for r in requests]
@@ -68,7 +72,7 @@ def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
 
 @contextlib.contextmanager
 def identity(run_id: int = 1) -> Iterator[None]:
-    """Set the identity that Flower's Message needs outside Flower's own processes."""
+    """Context manager: set the identity that Flower's Message needs outside Flower's own processes."""
     from flwr.supercore.task_identity import TaskIdentity
 
     saved = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
@@ -80,23 +84,23 @@ def identity(run_id: int = 1) -> Iterator[None]:
 
 
 def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: float = 0.0) -> None:
-    """Run a ServerApp's main and a ClientApp under Flower's simulation, on a running Ray.
+    """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray that runs already.
 
     Args:
-        gpus: GPUs of each actor; Ray shows it only these.
+        gpus: GPUs per actor; Ray makes only these visible to it.
     """
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     app = ServerApp()
     app.main()(main)
-    # Flower passes these to Ray, which then restarts a dead actor; otherwise all later messages to it would fail.
+    # Flower passes these options to Ray. With them Ray restarts a dead actor; else all later messages to it fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": -1}
     run_simulation(app, client, nodes, backend_config={"client_resources": resources})
 
 
 def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
-    """Start Ray with ``workers`` cores, ``gpus`` GPUs, and its files in ``folder``.
+    """Start Ray with ``workers`` cores and ``gpus`` GPUs; ``folder`` is for its files.
 
     Raises:
         ImportError: Ray is not installed.
@@ -124,7 +128,7 @@ def kill_ray() -> None:
 
 @contextlib.contextmanager
 def quiet(log: Path) -> Iterator[None]:
-    """Write Flower's log to a file instead of the terminal."""
+    """Context manager: write Flower's log to a file instead of the terminal."""
     from flwr.supercore.logger import FLOWER_LOGGER
 
     handlers, propagate = list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.propagate
@@ -148,8 +152,8 @@ def is_simulated(grid: Any) -> bool:
 def push(grid: Any, messages: Sequence[Any]) -> set[str]:
     """Push messages; returns the ids of those that the SuperLink accepted.
 
-    A SuperLink that is killed may have stored a part of a message without confirming it. Afterwards it refuses this
-    part alone, but accepts the complete message. It stores only one message for each id.
+    If the SuperLink is killed, it may have stored a part of a message without confirming it. It then refuses this part
+    alone, but accepts the complete message again. It stores only one message for each id.
     """
     for _ in range(_PUSHES - 1):
         with contextlib.suppress(push_error()):
@@ -159,7 +163,7 @@ def push(grid: Any, messages: Sequence[Any]) -> set[str]:
 
 
 def push_error() -> type[Exception]:
-    """The exception of Flower for a message part that the SuperLink refuses."""
+    """The exception that Flower raises when the SuperLink refuses a part of a message."""
     from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
     error: type[Exception] = ObjectPushError
@@ -174,7 +178,7 @@ def error_codes() -> Any:
 
 
 def client_fault(error: Any) -> ClientFault:
-    """Flower's error reply as a fault: the ClientApp raised, or the node is unavailable."""
+    """Convert Flower's error reply to a fault: either the ClientApp raised, or the node is unavailable."""
     codes, reason = error_codes(), str(error.reason or "")[:400]
     gone = (
         codes.NODE_UNAVAILABLE,
@@ -183,25 +187,25 @@ def client_fault(error: Any) -> ClientFault:
         codes.CLIENT_APP_CRASHED,
     )
     if error.code in gone or "ActorDiedError" in reason or "ActorUnavailableError" in reason:
-        return ClientFault(E_DIED, reason or "the node is gone")
+        return ClientFault(E_DIED, reason or "the node is no longer available")
     return ClientFault(E_EXCEPTION, reason or f"Flower error {error.code}")
 
 
 def process_died(error: Any) -> bool:
-    """Whether a new process may succeed: the process ended, and its node is available."""
+    """Whether the error says that the process ended while its node is available, so that a new process may succeed."""
     reason = str(error.reason or "")
     crashed = error.code == error_codes().CLIENT_APP_CRASHED
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
 def message_lost(error: Any) -> bool:
-    """Whether a message or its reply is lost, on the way or with its node, so that it can be sent again."""
+    """Whether the error says that a message or its reply was lost, so that the message can be sent again."""
     codes = error_codes()
     return error.code in (codes.NODE_UNAVAILABLE, codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE)
 
 
 def restarting(error: Any) -> bool:
-    """Whether Ray is still restarting the actor, which did not get the message."""
+    """Whether the error says that Ray is still restarting the actor, which has not received the message."""
     reason = str(error.reason or "")
     return "ActorUnavailableError" in reason and "restarting" in reason
 
@@ -213,23 +217,23 @@ def build(app: Path) -> bytes:
     return bytes(build_fab_from_disk(app))
 
 
-OPERATOR = "operator.secret"  # file next to an authority's certificate; it gives the operator's rights
+OPERATOR = "operator.secret"  # file in the folder of the authority's certificate; who has it has the operator's rights
 
 
 class _Bearer:
-    """Sends the operator's secret to the SuperLink's gate."""
+    """Adds the operator's secret to requests to the SuperLink's gate."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
 
     def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
-        """Add it to a request."""
+        """Add the secret to a request and pass it on."""
         context.request.headers["Authorization"] = f"Bearer {self._secret}"
         return call_next(context)
 
 
 class NodeView:
-    """A silo's requests to the SuperLink, signed with its node's key.
+    """A silo's own requests to the SuperLink, signed with the key of its node.
 
     Args:
         address: host:port.
@@ -255,7 +259,7 @@ class NodeView:
         )
 
     def over(self, node: int, run: int) -> bool | None:
-        """Whether a run has ended; None if the SuperLink does not say."""
+        """Whether a run has ended; None if the SuperLink does not answer."""
         import httpx
         from flwr.proto.node_pb2 import Node
         from flwr.proto.run_pb2 import GetRunRequest
@@ -273,12 +277,12 @@ class NodeView:
 
 
 class Control:
-    """The operator's connection to a SuperLink, with the requests of ``flwr supernode register``, ``run`` and ``list``.
+    """The operator's connection to a SuperLink, which registers nodes, submits runs and lists both.
 
     Args:
         address: host:port.
         root_certificates: PEM file of the authority that signed the SuperLink's certificate. The operator's secret is
-            ``operator.secret`` in the same folder; a SuperLink without a gate needs none.
+            the file ``operator.secret`` in the same folder. A SuperLink without a gate needs no secret.
 
     A call raises :class:`RunError` if the SuperLink does not answer, and :class:`InputError` if it requires the secret.
     """
@@ -297,21 +301,21 @@ class Control:
         )
 
     def register(self, public_key: bytes, name: str) -> int:
-        """Admit a SuperNode by its public key; returns its id."""
+        """Register a SuperNode's public key, so that the SuperLink admits the node; returns the node's id."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
         with self._reaching():
             return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
 
     def unregister(self, node: int) -> None:
-        """Stop admitting a SuperNode's key."""
+        """Remove a SuperNode's key, so that the SuperLink no longer admits the node."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
         with self._reaching():
             self._client.UnregisterNode(UnregisterNodeRequest(node_id=node))
 
     def online(self) -> set[int]:
-        """Ids of the SuperNodes that are connected."""
+        """Ids of the SuperNodes that are now connected."""
         return {node.id for node in self.nodes() if node.online}
 
     def nodes(self) -> list[NodeStatus]:
@@ -350,7 +354,7 @@ class Control:
         return int(reply.run_id)
 
     def status(self, run_id: int) -> tuple[str, str]:
-        """(status, details) of a run: pending, starting, running or finished."""
+        """State (pending, starting, running or finished) and details of a run."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
         with self._reaching():

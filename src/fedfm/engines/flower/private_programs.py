@@ -1,4 +1,4 @@
-"""fedfm's starters of Flower's programs: a SuperLink with a gate, and SuperNodes that run only fedfm's app.
+"""Start Flower's programs with changes: a SuperLink with a gate, and SuperNodes that run only fedfm's app.
 
 ``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``. As in :mod:`.private_api`,
 each use of Flower's private API has a check in ``tests/engines/test_private_api.py``.
@@ -18,9 +18,10 @@ from fedfm.engines.flower import bundle
 
 
 def superlink() -> None:
-    """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.AccessGate`, whose secret is in the file.
+    """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.AccessGate`, whose secret is in
+    SECRET_FILE.
 
-    The gate protects everything that the program's web server serves. Flower's other protocol, gRPC, stays closed.
+    The gate protects all that the program's web server offers. Flower's other protocol, gRPC, is closed.
     """
     import uvicorn
     from flwr.common.constant import FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API
@@ -41,9 +42,9 @@ def superlink() -> None:
 
 
 def supernode() -> None:
-    """``flower-supernode`` that polls for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
+    """``flower-supernode`` that asks for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
 
-    The interval is a constant in Flower; on other networks use ``flower-supernode`` itself.
+    The interval is a constant in Flower. On other networks use ``flower-supernode`` itself.
     """
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
@@ -55,9 +56,9 @@ def supernode() -> None:
 
 
 def superexec() -> None:
-    """``flower-superexec`` that forks for a message instead of starting a program, whose imports take seconds.
+    """``flower-superexec`` that forks for each message; a new program would spend seconds on imports.
 
-    A fork runs the same code as ``flwr-clientapp``, but no app except fedfm's. Tasks other than a ClientApp's fail.
+    The fork runs the code of ``flwr-clientapp``, but only for fedfm's app. Tasks other than a ClientApp's fail.
     """
     import flwr.clientapp
     import flwr.serverapp
@@ -68,7 +69,7 @@ def superexec() -> None:
 
     def launch(self: Any, spec: Any) -> Any:
         if spec.task_type != TaskType.CLIENT_APP:
-            return LaunchResult.failed("a silo only runs ClientApps")
+            return LaunchResult.failed("a silo runs only ClientApps")
         if os.fork() == 0:
             _clientapp(spec)
         return LaunchResult.accepted()
@@ -79,14 +80,14 @@ def superexec() -> None:
 
 
 def _clientapp(spec: Any) -> NoReturn:
-    """Answer one message in a fork, and end it."""
+    """Answer one message in this fork, then end the fork."""
     from flwr.supercore.exit import exit_handler
     from flwr.supercore.tls import validate_and_resolve_root_certificates
 
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        exit_handler.registered_exit_handlers.clear()  # handlers of the parent process
+        exit_handler.registered_exit_handlers.clear()  # they belong to the parent process
         _own_app_only().run_clientapp(
             runtime_api_address=spec.runtime_api_address,
             token=spec.token,
@@ -104,7 +105,7 @@ def _clientapp(spec: Any) -> NoReturn:
 
 
 def _own_app_only() -> Any:
-    """The module of ``flwr-clientapp``, changed so that it only unpacks fedfm's own bundle."""
+    """The module of ``flwr-clientapp``, changed to unpack no bundle except fedfm's own."""
     program: Any = sys.modules["flwr.supernode.runtime.run_clientapp"]
     unpack = program.install_from_fab
 

@@ -1,4 +1,4 @@
-"""An experiment in the configuration of a Flower app: one key for each single setting, which ``flwr run`` can change.
+"""Experiments as the configuration of a Flower app, with one key for each single setting.
 
 ``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. Settings without a default are not keys;
 ``set = "run.min_clients=3; run.patience=2"`` sets them. Lists and tables stay in the text ``experiment``. Server and
@@ -21,10 +21,10 @@ _NAME = "name"  # the only setting outside tables
 
 
 def split_settings(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
-    """The configuration of an experiment's text.
+    """Split an experiment's text into the configuration of an app.
 
     Args:
-        fixed: settings that stay in the text.
+        fixed: settings that stay in the text, so that they cannot be changed.
     """
     tables = tomllib.loads(experiment)
     single = {key: value for key, value in _single(tables, "") if key not in fixed}
@@ -40,7 +40,7 @@ def split_settings(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
 def _single(table: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if not key.replace("_", "a").isalnum():
-            continue  # a user's name, e.g. a client's
+            continue  # the key is a name that the user chose, e.g. a client's
         if isinstance(value, Mapping):
             yield from _single(value, f"{at}{key}.")
         elif isinstance(value, (bool, int, float, str)) and value != WITHHELD:
@@ -55,10 +55,10 @@ def _at(tables: Mapping[str, Any], key: str) -> Any:
 
 
 def merge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the complete experiment as text.
+    """The configuration, with the complete experiment rebuilt as text.
 
     Raises:
-        InputError: a setting is malformed, or all together are too long.
+        InputError: a setting is malformed, or the text is too long.
     """
     text = config.get(EXPERIMENT)
     single = {key: value for key, value in config.items() if "." in key or key == _NAME}
@@ -74,10 +74,13 @@ def merge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         tables = tomllib.loads(text)
         changes = [parse_override(part) for part in more.split(";") if part.strip()]
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"the run's configuration: experiment: not TOML: {error}") from None
+        raise InputError(f"the run's configuration: experiment is not TOML: {error}") from None
     for key, value in (*single.items(), *changes):
         if _at(tables, key) == WITHHELD:
-            raise InputError(f"{key}: the server keeps it from the clients, which receive the run's configuration")
+            raise InputError(
+                f"{key}: only the server may have this value, but clients receive the run's configuration; set it in "
+                f"the app's experiment"
+            )
         put(tables, key, value)
     others = {key: value for key, value in config.items() if key not in single and key != SET}
     return others | {EXPERIMENT: to_toml(tables)}

@@ -1,7 +1,7 @@
-"""End a silo's workers after their run, because each has a model and rows in memory.
+"""End a silo's workers after their run, since each has a model and rows in memory.
 
-A SuperLink does not notify its nodes when a run ends, so the silo asks it. A busy worker finishes its reply first,
-because the reply may still be used if the run is submitted again. The next message starts a new worker.
+A SuperLink does not tell its nodes when a run ends, so the silo asks. A busy worker first finishes its reply, which is
+still of use if the run is submitted again. The next message starts a new worker.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from fedfm.engines.flower import client_stub
 
-_PAUSE = 10.0  # seconds between two looks
-AWAY = 120.0  # seconds without a server, after which workers end
+_PAUSE = 10.0  # seconds between two checks
+AWAY = 120.0  # workers end if the server was unreachable for this many seconds
 
 
 class RunWatch:
-    """Watches the workers of a silo, in its own thread.
+    """Watches the workers of a silo, in a thread of its own.
 
     Args:
         runs: the folder of all runs at the silo.
-        over: whether a run has ended, by the ids of node and run; None: unknown.
+        over: tells from the ids of node and run whether the run has ended; None: unknown.
         clear: whether the server can be reached.
-        tell: called with a line for each worker that ends.
+        tell: called with a line when a worker ends.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RunWatch:
     ) -> None:
         self._runs, self._over, self._clear, self._tell = runs, over, clear, tell
         self._seen = time.monotonic()
-        self._asked: dict[Path, str] = {}  # workers that were asked to end, and may still be busy
+        self._asked: dict[Path, str] = {}  # workers that were asked to end but may still be busy
         self._end = threading.Event()
 
     def start(self) -> None:
@@ -52,7 +52,7 @@ class RunWatch:
             self.look()
 
     def look(self) -> None:
-        """End workers that are no longer needed."""
+        """Ask workers to end that are no longer needed."""
         now = time.monotonic()
         if self._clear():
             self._seen = now
@@ -69,8 +69,8 @@ class RunWatch:
                 self._tell(f"run {folder.parent.name}: its worker ends, {why}")
 
     def _needless(self, folder: Path, now: float) -> str:
-        """Why a worker is not needed; "" if it may be needed."""
+        """Why a worker is no longer needed; "" if it may be needed."""
         if now - self._seen > AWAY:
-            return f"since the server has been away for {AWAY:g} s"
+            return f"since the server has not been reachable for {AWAY:g} s"
         known = client_stub.flower_run(folder)
         return "since the run has ended" if known and now == self._seen and self._over(*known) else ""

@@ -1,4 +1,4 @@
-"""The server of a run on Flower's Grid: the same in the simulation's thread and in a ServerApp's process."""
+"""The server of a run on Flower's Grid, in the simulation's thread or in a ServerApp's process."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
-OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
-SERVER_ONLY = "server-only"  # file next to the runs: values that clients, and so the bundle, must not have
-WAITING = "private/waiting.json"  # the silos that the ServerApp waits for, for the process that waits for the run
-LOCK = "private/server.lock"  # locked while a ServerApp writes the run; names its process and its run at the SuperLink
+OUTCOME = "private/outcome.json"  # the ServerApp's error, for the process that waits for the run
+# file in the folder of the runs, with values that clients must not get; so the bundle has none of them
+SERVER_ONLY = "server-only"
+WAITING = "private/waiting.json"  # the silos for which the ServerApp waits; the process that submitted the run reads it
+LOCK = "private/server.lock"  # a ServerApp locks it while it writes the run; it names the process and the Flower run
 
 
 class ProgressLines(Progress):
-    """Progress as lines on standard error, which ``flwr run --stream`` shows."""
+    """Reports progress as lines on standard error, which ``flwr run --stream`` shows."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
         self.notice(f"round {done} of {rounds} is done; the run is in {run.path}")
@@ -65,7 +66,7 @@ class ProgressLines(Progress):
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """Write one line without control characters, since a silo chooses its own name."""
+        """Write one line without control characters, which a silo could put into its name."""
         sys.stderr.write(f"fedfm: {visible(text)}\n")
         sys.stderr.flush()
 
@@ -84,10 +85,10 @@ def host(
     """Run from the last commit to the end; returns the result line.
 
     Args:
-        population: rows and model, if they are already read.
+        population: rows and model if they are in memory already.
         slots: number of clients that run at the same time; 0: all.
         returns: whether nodes may reconnect, as on a network.
-        on_end: called at the end, also after an error, with whether clients that timed out may still be running.
+        on_end: called at the end, also after an error; it is told whether clients that timed out may still be running.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
@@ -146,16 +147,16 @@ def host(
 
 
 class _WaitingFile:
-    """A file with the silos that the ServerApp waits for."""
+    """Writes the file that lists the silos for which the ServerApp waits."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._written = path, dict[str, Any]()
-        self._nodes = dict[str, int]()  # nodes of clients that took part before a stop
+        self._nodes = dict[str, int]()  # the nodes of clients that took part before a stop
         with contextlib.suppress(OSError, ValueError):
             self._nodes |= json.loads(path.read_text(encoding="utf-8"))["asked"]
 
     def tell(self, asked: Mapping[str, int], missing: Collection[str]) -> None:
-        """Write the file if its content changes.
+        """Write the file if its content has changed.
 
         Args:
             asked: nodes of the clients that were asked.
@@ -165,14 +166,15 @@ class _WaitingFile:
         record = {"asked": before | dict(asked), "missing": sorted(missing)}
         if record != self._written:
             self._written = record
-            with contextlib.suppress(RunError):  # it is for people only
+            with contextlib.suppress(RunError):  # the file only informs people
                 storage.write_atomic(self._path, json.dumps(record).encode(), 0o600, sync=False)
 
 
 def serve(grid: Grid, context: Context) -> None:
-    """Main of a ServerApp. The run directory is ``out``/``run`` of the run's configuration; an existing run is resumed.
+    """Main function of a ServerApp. ``out``/``run`` of the configuration is the run directory; an existing run is
+    resumed.
 
-    An error is raised for Flower, and written to :data:`OUTCOME` for the process that waits for the run.
+    It raises an error for Flower, and also writes the error to :data:`OUTCOME` for the process that waits for the run.
     """
     child_processes.watch_parent()
     config = context.run_config
@@ -193,7 +195,7 @@ def serve(grid: Grid, context: Context) -> None:
         run = Run.create(replace(experiment, run=spec), path)
     progress = ProgressLines()
     if run.manifest["result"] is not None:
-        progress.notice(f"{run.path} is finished already")
+        progress.notice(f"{run.path} has already finished")
         return
     with only_server(run, context.run_id):
         (run.path / OUTCOME).unlink(missing_ok=True)
@@ -201,9 +203,11 @@ def serve(grid: Grid, context: Context) -> None:
             for notice in missing_files.settle(run):
                 progress.notice(notice)
             host(run, grid, progress=progress, returns=not config.get("loopback", False))
-            progress.notice(f"finished; `fedfm report {run.path}` writes its report")
+            progress.notice(f"the run has finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
-            if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: the waiting process submits the run again
+            if isinstance(
+                error, httpx.HTTPError
+            ):  # the SuperLink is away, and the waiting process submits the run again
                 raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
             worded = isinstance(error, (InputError, RunError))
@@ -215,14 +219,14 @@ def serve(grid: Grid, context: Context) -> None:
 
 @contextlib.contextmanager
 def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]:
-    """Lock the run for this ServerApp; wait for a former one that is ending.
+    """Context manager: lock the run for this ServerApp. If a former ServerApp is still ending, wait for it.
 
     Args:
         run_id: id of Flower's run.
         patience: seconds to wait.
 
     Raises:
-        RunError: another ServerApp does not end.
+        RunError: another ServerApp does not release the lock.
         InputError: a file of the run is a link.
     """
     run.refuse_links()
@@ -243,7 +247,7 @@ def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]
 
 
 def is_served(path: Path, run_id: int) -> bool:
-    """Whether the ServerApp of this Flower run writes the run directory; a former one may still be ending."""
+    """Whether the ServerApp of this Flower run is the one that writes the run directory."""
     try:
         return (path / LOCK).read_text().split()[1:] == [str(run_id)] and child_processes.is_locked(path / LOCK)
     except OSError:

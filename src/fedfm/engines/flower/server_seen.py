@@ -1,4 +1,4 @@
-"""Check the server from a silo's machine: its address, its certificate and its clock, one line each."""
+"""Check the server from a silo's machine: address, certificate and clock, one line each."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fedfm.errors import first_line
 
 # Flower refuses a node whose clock is too many seconds ahead of the server's, or behind it.
 AHEAD, BEHIND = 5.0, 305.0
-_GRAIN = 1.0  # seconds: resolution of the server's reported time
-_WAIT = 5.0  # seconds for the server's answer
-_PAUSES = (2.0, 10.0, 30.0)  # seconds between two checks: at first, at most without a server, at most with one
+_GRAIN = 1.0  # resolution of the server's reported time, in seconds
+_WAIT = 5.0  # seconds to wait for the server's answer
+_PAUSES = (2.0, 10.0, 30.0)  # seconds between two checks: first; longest if there is no server; longest if there is one
 _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
 
 
 @dataclass(frozen=True)
 class Reachability:
-    """Result of a check of the server.
+    """Result of one check of the server.
 
     Attributes:
         problem: why nodes cannot connect, and what would help; "" if they can.
-        passing: whether the problem may disappear by itself, e.g. because the server is not started yet.
+        passing: whether the problem may pass by itself, e.g. because the server has not been started yet.
         ahead: seconds by which this machine's clock is ahead of the server's; None if the server reports no time.
     """
 
@@ -38,7 +38,7 @@ class Reachability:
 
 
 def look(server: str, authority: Path, wait: float = _WAIT) -> Reachability:
-    """Check a server.
+    """Check a server once.
 
     Args:
         server: host:port.
@@ -57,20 +57,20 @@ def look(server: str, authority: Path, wait: float = _WAIT) -> Reachability:
     except ssl.SSLCertVerificationError as error:
         return Reachability(f"{server}: {_certificate(error, host)}")
     except ssl.SSLError as error:
-        return Reachability(
-            f"{server} does not speak TLS as a server of fedfm does: {error.reason or first_line(error)}"
-        )
+        return Reachability(f"{server} does not speak TLS as fedfm's server does: {error.reason or first_line(error)}")
     except socket.gaierror:
-        return Reachability(f"{host}: no such host is known here; the kit's operator wrote this address")
+        return Reachability(f"{host}: this machine knows no such host; the operator chose this address for the kit")
     except ConnectionRefusedError:
-        return Reachability(f"nothing listens at {server}: the server is not started, or a firewall refuses", True)
+        return Reachability(
+            f"nothing listens at {server}: the server has not been started, or a firewall refuses", True
+        )
     except TimeoutError:
-        late = f"{server} does not answer within {wait:g} s: the address is wrong, or a firewall is between"
+        late = f"{server} does not answer within {wait:g} s: the address is wrong, or a firewall blocks it"
         return Reachability(late, True)
     except (OSError, http.client.HTTPException) as error:
         return Reachability(f"{server} does not answer: {first_line(error) or type(error).__name__}", True)
     if answer.status != http.client.OK:
-        return Reachability(f"{server} is not ready, or another web server: it answers with status {answer.status}")
+        return Reachability(f"{server} answers with status {answer.status}")
     moment = answer.getheader("date")
     if moment is None:
         return Reachability()
@@ -86,32 +86,32 @@ def _certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
     if error.verify_code in _NOT_YET:
         return f"the server's certificate is not valid yet; {clock}"
     if error.verify_code in _ENDED:
-        return f"the server's certificate has ended ({clock}): its operator renews it with `fedfm provision --renew`"
+        return f"the server's certificate has expired ({clock}); the operator renews it with `fedfm provision --renew`"
     if error.verify_code in _NAMES:
-        return f"the server's certificate is for other names than {host}: its operator adds it to hosts and renews it"
+        return f"the server's certificate is not for {host}; the operator adds it to hosts and renews"
     if error.verify_code in _SIGNER:
-        return "its certificate is of another federation: this kit's ca.crt has not signed it"
-    return f"the server's certificate does not fit: {error.verify_message}"
+        return "the server's certificate is of another federation; the authority in this kit's ca.crt did not sign it"
+    return f"the server's certificate is invalid: {error.verify_message}"
 
 
 def clock_problem(ahead: float | None) -> str:
-    """The problem with a clock that is ``ahead`` seconds ahead of the server's; "" if there is none."""
+    """What is wrong with a clock that is ``ahead`` seconds ahead of the server's; "" if nothing is."""
     if ahead is None or -BEHIND < ahead < AHEAD + _GRAIN:
         return ""
     way, most = ("ahead of", AHEAD) if ahead > 0 else ("behind", BEHIND)
-    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's, which refuses more than {most:g} s: set it"
+    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's, which accepts at most {most:g} s; set it"
 
 
 class Lookout:
-    """Checks the server repeatedly in its own thread, since a check without an answer takes seconds.
+    """Checks the server repeatedly in a thread of its own, since a check that gets no answer takes seconds.
 
     Args:
-        tell: called with a line whenever the result changes.
+        tell: called with a line when the result changes.
     """
 
     def __init__(self, server: str, authority: Path, tell: Callable[[str], None]) -> None:
         self._server, self._authority, self._tell = server, authority, tell
-        self._problem: str | None = None  # before the first look
+        self._problem: str | None = None  # None before the first check
         self._passing = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -119,12 +119,12 @@ class Lookout:
 
     @property
     def clear(self) -> bool:
-        """Whether a node could connect at the last look."""
+        """Whether a node could have connected at the last check."""
         return self._problem == ""
 
     @property
     def hopeful(self) -> bool:
-        """Whether a node may try: there is no problem that a person must solve first."""
+        """Whether a node may try to connect: no problem is known that a person must solve first."""
         return self.clear or self._passing
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
 """The simulation engine: Flower's own simulation on Ray, for many cores and machines.
 
-The server runs in a thread of this process, the clients in Ray actors, each of which loads rows and model once.
+The server runs in a thread of this process. The clients run in Ray actors, and each actor loads rows and model once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 _PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the process that made them
-_END = "private/simulation.end"  # this file in a run means that the server has ended, so that actors end themselves
+_END = "private/simulation.end"  # when this file appears in a run, the server has ended and the actors end themselves
 _GRACE = 20.0  # seconds for Flower's threads to end after the server
-_HOSTS: dict[str, client_host.ClientHost] = {}  # in an actor, which serves many clients of one run
+_HOSTS: dict[str, client_host.ClientHost] = {}  # in an actor: its client host, which serves many clients of one run
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     workers = spec.workers or os.cpu_count() or 1
     outcome: dict[str, Any] = {}
     population = populate(run.experiment, server=True)
-    enough(run.experiment, population.clients)  # before Ray starts
+    enough(run.experiment, population.clients)  # raises before Ray starts
     each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
     slots = min(workers, len(cuda_devices.visible_to_processes(gpus, each))) if gpus else workers
 
@@ -58,7 +58,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     end.unlink(missing_ok=True)
 
     def end_actors(straggling: bool) -> None:
-        if straggling:  # Flower waits for every running call, and a call ends with its actor
+        if straggling:  # Flower waits for every running call; ending the actor ends its call
             end.touch()
 
     def main(grid: Any, context: Context) -> None:
@@ -66,7 +66,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             outcome["result"] = host(
                 run, grid, population, stop=stop, progress=progress, slots=slots, on_end=end_actors
             )
-        except BaseException as error:  # raised by the caller below: Flower's thread would only print it
+        except BaseException as error:  # the caller raises it below, since Flower's thread would only print it
             outcome["error"] = error
 
     app = SimulatedClients(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
@@ -84,12 +84,12 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 def shares(each: float | None, device: str) -> tuple[float, list[str]]:
-    """(GPUs of each actor, this machine's GPUs) for ``run.gpus_per_client`` and ``model.device``; (0, []) without GPUs.
+    """GPUs of each actor, and the list of this machine's GPUs; (0, []) if the run uses none.
 
-    Without a share Ray would show all GPUs to each actor, and all actors would use the first.
+    If an actor had no number of GPUs, Ray would make all GPUs visible to it, and all actors would use the first.
 
     Raises:
-        InputError: an actor needs more than there are.
+        InputError: an actor needs more GPUs than there are.
     """
     import torch
 
@@ -97,12 +97,14 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
         return 0.0, []
     gpus = cuda_devices.visible(os.environ, torch.cuda.device_count())
     each = each or (float(len(gpus)) if device == devices.MAP else 1.0)
-    cuda_devices.visible_to_processes(gpus, each)  # raises
+    cuda_devices.visible_to_processes(gpus, each)  # raises InputError
     return each, gpus
 
 
 def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
-    """Run in a thread; if it does not end soon after the server, call ``give_up`` and abandon the thread."""
+    """Run the simulation in a thread. If it does not end soon after the server, call ``give_up`` and abandon the
+    thread.
+    """
     errors: list[Exception] = []
 
     def run() -> None:
@@ -126,14 +128,16 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_
 
 
 class SimulatedClients(ClientApp):  # type: ignore[misc]
-    """All clients of a run; Ray sends this object to its actors, which build a client host from its two texts."""
+    """The ClientApp of all clients of a run. Ray sends it to its actors, which build a client host from its two
+    texts.
+    """
 
     def __init__(self, experiment: str, path: str) -> None:
         super().__init__()
         self.experiment, self.path = experiment, path
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer for the client with the node's number."""
+        """Answer for the client that has the node's number."""
         here = _host_of(self.experiment, Path(self.path))
         return reply(here, int(context.node_config["partition-id"]), message)
 
@@ -143,7 +147,7 @@ def reply(here: client_host.ClientHost, client: str | int, message: Message) -> 
     try:
         halves = flower_records.unpack(message.content)
     except ClientFault:
-        halves = ("null", b"")  # the client reports the error
+        halves = ("null", b"")  # an empty message; the client answers it with a fault
     handler = flower_records.handler_of(message.metadata.message_type)
     return Message(flower_records.pack(*here.answer(client, handler, *halves)), reply_to=message)
 
@@ -151,7 +155,7 @@ def reply(here: client_host.ClientHost, client: str | int, message: Message) -> 
 def answer(
     config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes
 ) -> tuple[str, bytes]:
-    """Answer for ``flwr run`` on a simulation, from the run's configuration."""
+    """Answer a message if ``flwr run`` simulates the app; the run's configuration has the experiment."""
     path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
     return _host_of(str(config["experiment"]), path).answer(partition, handler, head, data)
 
@@ -172,7 +176,7 @@ def _host_of(experiment: str, path: Path) -> client_host.ClientHost:
 
 
 def _end_with(end: Path) -> None:
-    """Thread of an actor: end this process when the file appears."""
+    """Body of an actor's thread: end this process when the file appears."""
     while not end.exists():
         time.sleep(0.2)
     os._exit(0)
@@ -180,9 +184,13 @@ def _end_with(end: Path) -> None:
 
 @contextlib.contextmanager
 def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[Callable[[], None]]:
-    """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields how to kill Ray."""
+    """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields a function that kills
+    Ray.
+    """
     _sweep()
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # a short path: Ray makes sockets in it
+    folder = tempfile.mkdtemp(
+        prefix=f"{_PREFIX}{os.getpid()}-"
+    )  # the path must be short, because Ray makes sockets in it
     settings = {
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -195,7 +203,7 @@ def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[Callable[[], None]]
     os.environ.update(settings)
     try:
         try:
-            import ray  # it reads the environment
+            import ray  # imported now, because Ray reads the environment at import
         except ImportError:
             raise MissingExtra('run.engine = "simulation" needs Ray: pip install "fedfm[simulation]"') from None
         with reaping(folder), _our_signals() as again, quiet(log):
@@ -208,11 +216,11 @@ def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[Callable[[], None]]
     finally:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        end_all(folder)  # Ray does not wait for its processes to end
+        end_all(folder)  # because Ray does not wait until its processes have ended
 
 
 def _sweep() -> None:
-    """Remove folders of killed runs."""
+    """Remove the temporary folders of killed runs."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and path.stat().st_uid == os.getuid():
@@ -221,12 +229,12 @@ def _sweep() -> None:
             except ProcessLookupError:
                 shutil.rmtree(path, ignore_errors=True)
             except PermissionError:
-                continue  # the process id now belongs to another user
+                continue  # a process of another user now has this id
 
 
 @contextlib.contextmanager
 def _our_signals() -> Iterator[Callable[[], None]]:
-    """Keep our signal handlers, since Ray replaces SIGTERM's. Yields a function that restores them."""
+    """Keep our signal handlers, since Ray replaces that of SIGTERM. Yields a function that restores them."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

@@ -1,1 +1,1 @@
-"""Messages as files in a folder, on a carried or synced disk, for silos without network connections."""
+"""Messages as files in a folder, on a disk that is carried or synchronised, for silos without network connections."""

@@ -1,7 +1,7 @@
 """The folder engine: the server's side of a run whose messages are files.
 
-Each silo answers by ``fedfm silo serve``, on its own machine. ``fedfm resume`` continues a stopped run. It repeats no
-request that has a reply, since the replies of the current round are stored in the run's ``private/folder``.
+Each silo answers with ``fedfm silo serve`` on its own machine. ``fedfm resume`` continues a stopped run. It does not
+repeat requests that have a reply, since ``private/folder`` of the run has the replies of the current round.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
-    """Run to the end, with the silos of the roster.
+    """Run to the end with the silos that the roster names.
 
     Raises:
-        InputError: folder, roster, key or the server's own data are wrong.
+        InputError: the folder, roster, key or server's own data are invalid.
     """
     experiment, spec = run.experiment, run.experiment.run
     private = _own_key(spec)
@@ -83,7 +83,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 def _own_key(spec: RunSpec) -> bytes:
-    """The server's private key, made if its file is absent."""
+    """The server's private key. It is made if its file does not exist."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     path = Path(spec.identity).expanduser() if spec.identity else Path(home) / "fedfm" / "server.key"
     try:
@@ -100,7 +100,7 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
     spec = run.experiment.run
     root = Path(str(spec.folder)).expanduser()
     if not root.is_dir():
-        raise InputError(f'run.folder = "{spec.folder}": no such folder; make it, or plug the stick in')
+        raise InputError(f'run.folder = "{spec.folder}": no such folder; make it, or plug in the disk')
     try:
         roster = roster_in(Path(str(spec.roster)).expanduser())
     except InputError as error:

@@ -1,10 +1,10 @@
-"""A letter: one message as one file, encrypted for its receiver and authenticated by its sender. No pickle.
+"""A letter: one message in one file, encrypted for its receiver and authenticated by its sender. It uses no pickle.
 
-The file is a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
+The file has a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
 kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
-sealed by ChaCha20-Poly1305 under the key that sender and receiver agree on (X25519, from their permanent keys), with
-the header and the piece's position as context. A file of another sender, run, direction or position cannot be opened,
-nor one with a changed byte or a missing piece. Only sender and receiver can make a file that opens.
+encrypted by ChaCha20-Poly1305 with a key that sender and receiver derive from their permanent keys (X25519). The header
+and the piece's position are authenticated with it. So a file of another sender, run, direction or position cannot be
+opened, nor can one with a changed byte or a missing piece. Only sender and receiver can make a file that opens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
 
 MAGIC = b"fedfm letter 1\n"
-PIECE = 16 << 20  # bytes of content that are sealed together
+PIECE = 16 << 20  # bytes of content that are encrypted together
 SERVER = "server"  # the server's name as a sender and a receiver
 REQUEST, REPLY = "request", "reply"
 _LENGTH, _PARTS = struct.Struct("<I"), struct.Struct("<II")
-_LONGEST = 1 << 14  # bytes of a header
-_FRONT = 4 << 20  # bytes of a front, which has an experiment's text
+_LONGEST = 1 << 14  # largest header in bytes
+_FRONT = 4 << 20  # largest front in bytes; it contains an experiment's text
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Header:
         kind: request or reply.
         sender, receiver: "server" or a silo's name.
         run: key of the run.
-        number: of the request, counted from 1 for each silo and run; a reply has its request's number.
-        size: number of bytes of the content.
+        number: number of the request, counted from 1 for each silo and run; a reply has the number of its request.
+        size: bytes of the content.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Content:
     """The encrypted content of a letter.
 
     Attributes:
-        front: entries before the message. A request has ``handler`` and ``experiment``; a reply has ``request``, the
+        front: entries before the message. A request has ``handler`` and ``experiment``. A reply has ``request``, the
             digest of its request.
         head, data: the message's parts, see :mod:`fedfm.core.wire.payload`.
     """
@@ -68,7 +68,7 @@ class Content:
 
 
 def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
-    """Identity of a request, from its content, round and call: 64 hexadecimal digits."""
+    """A hash that identifies a request by its content, which includes round and call: 64 hexadecimal digits."""
     found = hashlib.sha256(keys.encode(handler, head))
     for piece in data:
         found.update(piece)
@@ -76,21 +76,21 @@ def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
 
 
 def shared_key(private: bytes, public: bytes) -> bytes:
-    """The key that two sides share, from the private half of one permanent key and the public half of the other.
+    """The key that two sides share, computed from one side's private key and the other side's public key.
 
     Raises:
-        InputError: it is not the public half of an Ed25519 key.
+        InputError: ``public`` is not the public half of an Ed25519 key.
     """
     try:
         return keys.agree(keys.exchange_of(private), keys.exchange_public_of(public), "fedfm letter", 1)
     except ValueError:
         raise InputError(
-            f"{public.hex()} is not a public key: expected the one that its owner's fedfm prints"
+            f"{public.hex()} is not a public key: expected the one that fedfm prints on its owner's machine"
         ) from None
 
 
 def seal(key: bytes, header: Header, content: Content) -> list[bytes]:
-    """The pieces of a letter's file, sealed; they contain the header with its ``size`` filled in."""
+    """Encrypt a letter; returns the parts of its file, with the header's ``size`` filled in."""
     front, head = json.dumps(content.front).encode(), content.head.encode()
     plain = b"".join((_PARTS.pack(len(front), len(head)), front, head, content.data))
     outside = json.dumps({**vars(header), "size": len(plain)}, separators=(",", ":")).encode()
@@ -100,15 +100,15 @@ def seal(key: bytes, header: Header, content: Content) -> list[bytes]:
 
 
 class Letter:
-    """A file that may be a letter, open for reading; use it in a ``with``.
+    """A file that may be a letter, open for reading; use it in a ``with`` statement.
 
     Attributes:
-        header: unencrypted; do not trust it before :meth:`content` has returned.
+        header: not encrypted; do not trust it before :meth:`content` has returned.
 
     Raises:
         Unfinished: the file is incomplete.
-        ValueError: it is not a letter; the text says why.
-        OSError: it cannot be read.
+        ValueError: the file is not a letter; the text says why.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ class Letter:
             raise Unfinished
         (count,) = _LENGTH.unpack(length)
         if count > _LONGEST:
-            raise ValueError(f"a header of {count} bytes, expected at most {_LONGEST}")
+            raise ValueError(f"the header has {count} bytes, expected at most {_LONGEST}")
         outside = self._file.read(count)
         if len(outside) < count:
             raise Unfinished
@@ -153,14 +153,14 @@ class Letter:
         if status.st_size < expected:
             raise Unfinished
         if status.st_size > expected:
-            raise ValueError(f"{status.st_size} bytes, where its header says {expected}")
+            raise ValueError(f"{status.st_size} bytes, but its header requires {expected}")
         return header, outside
 
     def content(self, key: bytes) -> Content:
-        """Decrypt the content; nothing is returned unless every byte is unchanged.
+        """Decrypt the content. Nothing is returned unless every byte is unchanged.
 
         Raises:
-            ValueError: it was altered, or neither side made it.
+            ValueError: the content was altered, or neither of the two sides made it.
         """
         plain, size = bytearray(), self.header.size
         for place in range(-(-size // PIECE)):
@@ -179,18 +179,18 @@ class Letter:
                 raise TypeError
             return Content(front_table, plain[at : at + head].decode(), bytes(memoryview(plain)[at + head :]))
         except (ValueError, TypeError, RecursionError, struct.error):
-            raise ValueError("its sender's fedfm wrote a content that this one cannot read") from None
+            raise ValueError("the sender's version of fedfm wrote content that this version cannot read") from None
 
 
 class Unfinished(Exception):
-    """A file that is not yet complete, e.g. during a sync or a copy."""
+    """The file is not complete yet, e.g. during a sync or a copy."""
 
 
 def _header(outside: bytes) -> Header:
     """Read a header.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the header is malformed.
     """
     try:
         table = json.loads(outside)

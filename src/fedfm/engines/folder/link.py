@@ -21,26 +21,28 @@ from fedfm.engines.interruption import Interrupted
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
 from fedfm.privacy.exposure import HELLO
 
-_POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
-_QUIET = 5.0  # seconds of waiting before the operator gets a line
-_AGAIN = 600.0  # seconds after which the operator gets the same line again
-_AROUND = MAX_HEAD * 4 + (1 << 16)  # most bytes of a letter's content without its data: the head in UTF-8, the front
-_NAMED = 10  # number of silos that a notice names
+_POLL = (0.05, 2.0)  # seconds between two checks of the folder: first and longest
+_QUIET = 5.0  # the operator gets a line after this many seconds of waiting
+_AGAIN = 600.0  # the operator gets the same line again after this many seconds
+_AROUND = MAX_HEAD * 4 + (
+    1 << 16
+)  # most bytes of a letter's content besides its data: the head in UTF-8, and the front
+_NAMED = 10  # largest number of silos that a notice names
 
 
 @dataclass
 class Post:
-    """The server's state for one silo: both mailboxes, and its record."""
+    """The server's state for one silo: both mailboxes, and the record of requests."""
 
     out: Mailbox
     back: Mailbox
     sent: RequestRecord
-    last_reply: float | None = None  # monotonic time of its last answer
+    last_reply: float | None = None  # monotonic time of the silo's last reply
 
 
 @dataclass
 class _Open:
-    """A request that has no reply yet."""
+    """A request to which no reply has come."""
 
     request: Request
     digest: str
@@ -48,30 +50,30 @@ class _Open:
     nbytes: int
     number: int
     asked: float  # monotonic time
-    stamp: Stamp | None = None  # of the letter's file, once it is written
+    stamp: Stamp | None = None  # stamp of the letter's file; None until it is written
 
 
 class FolderLink:
     """Delivers requests as letters, and waits for the letters that answer them.
 
-    A file that answers no open request is ignored; the operator gets a line if it was altered, belongs to another silo
+    A file that answers no open request is ignored. The operator gets a line if it was altered, belongs to another silo
     or answers another request. So a person who can write to the folder cannot exclude a silo.
 
     Args:
-        posts: name of a silo -> its :class:`Post`.
+        posts: the :class:`Post` of each silo by name.
         run: key of the run.
-        experiment: text of the experiment for the silos.
+        experiment: text of the experiment that the silos get.
         patience: seconds that a silo may take; infinite: the run waits until it is stopped.
-        identity: fingerprint of the server's model; a silo with another model takes no part.
+        identity: fingerprint of the server's model; a silo with another model does not take part.
         most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         greeting: payload of the hello message.
-        min_clients: smallest number of silos for a run.
+        min_clients: smallest number of silos with which a run begins.
         stop: called while waiting; True raises :class:`Interrupted`.
         progress: called for every silo that answers.
         notice: receives lines that the run stores; ``tell`` receives lines only for the screen.
 
     Raises:
-        RunError: fewer than ``min_clients`` can take part in time.
+        RunError: fewer than ``min_clients`` can take part within the time limit.
     """
 
     def __init__(
@@ -108,11 +110,11 @@ class FolderLink:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names of the silos, sorted."""
+        """Sorted names of the silos."""
         return sorted(self._posts)
 
     def list_hellos(self, add: Callable[[Crossing], None]) -> None:
-        """Record the hellos of this process in a transcript, and those of late silos when they arrive."""
+        """Record the hellos of this process in a transcript; those of late silos are added when they arrive."""
         self._list = add
         for crossing in self._met:
             add(crossing)
@@ -121,7 +123,7 @@ class FolderLink:
         """Deliver requests; yield replies as they arrive. A silo that does not take part, or is late, gets a fault."""
         if self._stop():
             raise Interrupted
-        for name in list(self._hellos):  # a late hello may be there by now
+        for name in list(self._hellos):  # a late answer to a hello may have arrived
             if (reply := self._look(self._hellos[name])) is not None:
                 self._meet(reply)
         opened: dict[ClientId, _Open] = {}
@@ -141,7 +143,7 @@ class FolderLink:
     # --- one request --------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request) -> _Open:
-        """Give a request its number; :meth:`_look` writes it."""
+        """Give a request its number; :meth:`_look` writes the letter."""
         if self._encoded is None or self._encoded[0] is not request.payload or self._encoded[1] != request[1:]:
             head, pieces = payload.encode(codec.envelope(request.round, request.call, request.payload))
             data = b"".join(pieces)  # a broadcast is encoded once
@@ -155,7 +157,7 @@ class FolderLink:
         return _Open(request, name, Content(front, head, data), nbytes, sent.number, time.monotonic())
 
     def _look(self, one: _Open) -> Reply | None:
-        """The reply to a request, if it has arrived; otherwise ensure that the request's letter is in the folder."""
+        """The reply to a request if it has arrived; otherwise make sure that the request's letter is in the folder."""
         post = self._posts[one.request.client]
         if (kept := post.sent.answer(one.request.round, one.digest)) is not None:
             return self._reply(one, kept)
@@ -175,7 +177,7 @@ class FolderLink:
         return None
 
     def _ensure_written(self, post: Post, one: _Open) -> None:
-        """Write the letter unless it is there unchanged: a stick may be new, or a copy damaged."""
+        """Write the letter unless it is there unchanged; a disk may be new, or a copy damaged."""
         path = post.out.file(self._run, one.number)
         if one.stamp is not None and stamp_of(path) == one.stamp:
             return
@@ -201,7 +203,7 @@ class FolderLink:
         """Yield replies as they arrive; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
         pause, asked, changed = _POLL[0], len(waiting), time.monotonic()
         while waiting:
-            came, now = False, time.monotonic()  # a letter that is in the folder now is not late
+            came, now = False, time.monotonic()  # a letter that is in the folder by now is not late
             for name, one in sorted(waiting.items()):
                 if (reply := self._look(one)) is not None:
                     came, changed = True, time.monotonic()
@@ -223,7 +225,7 @@ class FolderLink:
                 time.sleep(pause)
 
     def _say(self, names: Sequence[ClientId], asked: int) -> None:
-        """Tell the operator which silos the run waits for."""
+        """Tell the operator for which silos the run waits."""
         now = time.monotonic()
         if self._last_notice[0] == tuple(names) and now - self._last_notice[1] < _AGAIN:
             return
@@ -239,7 +241,7 @@ class FolderLink:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait until all silos have answered the hello, up to the time limit of a silo."""
+        """Wait until all silos have answered the hello, for at most the time limit of a silo."""
         for reply in self._collect(dict(self._hellos), keep=True):
             if reply.fault is None or reply.fault.code != E_TIMEOUT:
                 self._meet(reply)
@@ -252,18 +254,20 @@ class FolderLink:
             raise RunError(f"{text} ({why})" if why else text)
 
     def _meet(self, reply: Reply) -> None:
-        """Admit or exclude the silo that has answered the hello."""
+        """Admit or exclude the silo that answered the hello."""
         name, one = reply.client, self._hellos.pop(reply.client)
         fault = reply.fault
         if fault is None:
             try:
                 said, fault = parse_hello(reply.value, self._identity, [name])
                 if said != name:
-                    fault = ClientFault(E_CLIENT, f'its silo.toml names it "{said[:40]}", and the roster "{name}"')
+                    fault = ClientFault(
+                        E_CLIENT, f'its silo.toml says name = "{said[:40]}", but the roster calls it "{name}"'
+                    )
             except ClientFault as bad:
                 fault = bad
         if fault is not None:
-            self._posts[name].sent.close()  # a resumed run greets again
+            self._posts[name].sent.close()  # so that a resumed run sends a new hello
             self._barred[name] = fault
             self._notice(f"{name} does not take part: {fault}")
         for sender, receiver, nbytes in (("server", name, one.nbytes), (name, "server", reply.nbytes_up)):

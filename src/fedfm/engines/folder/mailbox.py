@@ -1,7 +1,7 @@
 """A mailbox: the subfolder for one silo's letters in one direction, ``to/NAME`` or ``from/NAME``.
 
-The folder may be a stick that is absent for a day, or a disk on which a sync tool completes files late, in any order or
-twice. A file that cannot be read now is read later.
+The folder may be on a disk that is absent for a day, or one where a sync tool completes files late, twice or in any
+order. A file that cannot be read now is read later.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header
 from fedfm.errors import RunError
 
 SUFFIX = ".letter"
-_MOST = 1000  # largest number of lines on ignored files, so that writers to the folder cannot fill a log
+_MOST = 1000  # largest number of lines about ignored files, so that nobody can fill the log by writing files
 Stamp = tuple[int, int, int]
-_AGAIN = 30.0  # seconds after which an unreadable file is tried again, even if its time has not changed
+_AGAIN = 30.0  # an unreadable file is tried again after this many seconds, even if its time has not changed
 
 
 class Mailbox:
-    """Letters of one direction between the server and one silo.
+    """The letters of one direction between the server and one silo.
 
     Args:
-        root: the folder of all messages; if it is absent, the mailbox is empty and accepts nothing.
-        kind: kind of its letters, request or reply.
+        root: the folder of all messages. If it is absent, the mailbox is empty, and nothing can be written.
+        kind: kind of its letters: request or reply.
         silo: the silo's name.
         key: the key that server and silo share.
-        ignored: called once with a line for each file that is not a letter of this mailbox.
+        ignored: called with a line, once for each file that is not a letter of this mailbox.
 
     Attributes:
         most: largest content of a letter in bytes; None: no limit.
@@ -42,16 +42,16 @@ class Mailbox:
         self.path = root / ("to" if kind == REQUEST else "from") / safe_name(silo)
         self._ends = (SERVER, silo) if kind == REQUEST else (silo, SERVER)
         self.most: int | None = None
-        self._bad: dict[str, tuple[Stamp, float]] = {}  # by name: the file's stamp, and the time
+        self._bad: dict[str, tuple[Stamp, float]] = {}  # unreadable files by name: stamp, and time of the last attempt
         self._said: set[tuple[str, str]] = set()
-        self._whole: dict[str, Stamp] = {}  # stamp of this side's last letter that was verified
+        self._whole: dict[str, Stamp] = {}  # by name: stamp of this side's letter when it was last verified
 
     def file(self, run: str, number: int) -> Path:
         """Path of the letter of a run with this number."""
         return self.path / f"{safe_name(run)}-{number:08d}{SUFFIX}"
 
     def put(self, run: str, number: int, content: Content) -> bool:
-        """Write a letter; returns False if the folder is absent or full, so that the caller must try again.
+        """Write a letter. Returns False if the folder is absent or full; the caller has to try again.
 
         Raises:
             RunError: the subfolder is a link, which other users of the folder could redirect.
@@ -67,7 +67,7 @@ class Mailbox:
             storage.sweep(self.path, path.name)
             header = Header(self._kind, *self._ends, run, number, 0)
             storage.write_atomic(path, seal(self._key, header, content))
-            with contextlib.suppress(OSError):  # not every file system can
+            with contextlib.suppress(OSError):  # not every file system supports this
                 storage.sync_folder(self.path)
         except (OSError, RunError) as error:
             self.tell(path.name, f"cannot be written now: {error}")
@@ -75,7 +75,7 @@ class Mailbox:
         return True
 
     def letters(self, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
-        """Header and content of the wanted complete letters of this mailbox."""
+        """Yield header and content of the complete letters that ``wanted`` accepts."""
         with contextlib.suppress(OSError):
             names = sorted(os.listdir(self.path))
             self._bad = {name: self._bad[name] for name in names if name in self._bad}
@@ -84,17 +84,17 @@ class Mailbox:
                     yield from self._read(name, wanted)
 
     def holds(self, run: str, number: int) -> bool:
-        """Whether the letter with this number is there, complete and unchanged."""
+        """Whether the letter with this number is in the folder, complete and unchanged."""
         path = self.file(run, number)
         if (stamp := stamp_of(path)) is None:
             return False
-        if self._whole.get(path.name) != stamp:  # do not open a large letter at every look
+        if self._whole.get(path.name) != stamp:  # do not open a large letter at every check
             found = any(True for _ in self._read(path.name, lambda h: (h.run, h.number) == (run, number)))
             self._whole = {path.name: stamp} if found else {}
         return bool(self._whole)
 
     def drop(self, run: str, below: int) -> None:
-        """Remove the run's letters with smaller numbers, which this side has written."""
+        """Remove letters of the run that this side wrote and whose numbers are below ``below``."""
         head = f"{safe_name(run)}-"
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
@@ -129,14 +129,14 @@ class Mailbox:
         yield header, content
 
     def tell(self, name: str, text: str) -> None:
-        """Report a file of this mailbox, once."""
+        """Report a file of this mailbox, once for each text."""
         if (name, text) not in self._said and len(self._said) < _MOST:
             self._said.add((name, text))
             self._ignored(f"{self.path.parent.name}/{self.path.name}/{name} {text}")
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """A file's time, size and inode, which change with its content; None if it does not exist."""
+    """A file's time, size and inode, of which one changes with its content; None if the file does not exist."""
     try:
         status = path.lstat()
     except OSError:
@@ -145,5 +145,5 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def mailboxes(root: Path, silo: str, key: bytes, ignored: Callable[[str], None]) -> tuple[Mailbox, Mailbox]:
-    """The two mailboxes of a silo: for requests and for replies."""
+    """A silo's mailbox for requests, and its mailbox for replies."""
     return Mailbox(root, REQUEST, silo, key, ignored), Mailbox(root, REPLY, silo, key, ignored)

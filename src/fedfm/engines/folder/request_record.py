@@ -1,4 +1,4 @@
-"""The server's requests to one silo and the replies of the current round, on disk, for a resumed run."""
+"""The server's requests to one silo, and its replies of the current round, on disk for a resumed run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fedfm.core.text import safe_name
 from fedfm.engines.folder.letters import REPLY, SERVER, Content, Header, Letter, Unfinished, seal
 from fedfm.errors import InputError
 
-FIRST = 0  # the round before the first: hello, and a method's requests before its rounds
+FIRST = 0  # number of the round before the first: hellos, and requests before a method's rounds
 
 
 class RequestRecord:
-    """The server's record of one silo in one run.
+    """The server's record for one silo in one run.
 
     Args:
         folder: contains all records of the run, in its ``private/``.
-        key: the key that server and silo share; the replies stay encrypted.
-        begun: whether the silo was asked before, so that a record must exist.
+        key: the key that server and silo share; replies are stored encrypted with it.
+        begun: whether the silo has been asked before, so that a record must exist.
 
     Attributes:
         number: number of the newest request; a silo answers no older one.
-        digest: digest of the newest request; "": it ended with a fault, so the same request would get a new number.
-        since: when the newest request was first made, in seconds since 1970.
+        digest: digest of the newest request. It is empty after a fault, so that the same request gets a new number.
+        since: when the newest request was made first, in seconds since 1970.
 
     Raises:
-        InputError: the record is damaged or missing; a silo answers each number once.
+        InputError: the record is damaged or missing. It cannot be made anew, since a silo answers each number once.
     """
 
     def __init__(self, folder: Path, silo: str, key: bytes, begun: bool = False) -> None:
@@ -51,13 +51,13 @@ class RequestRecord:
                 raise InputError(f"{self._file} is damaged or missing: put it back from a backup of the run") from None
 
     def ask(self, digest: str) -> None:
-        """Give a request its number, stored on disk; the newest request keeps its number."""
+        """Give a request its number and store that on disk. The newest request keeps its number if it is repeated."""
         if digest != self.digest:
             self.number, self.digest, self.since = self.number + 1, digest, time.time()
             self._write()
 
     def close(self) -> None:
-        """Let a repetition of the request get a new number, since a fault is not an answer."""
+        """Let a repetition of the newest request get a new number, because a fault is not a reply."""
         self.digest = ""
         self._write()
 
@@ -73,13 +73,13 @@ class RequestRecord:
         storage.write_atomic(path, seal(self._key, header, content), 0o600)
 
     def answer(self, round: int, digest: str) -> Content | None:
-        """The stored reply to a request; None if there is none, or it is damaged."""
+        """The stored reply to a request; None if it is absent or damaged."""
         with contextlib.suppress(OSError, ValueError, Unfinished), Letter(self._answer(round, digest)) as letter:
             return letter.content(self._key)
         return None
 
     def forget(self, round: int) -> None:
-        """Remove the replies of other rounds, since rounds before this one are committed."""
+        """Remove the replies of other rounds: earlier rounds are committed."""
         for path in self._folder.iterdir():
             if path.is_dir() and path.name not in (str(FIRST), str(round)):
                 shutil.rmtree(path, ignore_errors=True)

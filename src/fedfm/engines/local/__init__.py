@@ -1,1 +1,1 @@
-"""The engine of one machine: this process, and worker processes that are forked from it."""
+"""The engine for one machine: this process, and worker processes that it forks."""

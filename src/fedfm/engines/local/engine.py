@@ -48,9 +48,9 @@ SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
 
 
 class Judges(Silos):
-    """Silos that also return logits of global test rows to this machine's server.
+    """The clients of this machine, which also return logits of global test rows to the server on this machine.
 
-    These rows belong to the server, so policy, attacks and transcript do not apply to this message.
+    These rows belong to the server, so policy, attacks and transcript do not apply to these messages.
     """
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
@@ -58,17 +58,17 @@ class Judges(Silos):
             return super().answer(requests)
         model = self.population.client_model
         if model is None:
-            raise RunError("the clients of this method have no model to judge")
+            raise RunError("the clients of this method have no model that predicts")
         model.load(requests[0].payload["w"])
         return [model.predict(self.population.piece(request.client)) for request in requests]  # type: ignore[attr-defined]
 
 
 class LocalLink:
-    """Delivers requests by calling :class:`Silos` directly.
+    """Delivers requests by calling :class:`Silos` directly, or in worker processes.
 
     Args:
         workers: number of processes; 1 runs the clients in this process.
-        timeout: seconds that one client may take (only worker processes can be stopped).
+        timeout: seconds that one client may take. Only worker processes can be stopped.
         wire: serialise and decode every message as Flower would.
         stop: called between clients; True raises :class:`Interrupted`.
         spawn: starts the worker with this number as a separate program; None: workers are forked.
@@ -92,7 +92,10 @@ class LocalLink:
 
             self._pool = Pool(silos, workers, timeout, spawn)
         self._timeout, self._judged = timeout, 0
-        self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = (lambda: None), {}  # (parameters, scores by client)
+        self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = (
+            (lambda: None),
+            {},
+        )  # (reference to the parameters, scores by client)
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -104,7 +107,7 @@ class LocalLink:
             return
         asked: Params | None = requests[0].payload["w"]
         if any(request.payload["w"] is not asked for request in requests) or not isinstance(asked, Params):
-            asked = None  # each client has its own model, or the parameters are coded
+            asked = None  # None if clients have their own models, or the parameters are encoded
         found: dict[ClientId, dict[str, Any]] = {}
         for reply in self._exchange(requests):
             if reply.fault is None and asked is not None:
@@ -114,7 +117,7 @@ class LocalLink:
             self._scored = weakref.ref(asked), found
 
     def last_scores(self, w: Params) -> dict[ClientId, dict[str, Any]]:
-        """The clients' scores of the last evaluation, if it was of the same object."""
+        """The clients' scores of the last evaluation if that was of this same object ``w``; otherwise empty."""
         of, found = self._scored
         return found if of() is w else {}
 
@@ -132,13 +135,13 @@ class LocalLink:
                 chunk = requests[start : start + width]
                 began = time.monotonic()
                 values = self._answer(chunk)
-                # A call in this process cannot be stopped; a late one counts as in a worker.
+                # A call in this process cannot be stopped. If it is late, it counts as a timeout, as in a worker.
                 late = time.monotonic() - began > self._timeout * len(chunk)
                 for request, value in zip(chunk, values, strict=True):
                     self._progress()
                     if late and not isinstance(value, ClientFault):
                         value = ClientFault(E_TIMEOUT, f"it took more than {self._timeout:g} s")
-                    if request.payload is not payload:  # a broadcast payload is weighed once
+                    if request.payload is not payload:  # the size of a broadcast is computed once
                         payload, down = request.payload, codec.weigh(request.payload)
                     yield _reply(request, value, down)
                 if self._stop():
@@ -147,16 +150,16 @@ class LocalLink:
             raise Interrupted
 
     def judge(self, w: Params) -> dict[ClientId, Tensor]:
-        """Logits of the pieces of the global test rows, each from the worker that evaluated it for its client.
+        """Logits of all pieces of the global test rows; the worker that evaluated a piece for its client computes them.
 
         Raises:
             Interrupted: the user stopped the run.
         """
         if self._pool is None:
             return {}
-        self._judged += 1  # makes a new round number below all others, so that workers recognise a new payload
+        self._judged += 1  # gives a new round number below all others, so that workers recognise the payload as new
         pieces = self._silos.population.pieces  # type: ignore[attr-defined]
-        payload = {"w": w}  # one object, so that it is encoded once
+        payload = {"w": w}  # one object for all requests, so that it is encoded once
         requests = [Request(name, JUDGE, payload, -1 - self._judged, 0) for name in pieces]
         replies = list(self._pool.exchange(requests, self._stop, again=True))
         if self._stop():
@@ -176,24 +179,26 @@ class LocalLink:
 
 
 def _reply(request: Request, value: object, down: int) -> Reply:
-    """A reply with the bytes of both directions."""
+    """A reply, with the bytes of both directions."""
     if not isinstance(value, ClientFault):
         try:
             return Reply(request.client, value, request.round, request.call, down, codec.weigh(value))
-        except TypeError as error:  # the value cannot travel
+        except TypeError as error:  # the value cannot be serialised
             value = ClientFault(E_EXCEPTION, str(error))
     return Reply(request.client, None, request.round, request.call, down, 0, value)
 
 
 def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
-    """The largest differences, over the clients, between their rows and those of the server's model."""
+    """The largest differences, over all clients, between the rows that clients train on and those of the server's
+    table.
+    """
     method, found = silos.method, dict[str, float]()
     if not isinstance(method, HiddenModel):
         return found
     for client in population.clients:
         try:
             seen = method.view(silos.client(Request(client, "", {}, ROUNDS, 0))).data
-        except ClientFault:  # it was left out
+        except ClientFault:  # the client was left out
             continue
         index = population.federated.clients[client]
         figures = method.fidelity(seen, lambda part, index=index: population.rows(getattr(index, part)))  # type: ignore[misc]
@@ -202,13 +207,13 @@ def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
 
 
 def processes(workers: int, device: torch.device) -> int:
-    """Number of forked processes for ``run.workers``; on a CPU 0 means one per core.
+    """Number of forked processes for ``run.workers``; on a CPU, 0 means one per core.
 
-    A model on an accelerator is not forked: a child process cannot use an accelerator that its parent has opened. On
-    GPUs workers are spawned, see :func:`seats`.
+    With a model on an accelerator it is 1: a child process cannot use an accelerator that its parent has opened. On
+    GPUs workers are spawned instead, see :func:`seats`.
 
     Raises:
-        InputError: several processes on an accelerator other than GPUs.
+        InputError: several processes are requested on an accelerator that is not a GPU.
 
     Example:
         >>> processes(3, torch.device("cpu")), processes(0, torch.device("cuda"))
@@ -225,11 +230,11 @@ def processes(workers: int, device: torch.device) -> int:
 
 
 def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each spawned worker; empty if this process does the work.
+    """CUDA_VISIBLE_DEVICES of each spawned worker; empty if this process does all work.
 
     Args:
         name: ``model.device``.
-        device: where this process has the model.
+        device: the device of this process's model.
 
     Raises:
         InputError: there are more workers than ``run.gpus_per_client`` allows.
@@ -247,7 +252,7 @@ def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
     if count > len(found):
         raise InputError(
             f"run.workers = {count}: with run.gpus_per_client = {each:g} there is room for {len(found)} on "
-            f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}; expected at most that, or a smaller share of a GPU for each"
+            f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}; use at most this many workers, or a smaller run.gpus_per_client"
         )
     return found[:count] if count > 1 else []
 
@@ -272,7 +277,9 @@ def silos_of(run: Run, population: Partitioned) -> Judges:
 def start(
     run: Run, stop: Callable[[], bool], progress: Progress, given: Callable[[], Partitioned] | None = None
 ) -> dict[str, Any]:
-    """Run to the end in this process and its workers; ``given`` returns rows and model that are in memory."""
+    """Run to the end, in this process and its workers. ``given`` returns rows and model if they are in memory
+    already.
+    """
     experiment = run.experiment
     spec = experiment.run
     with torch_threads(1):
@@ -287,7 +294,7 @@ def start(
 
             start = partial(spawn, run.path)
         workers = len(places) or processes(spec.workers, device)
-        seconds = math.inf  # a client in this process cannot be stopped, so its result is kept
+        seconds = math.inf  # a client in this process cannot be stopped, so a late result counts
         if workers > 1 or not spec.extend_timeout:
             from fedfm.runtime.client_timeout import patience
 

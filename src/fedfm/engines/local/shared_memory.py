@@ -1,8 +1,8 @@
-"""Anonymous memory files shared by processes of one machine: payloads for all workers, and each worker's replies.
+"""Anonymous memory files that processes of one machine share, for payloads and for each worker's replies.
 
-A control message has the file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write. A
-worker writes its replies to a few files that stay mapped on both sides, because writing to new pages takes ten times as
-long. While the server uses a tensor in a file of replies, the worker does not write to this file.
+A control message passes a file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write. A
+worker writes its replies to a few files that stay mapped on both sides, because writing to new pages takes ten times
+as long. While the server uses a tensor in such a file, the worker does not write to the file.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from fedfm.core.messages import Request
 from fedfm.core.wire import payload
 from fedfm.core.wire.envelope import envelope_size
 
-_BOX = 1 << 23  # largest number of bytes of replies for which a worker keeps a file
+_BOX = 1 << 23  # a worker reuses a file for replies of at most this many bytes
 _BOXES = 6  # files of a worker's replies: a mean uses up to three, one is read, one may be full, one is written
-_LINE = 64  # data begin at a multiple of this, so that tensors can be views
+_LINE = 64  # data begin at a multiple of this many bytes, so that tensors can be views
 
 
 class Payloads:
     """The payloads of one exchange, each encoded once into a memory file.
 
-    A payload of a single request is removed with its reply.
+    A payload that only one request has is removed with its reply.
 
     Attributes:
-        files: descriptors by payload number; -1 if the file is closed.
-        heads: number of bytes of each head, at the beginning of its file.
+        files: descriptor of each payload's file, by the payload's number; -1 if the file is closed.
+        heads: length in bytes of each head, which is at the beginning of its file.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._uses = Counter(id(request.payload) for request in requests)
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # keeps each id unique
+        self._kept: list[Any] = []  # keeps the payloads alive, so that each id stays unique
         self.files: list[int] = []
         self.heads: list[int] = []
         self._nbytes: list[int] = []
 
     def number(self, request: Request) -> int:
-        """Number of the request's payload; encodes a new payload."""
+        """The number of the request's payload; a new payload is encoded first."""
         key = id(request.payload)
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
@@ -57,18 +57,18 @@ class Payloads:
         return self._numbers[key]
 
     def once(self, request: Request) -> bool:
-        """Whether only this request has its payload."""
+        """Whether no other request has the same payload."""
         return self._uses[id(request.payload)] == 1
 
     def release(self, request: Request) -> None:
-        """Remove its payload unless another request has it."""
+        """Remove the request's payload unless another request has it, too."""
         number = self._numbers[id(request.payload)]
         if self.once(request) and self.files[number] >= 0:
             os.close(self.files[number])
             self.files[number] = -1
 
     def nbytes(self, request: Request) -> int:
-        """Size of its message on Flower's wire."""
+        """Size that the request's message would have in Flower."""
         return self._nbytes[self._numbers[id(request.payload)]]
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Payloads:
 
 
 def _write(pieces: Sequence[bytes | memoryview]) -> int:
-    """A new memory file with these pieces."""
+    """Make a memory file of these pieces; returns its descriptor."""
     fd = _memory_file()
     with os.fdopen(os.dup(fd), "wb", buffering=1 << 20) as file:
         for piece in pieces:
@@ -96,34 +96,34 @@ def _memory_file() -> int:
 
 
 def laid_out(at: int, head: str, pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Pieces of a message in a file from ``at`` on: its head, a gap, its data."""
+    """The pieces of a message that begins at ``at`` in a file: head, gap, data."""
     text = head.encode()
     return [text, bytes(data_at(at, len(text)) - at - len(text)), *pieces]
 
 
 def data_at(at: int, head: int) -> int:
-    """Start of the data of a message that begins at ``at`` with a head of ``head`` bytes."""
+    """Where the data of a message begin, if the message begins at ``at`` with a head of ``head`` bytes."""
     return -(-(at + head) // _LINE) * _LINE
 
 
 def message(block: np.ndarray, at: int, head: int, data: int, most: int) -> Any:
-    """The unchecked value of a message that begins at ``at``; its tensors are views of ``block``.
+    """The value of a message that begins at ``at``, not yet checked; its tensors are views of ``block``.
 
     Raises:
-        ClientFault: it is malformed.
+        ClientFault: the message is malformed.
     """
     begin = data_at(at, head)
     return payload.decode(str(block[at : at + head].data, "utf-8"), block[begin : begin + data], None, most=most)
 
 
 def map_file(fd: int, *, shared: bool) -> np.ndarray:
-    """The file's bytes (n,), memory-mapped; closes the descriptor.
+    """Map a file into memory; returns its bytes (n,) and closes the descriptor.
 
     Args:
-        shared: whether writes are shared between processes; else the mapping is copy-on-write.
+        shared: whether processes share writes; otherwise the mapping is copy-on-write.
     """
     try:
-        # Python's mmap would keep a descriptor open for each of possibly a thousand replies.
+        # Python's mmap would keep one descriptor open per reply, and there may be a thousand replies.
         size = os.fstat(fd).st_size
         return torch.from_file(f"/dev/fd/{fd}", shared=shared, size=size, dtype=torch.uint8).numpy()
     finally:
@@ -135,14 +135,16 @@ class Outbox:
 
     def __init__(self) -> None:
         self._boxes: list[mmap.mmap] = []
-        self._free: list[int] = []  # the last one is the most likely to be in the caches
+        self._free: list[int] = []  # the last one is most likely in the processor's caches
 
     def mark_free(self, boxes: Sequence[int]) -> None:
-        """Mark files that the server no longer reads."""
+        """Mark files as free, because the server no longer reads them."""
         self._free += boxes
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
-        """Write the pieces; returns the file's number (-1: a separate file) and its descriptor if it is new."""
+        """Write the pieces; returns the file's number (-1: a file of its own), and its descriptor if the file is
+        new.
+        """
         size = sum(map(len, pieces))
         turn, fds = self._room(size)
         if turn < 0:
@@ -154,7 +156,7 @@ class Outbox:
         return turn, fds
 
     def _room(self, size: int) -> tuple[int, list[int]]:
-        """A free file with ``size`` bytes, and its descriptor if it is new; -1 if there is none."""
+        """Number of a free file with room for ``size`` bytes, and its descriptor if it is new; -1 if there is none."""
         if size > _BOX:
             return -1, []
         if fit := [box for box in self._free if len(self._boxes[box]) >= size]:
@@ -163,7 +165,7 @@ class Outbox:
         if len(self._boxes) == _BOXES and not self._free:
             return -1, []
         capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
-        os.ftruncate(fd, capacity)  # pages are allocated on write
+        os.ftruncate(fd, capacity)  # memory pages are allocated only when they are written
         box = mmap.mmap(fd, capacity)
         if len(self._boxes) < _BOXES:
             self._boxes.append(box)

@@ -1,7 +1,7 @@
 """Spawned workers of the local engine: separate programs, each with its visible GPUs.
 
-A process that has opened a GPU cannot fork: its children cannot use it. So each worker is started as
-:mod:`fedfm.engines.local.spawned_worker`.
+A process that has opened a GPU must not fork, because its children could not use the GPU. So each worker is a program
+of its own, :mod:`fedfm.engines.local.spawned_worker`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from fedfm.models import cuda_devices
 
-MOST = 1 << 12  # bytes of a worker's first message, which says that it is ready or why not
+MOST = 1 << 12  # longest first message of a worker in bytes; it says that the worker is ready, or why not
 
 
 class Spawned(NamedTuple):
     """A started worker.
 
     Attributes:
-        socket: our end of the socket pair. The first message is a text: empty if the worker is ready, else the reason
-            why it is not.
+        socket: our end of the socket pair. The worker's first message is a text. It is empty if the worker is ready;
+            otherwise it gives the reason.
     """
 
     pid: int
@@ -31,7 +31,7 @@ class Spawned(NamedTuple):
 
 
 def spawn(run: Path, visible: str) -> Spawned:
-    """Start a worker with these visible GPUs."""
+    """Start a worker that sees these GPUs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         worker = subprocess.Popen(
@@ -45,5 +45,5 @@ def spawn(run: Path, visible: str) -> Spawned:
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
         )
-    worker.returncode = 0  # the pool waits for the process by its id
+    worker.returncode = 0  # suppresses Python's warning; the pool waits for the process by its id
     return Spawned(worker.pid, ours)

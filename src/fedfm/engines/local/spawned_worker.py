@@ -25,12 +25,12 @@ from fedfm.runtime.run_directory import Run
 
 
 def serve(link: socket.socket, run: Path) -> None:
-    """Load rows and model, report that, and work until the socket closes."""
+    """Load rows and model, report that to the pool, and answer until the socket closes."""
     with torch_threads(1):
         try:
             known = Run.open(run)
             model = known.experiment.model
-            # "cuda:3" is the parent's name for the only GPU that this process sees.
+            # In the parent this GPU is e.g. "cuda:3"; here it is the only visible one.
             here = replace(model, device=model.device.partition(":")[0])
             silos = silos_of(known, populate(replace(known.experiment, model=here)))
         except Exception as error:

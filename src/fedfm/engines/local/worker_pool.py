@@ -1,11 +1,10 @@
-"""Worker processes of the local engine: forked, so that they share model and data, or spawned on GPUs; messages use no
-pickle.
+"""Worker processes of the local engine. They are forked, so that they share model and data, or on GPUs spawned.
 
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
-texts on a socket pair, with the descriptors of new files. A worker whose clients take milliseconds gets its next chunk
-in advance, since the server may wait longer than that for a core. Workers are child processes: the pool notices at once
-when one ends, with its signal, and sends its chunk again. That is safe: a client's memory is versioned by (round,
-call), so a repeated request finds the same state.
+texts on a socket pair, with the descriptors of new files; nothing is pickled. A worker whose clients take milliseconds
+gets its next chunk in advance, since the server may wait longer than that for a core. Workers are child processes, so
+the pool notices at once when one ends, with its signal, and sends its chunk again. This is safe: a client's memory is
+versioned by (round, call), so a repeated request finds the same state.
 """
 
 from __future__ import annotations
@@ -39,28 +38,30 @@ from fedfm.linalg.kernels import buffers
 from fedfm.runtime.client import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
-_FDS = 64  # descriptors in one control message; Linux allows 253
-_QUICK = 0.005  # seconds per client; a faster worker gets a second chunk, which may run after a stop
-_SHORT = 0.001  # seconds per client; faster clients get chunks of double length, since messages cost time
+_FDS = 64  # most descriptors in one control message; Linux allows 253
+_QUICK = 0.005  # a worker that takes fewer seconds per client gets a second chunk, which may run after a stop
+_SHORT = 0.001  # clients that take fewer seconds get chunks of double length, since messages cost time
 
 
 @dataclass
 class _Worker:
     pid: int
     socket: socket.socket
-    chunks: deque[list[Request]] = field(default_factory=deque)  # sent and not answered, the current one first
+    chunks: deque[list[Request]] = field(
+        default_factory=deque
+    )  # chunks sent and not yet answered, the current one first
     begun: float = 0.0  # start time of the current chunk
     pace: float = math.inf  # seconds per client in the last chunk
-    known: set[int] = field(default_factory=set)  # payloads of this exchange that it has received
-    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # its files of replies, memory-mapped
-    freed: deque[int] = field(default_factory=deque)  # files without live tensors in this process
+    known: set[int] = field(default_factory=set)  # numbers of the payloads that it has received in this exchange
+    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # its files for replies, memory-mapped
+    freed: deque[int] = field(default_factory=deque)  # files of which this process has no tensors any more
 
     def deadline(self, timeout: float) -> float:
-        """Deadline of the current chunk if a client has ``timeout`` seconds."""
+        """When the current chunk is late, if each client may take ``timeout`` seconds."""
         return self.begun + timeout * len(self.chunks[0])
 
     def finish_chunk(self) -> list[Request]:
-        """End the current chunk and return it."""
+        """Remove the current chunk from the queue and return it."""
         chunk, now = self.chunks.popleft(), time.monotonic()
         self.pace, self.begun = (now - self.begun) / len(chunk), now
         return chunk
@@ -73,19 +74,20 @@ class _Exchange:
     waiting: list[list[Request]]  # chunks that no worker has
     payloads: Payloads
     stop: Callable[[], bool]
-    places: dict[ClientId, int]  # client -> slot of its worker
-    help: bool  # whether idle workers take others' chunks
-    suspects: set[ClientId] = field(default_factory=set)  # clients whose request ran alone when a worker died
+    places: dict[ClientId, int]  # slot of each client's worker
+    help: bool  # whether idle workers take chunks of other workers
+    suspects: set[ClientId] = field(default_factory=set)  # clients that a worker ran alone when it died
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process
 
 
 class Pool:
-    """``count`` workers. Each client has a home, the worker that has its rows; idle workers take others' clients.
+    """``count`` workers. Each client belongs to the worker that has its rows cached; idle workers take clients of
+    others.
 
     Args:
-        spawn: starts the worker of a slot as a program; None: workers are forked.
+        spawn: starts a slot's worker as a program; None: workers are forked.
     """
 
     def __init__(self, silos: Silos, count: int, timeout: float, spawn: Callable[[int], Spawned] | None = None) -> None:
@@ -93,16 +95,16 @@ class Pool:
             raise RunError('this system cannot fork: set run.workers = 1 for engine = "local"')
         self._silos, self._count, self._timeout, self._spawn = silos, count, timeout, spawn
         self._workers: list[_Worker] = []
-        self._home: dict[ClientId, int] = {}  # client -> slot of its worker
-        self._last: dict[ClientId, int] = {}  # client -> slot of the worker that answered last
+        self._home: dict[ClientId, int] = {}  # slot of each client's worker
+        self._last: dict[ClientId, int] = {}  # slot of the worker that last answered for each client
 
     def exchange(
         self, requests: Sequence[Request], stop: Callable[[], bool], *, again: bool = False
     ) -> Iterator[Reply]:
-        """Deliver; after ``stop`` no further chunk starts.
+        """Deliver requests and yield replies; after ``stop`` no further chunk starts.
 
         Args:
-            again: send each request to the worker that last answered the client, which has cached its results.
+            again: send each request to the worker that last answered for the client, since it has cached results.
         """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
@@ -118,7 +120,7 @@ class Pool:
                 for slot, worker in enumerate(self._workers):
                     selector.register(worker.socket, selectors.EVENT_READ, slot)
                 while True:
-                    for helps in (False, True):  # each worker gets its own clients first
+                    for helps in (False, True):  # first each worker gets its own clients
                         for slot in range(len(self._workers)):
                             self._feed(slot, selector, now, helps)
                     busy = [w for w in self._workers if w.chunks]
@@ -129,7 +131,7 @@ class Pool:
                     for key, _ in ready:
                         slot = key.data
                         worker = self._workers[slot]
-                        if not worker.chunks:  # an idle worker sends nothing, so it has ended
+                        if not worker.chunks:  # an idle worker sends nothing, so this one has ended
                             self._replace(slot, selector)
                             continue
                         answer = _receive(worker)
@@ -147,11 +149,12 @@ class Pool:
             now.payloads.close()
 
     def _chunks(self, requests: Sequence[Request], width: int, places: dict[ClientId, int]) -> list[list[Request]]:
-        """Divide requests into chunks of at most ``width``, each for one place; large chunks come first.
+        """Divide requests into chunks of at most ``width`` clients, each for one worker's slot; large chunks come
+        first.
 
-        The chunks of a place get smaller, down to ``silos.least``, so that all workers end at about the same time. A
-        last chunk of less than half of ``silos.least`` joins the chunk before it. A client without a place gets the
-        place with the fewest clients.
+        The chunks of a slot get smaller, down to ``silos.least``, so that all workers end at about the same time. A
+        last chunk with less than half of ``silos.least`` joins the chunk before it. A client without a slot gets the
+        slot with the fewest clients.
         """
         groups: list[list[Request]] = [[] for _ in self._workers]
         new: list[Request] = []
@@ -176,8 +179,8 @@ class Pool:
     def _feed(self, slot: int, selector: selectors.BaseSelector, now: _Exchange, helps: bool) -> None:
         """Send the slot's worker its next chunk, or the part of it that fits into one control message.
 
-        A fast worker gets two chunks. With ``helps`` an idle worker gets a chunk of another worker; the clients of this
-        chunk keep their place.
+        A fast worker gets two chunks. With ``helps`` an idle worker takes a chunk of another worker; its clients still
+        belong to the other one.
         """
         while len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not now.stop():
             mine = (i for i, chunk in enumerate(now.waiting) if now.places[chunk[0].client] == slot)
@@ -187,11 +190,11 @@ class Pool:
             chunk = now.waiting.pop(at)
             if not self._deliver(slot, chunk, now):
                 if self._workers[slot].chunks:
-                    return  # the caller detects it at the worker's socket
-                self._replace(slot, selector)  # it ended while idle: no client is at fault
+                    return  # the caller notices at the worker's socket that the worker has ended
+                self._replace(slot, selector)  # the worker ended while idle, so no client caused it
 
     def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
-        """Send the chunk; returns False if the worker has ended. Requests that were not sent wait again."""
+        """Send the chunk. Returns False if the worker has ended. Requests that could not be sent wait again."""
         worker, payloads = self._workers[slot], now.payloads
         fds: list[int] = []
         texts: list[str] = []
@@ -201,7 +204,7 @@ class Pool:
             number = payloads.number(request)
             fd = -1 if number in worker.known or number in new else len(fds)
             head, once = payloads.heads[number], payloads.once(request)
-            # json.dumps for each request would take a third of the time of sending.
+            # json.dumps would take a third of the time that sending a request takes.
             names = f"{payload.quote(request.client)}, {payload.quote(request.handler)}"
             text = f"[{names}, {request.round}, {request.call}, {number}, {fd}, {head}, {once:d}]"
             if texts and (length + len(text) + 2 > _LIMIT or fd == _FDS):
@@ -227,7 +230,7 @@ class Pool:
         return True
 
     def _replace(self, slot: int, selector: selectors.BaseSelector) -> int:
-        """Replace a worker that has ended; returns the old one's status."""
+        """Replace a worker that has ended; returns the ended worker's status."""
         worker = self._workers[slot]
         selector.unregister(worker.socket)
         worker.socket.close()
@@ -241,15 +244,15 @@ class Pool:
     ) -> Iterator[Reply]:
         """Replace a worker that died or exceeded its time.
 
-        Its clients are asked again one at a time, so that one cannot affect others. A client is at fault if it exceeds
-        its time, or if two workers died while they ran only this client.
+        The requests of its current chunk are repeated one at a time, so that one client cannot affect others. A client
+        is at fault if it exceeds its time limit, or if two workers died while they ran only this client.
         """
         worker = self._workers[slot]
         if timeout is not None:
             os.kill(worker.pid, signal.SIGKILL)
         status = self._replace(slot, selector)
         chunk, *rest = worker.chunks
-        now.waiting[:0] = rest  # it had not begun these
+        now.waiting[:0] = rest  # the worker had not begun these
         if len(chunk) > 1:
             now.waiting.extend([request] for request in chunk)
             return
@@ -265,7 +268,8 @@ class Pool:
         yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
     def _start(self, slots: Sequence[int]) -> list[_Worker]:
-        """Start workers in these slots and wait until they are ready, so that clients' time limits begin later.
+        """Start workers in these slots and wait until they are ready, so that loading does not count as a client's
+        time.
 
         Raises:
             RunError: a worker could not load rows or model.
@@ -273,7 +277,7 @@ class Pool:
         if self._spawn is None:
             return [self._fork() for _ in slots]
         workers = [_Worker(*self._spawn(slot)) for slot in slots]
-        for worker in workers:  # they load at the same time
+        for worker in workers:  # all of them load at the same time
             text = worker.socket.recv(MOST)
             if not text or json.loads(text):
                 for other in workers:
@@ -295,9 +299,11 @@ class Pool:
         status = 1
         try:
             ours.close()
-            for inherited in list(_ours):  # of all pools: with an open copy, another worker would not notice the close
+            for inherited in list(
+                _ours
+            ):  # close the sockets of all pools: an open copy would hide their end from other workers
                 inherited.close()
-            die_with(parent)  # an orphan could write memories during a resumed run
+            die_with(parent)  # otherwise an orphan could write client memories during a resumed run
             buffers.keep_freed()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -307,7 +313,7 @@ class Pool:
             os._exit(status)
 
     def close(self) -> None:
-        """Close all workers' sockets, at which idle workers end."""
+        """Close the sockets of all workers; then idle workers end."""
         for worker in self._workers:
             worker.socket.close()
             if worker.chunks:
@@ -319,7 +325,7 @@ class Pool:
 
 
 def _receive(worker: _Worker) -> tuple[bytes, list[int]] | None:
-    """A worker's message and the descriptors of new memory files; None if the worker has ended."""
+    """A worker's message, and the descriptors of new memory files; None if the worker has ended."""
     try:
         text, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
     except OSError:
@@ -349,7 +355,7 @@ def _replies(
 
 
 def work(silos: Silos, link: socket.socket) -> None:
-    """Main loop of a worker: receive tasks and answer them, until the socket closes."""
+    """Main loop of a worker: receive requests and answer them until the socket closes."""
     payloads: dict[int, Any] = {}
     exchange, outbox = (-1, -1), Outbox()
     while True:
@@ -370,7 +376,9 @@ def work(silos: Silos, link: socket.socket) -> None:
         for *_, number, _, _, once in tasks:
             if once:
                 del payloads[number]
-        lines: list[tuple[str, str, int, int]] = []  # code and reason of a fault, else lengths of head and data
+        lines: list[
+            tuple[str, str, int, int]
+        ] = []  # for each reply: code and reason of a fault, or else lengths of head and data
         pieces: payload.Pieces = []
         end = 0
         for value in silos.answer(requests):
@@ -378,7 +386,7 @@ def work(silos: Silos, link: socket.socket) -> None:
                 if isinstance(value, ClientFault):
                     raise value
                 head, data = payload.encode(value)
-            except TypeError as error:  # the value cannot travel
+            except TypeError as error:  # the value cannot be serialised
                 lines.append((E_EXCEPTION, str(error)[:400], 0, 0))
             except ClientFault as fault:
                 lines.append((fault.code, fault.reason[:400], 0, 0))

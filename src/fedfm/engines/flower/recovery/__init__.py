@@ -1,1 +1,1 @@
-"""Recovery of runs on Flower: lost messages, nodes that reconnect, a restarted server."""
+"""Recover runs on Flower from lost messages, nodes that reconnect, and a restarted server."""

@@ -1,7 +1,7 @@
-"""Find requests or replies that were lost on the way; Flower counts them as delivered and does not report them.
+"""Find requests or replies that were lost on the way. Flower counts them as delivered and does not report them.
 
-A SuperNode takes the next message only after its answer to the one before. So if a node answers a hello while an
-earlier request has no reply, that request or its reply is lost.
+A SuperNode takes its next message only after its reply to the one before. So if a node answers a hello while an earlier
+request has no reply, that request or its reply is lost.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from flwr.app import Message
 
 from fedfm.engines.flower.message_codec import InFlight
 
-FIRST = 30.0  # seconds of silence before the first hello; it is twice the longest reply time of the handler if longer
-_FACTOR = 2  # factor by which the pause grows, because hellos queue at the node during a long computation
+FIRST = 30.0  # seconds of silence before the first hello; twice the handler's longest reply time if that is more
+_FACTOR = 2  # pauses grow by this factor, since hellos queue at a node during a long computation
 
 
 @dataclass
 class _Silence:
-    """A request without a reply.
+    """A request to which no reply has come.
 
     Attributes:
-        since: when it was sent.
+        since: when the request was sent.
         until: when its node gets the next hello.
-        pause: seconds from the last hello to the next one.
-        suspected: whether its node has answered a hello that was sent after it.
+        pause: seconds from the last hello to the next.
+        suspected: whether its node has answered a hello that was sent later than the request.
     """
 
     one: InFlight
@@ -37,25 +37,27 @@ class _Silence:
 
 
 class Probes:
-    """The hellos to silent nodes."""
+    """The hellos to nodes from which no reply comes."""
 
     def __init__(self) -> None:
         self._silent: dict[str, _Silence] = {}  # by request
-        self._slowest: dict[str, float] = {}  # by handler: seconds of the slowest answer
-        self._sent: dict[str, tuple[InFlight, list[str]]] = {}  # by hello: the hello, and earlier requests to its node
+        self._slowest: dict[str, float] = {}  # for each handler, the seconds of the slowest reply
+        self._sent: dict[
+            str, tuple[InFlight, list[str]]
+        ] = {}  # for each hello: its entry, and earlier requests to its node
 
     @property
     def names(self) -> Collection[str]:
-        """The hellos whose answers are awaited."""
+        """The hellos to which no answer has come yet."""
         return list(self._sent)
 
     @property
     def suspects(self) -> set[str]:
-        """Requests that count as lost if the next pull has no replies to them."""
+        """Requests that count as lost if the next pull brings no reply to them."""
         return {name for name, silence in self._silent.items() if silence.suspected}
 
     def take_reply(self, message: Message) -> InFlight | None:
-        """Process the answer to a hello; returns the hello, or None if the message is not such an answer."""
+        """Process the message if it answers a hello; returns that hello, or None for any other message."""
         name = message.metadata.reply_to_message_id
         if name not in self._sent:
             return None
@@ -66,7 +68,7 @@ class Probes:
         return hello
 
     def due(self, waiting: Mapping[str, InFlight], online: Collection[int]) -> list[int]:
-        """Connected nodes that have been silent for long, given all requests in flight."""
+        """Connected nodes that have been silent for long. ``waiting`` has all requests without a reply."""
         now = time.monotonic()
         for name in self._silent.keys() - waiting.keys():
             over = self._silent.pop(name)
@@ -84,6 +86,6 @@ class Probes:
         return sorted(due)
 
     def enter(self, hellos: Mapping[str, InFlight]) -> None:
-        """Record sent hellos, after the requests of the last call of :meth:`due`."""
+        """Record the sent hellos; they follow the requests of the last call of :meth:`due`."""
         for name, hello in hellos.items():
             self._sent[name] = hello, [n for n, silence in self._silent.items() if silence.one.node == hello.node]

@@ -1,4 +1,4 @@
-"""Track connected nodes. A node that reconnects has lost its unanswered messages."""
+"""Track the connected nodes. A node that reconnects has lost the messages that it had not answered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from flwr.serverapp import Grid
 
-_LOOK = 2.0  # seconds between two looks
+_LOOK = 2.0  # seconds between two updates of the list
 
 
 class Presence:
@@ -20,13 +20,13 @@ class Presence:
 
     def __init__(self, grid: Grid, returns: bool) -> None:
         self._grid, self._returns = grid, returns
-        self._known: dict[int, str] = {}  # by node: its last connection time
+        self._known: dict[int, str] = {}  # for each node, its last connection time
         self._online: dict[int, str] = {}
         self._looked = -math.inf
         self._given_up: set[int] = set()
 
     def online(self) -> Mapping[int, str]:
-        """Connection time of each connected node; "" if the Grid does not know it."""
+        """For each connected node, when it connected; "" if the Grid does not know the time."""
         if self._returns:
             found = {node.node_id: str(node.last_activated_at) for node in self._grid.get_nodes()}
         else:
@@ -36,29 +36,29 @@ class Presence:
         return found
 
     def look(self) -> Mapping[int, str] | None:
-        """As :meth:`online`; None if the last look was a moment ago."""
+        """As :meth:`online`, but None if the list was updated a moment ago."""
         return None if time.monotonic() - self._looked < _LOOK else self.online()
 
     @property
     def last_online(self) -> Collection[int]:
-        """The nodes that were connected at the last look."""
+        """The nodes that were connected at the last update."""
         return self._online.keys()
 
     def since(self, node: int) -> str:
-        """Connection time of a node at the last look."""
+        """When this node connected, as of the last update."""
         return self._online.get(node, "")
 
     def expects(self, node: int, online: Mapping[int, str]) -> bool:
-        """Whether this node may answer a message: it is connected, or the wait for it has not failed yet."""
+        """Whether this node may still answer a message: it is connected, or the wait for it has not failed yet."""
         return node in online or (self._returns and node not in self._given_up)
 
     def has_reconnected(self, node: int, online: Mapping[int, str]) -> bool:
-        """Whether a node has reconnected since the last call."""
+        """Whether this node has reconnected since the last call."""
         if node not in online:
             return False
         before, self._known[node] = self._known.get(node, online[node]), online[node]
         return before != online[node]
 
     def give_up(self, nodes: Iterable[int]) -> None:
-        """Stop waiting for those of these nodes that are disconnected, until they reconnect."""
+        """Stop waiting for the disconnected ones of these nodes, until they reconnect."""
         self._given_up.update(set(nodes) - self._online.keys())

@@ -1,8 +1,9 @@
-"""Send parameters as their hash if the client host already has them, e.g. from the evaluation before a round.
+"""Send a hash instead of parameters if the client host already has them, e.g. from the evaluation before a round.
 
-A client host caches the parameters of its last message and the model's initial ones. Each of its replies lists their
-SHA-256 hashes. The server sends a hash in place of listed parameters. A host that has lost them answers with E_HELD,
-and gets the complete message again. The hash is of names, dtypes, shapes and bytes, so the bits stay the same.
+A client host caches the parameters of its last message, and the model's initial parameters. Each reply lists the
+SHA-256 hashes of what it has cached. The server sends a hash in place of listed parameters. A host that has lost them
+answers E_HELD, and gets the complete message again. The hash covers names, dtypes, shapes and bytes, so the client
+computes with the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from fedfm.errors import E_FORMAT, E_HELD, ClientFault
 from fedfm.linalg.out_of_core import to_file
 from fedfm.linalg.params import Params
 
-NAMES = "held"  # key of an envelope: hashes in the client host's cache; key of the hello: whether to list them
-KEY = "+held"  # the only key of a mapping that replaces parameters
-LEAST = 1 << 14  # bytes; smaller vectors are always sent
-_MOST = 64  # names in one reply
+NAMES = "held"  # in a reply's envelope: the hashes in the client host's cache; in a hello: whether to list them
+KEY = "+held"  # the only key of the mapping that stands for parameters
+LEAST = 1 << 14  # smaller parameters, in bytes, are always sent
+_MOST = 64  # largest number of hashes in one reply
 _DIGITS = 64  # hexadecimal digits of a SHA-256
 
 
@@ -26,7 +27,7 @@ class ParameterCache:
     """The parameters that a client host has cached.
 
     Args:
-        start: returns the model's parameters before the first message; None: there is no model.
+        start: returns the model's initial parameters, before the first message; None: there is no model.
     """
 
     def __init__(self, start: Callable[[], Params | None]) -> None:
@@ -34,21 +35,21 @@ class ParameterCache:
         self._last: dict[str, Params] = {}
 
     def begin(self) -> None:
-        """Cache the model's parameters; call it before a message changes them."""
+        """Cache the model's initial parameters; call this before a message changes them."""
         first = self._start()
         if first is not None and first.nbytes >= LEAST:
             self._first = {first.sha256(): to_file(first)}
 
     @property
     def names(self) -> list[str]:
-        """Hashes of the cached parameters, sorted."""
+        """Sorted hashes of the cached parameters."""
         return sorted({*self._first, *self._last})[:_MOST]
 
     def resolve(self, body: Any) -> Any:
-        """The complete body of a message; its parameters replace those in the cache.
+        """Replace references in a message's body by the cached parameters; then the body's parameters become the cache.
 
         Raises:
-            ClientFault: E_HELD, it refers to parameters that are not in the cache.
+            ClientFault: E_HELD, the body refers to parameters that are not in the cache.
         """
         now: dict[str, Params] = {}
 
@@ -74,22 +75,22 @@ class ParameterCache:
 
 
 def refuse_references(body: Any) -> Any:
-    """Check that a message's body refers to no cached parameters, and return it.
+    """Check that a message's body has no references to cached parameters, and return it.
 
     Raises:
-        ClientFault: E_HELD, it refers to parameters.
+        ClientFault: E_HELD, the body has one.
     """
 
     def refuse(part: Any) -> None:
         if isinstance(part, Mapping) and part.keys() == {KEY}:
-            raise ClientFault(E_HELD, "the message refers to parameters, and this client has none")
+            raise ClientFault(E_HELD, "the message refers to cached parameters, and this client has no cache")
 
     replace_parts(body, refuse)
     return body
 
 
 def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
-    """Hash of each of the parameters in a payload, by their ``id``."""
+    """The hash of each parameter vector in a payload, by the vector's ``id``."""
     found = dict[int, str]()
 
     def see(part: Any) -> Params | None:
@@ -104,7 +105,7 @@ def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
 
 
 def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: Container[str]) -> Any:
-    """The payload with a reference in place of cached parameters; ``known`` comes from :func:`hashes`."""
+    """The payload, with references in place of the cached parameters ``held``; :func:`hashes` makes ``known``."""
 
     def short(part: Any) -> Any:
         if not isinstance(part, Params):
@@ -115,7 +116,7 @@ def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: 
 
 
 def names_in(value: Any) -> frozenset[str]:
-    """The hashes that a reply's envelope lists; none if the list is malformed."""
+    """The hashes that a reply's envelope lists; empty if the list is malformed."""
     if not isinstance(value, list) or len(value) > _MOST:
         return frozenset()
     return frozenset(name for name in value if isinstance(name, str) and len(name) == _DIGITS)

@@ -1,15 +1,16 @@
-"""Requests of buffered asynchronous rounds and their pulled replies, on the server's disk.
+"""Requests of buffered asynchronous rounds, and the replies that were pulled, on the server's disk.
 
 ``private/underway.json`` has the last request to every client: its round, its call, the SHA-256 of its payload, and
 the name under which the client host caches its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
-``private/underway/`` has the reply, as soon as it is pulled. A client may get its next request before the round that
-uses its reply is committed. So the last request but one and its reply are also kept, until the client gets one more
+``private/underway/`` gets the reply as soon as the reply is pulled. A client may get its next request before the round
+that uses its reply is committed. So the previous request and its reply stay, too, until the client gets a further
 request, which happens after that commit. Thus a run that continues after a stop finds all replies that its last
-checkpoint does not have.
+checkpoint lacks.
 
-A request has two hashes. By the hash of the complete payload, the server recognises a request that it has sent before.
-By the hash of the message that was sent, in which hashes may stand for parameters, the client host finds its reply. The
-file of a reply is also named after this second hash, because ``underway.json`` is out of date if the disk was full.
+A request has two hashes. One is of the complete payload: by it the server recognises a request that it has sent before.
+The other is of the message as it was sent, in which hashes may stand for parameters: by it the client host finds its
+reply. A reply's file, too, is named after this second hash, since ``underway.json`` is out of date if the disk was
+full.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from fedfm.core.messages import Reply
 from fedfm.engines.flower.recovery.round_replies import Digest
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # bytes of stored replies; beyond that only the clients have them
+_MOST = 2 << 30  # largest number of bytes of stored replies; only the clients have further ones
 
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that was sent.
+    """A request that the server has sent.
 
     Attributes:
         node: Flower's id of the client's node.
         payload: SHA-256 of its complete payload.
         name: SHA-256 of the message as it crossed; the client host caches its reply under this name.
-        nbytes, spared: bytes of the message, and bytes saved, for the transcript.
+        nbytes, spared: bytes of the message and bytes saved, for the transcript.
     """
 
     node: int
@@ -57,13 +58,13 @@ class SentRequest:
 
 
 class PendingRequests:
-    """Stores the last request to each client and its reply, and the previous request if it has a reply.
+    """Stores the last request to each client with its reply, and the one before if it has a reply.
 
     Args:
-        folder: the run's ``private``.
+        folder: the run's folder ``private``.
 
     Attributes:
-        digest: computes hashes of payloads, for :class:`SentRequest`.
+        digest: computes the hashes of payloads for :class:`SentRequest`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,18 +75,18 @@ class PendingRequests:
         self.digest = Digest()
 
     def last_requests(self, client: ClientId) -> list[SentRequest]:
-        """The last requests to a client, the newest first."""
+        """The last requests to a client, newest first."""
         return [one[client] for one in (self._sent, self._before) if client in one]
 
     def at_work(self) -> dict[int, ClientId]:
-        """Clients by node whose reply this server does not have."""
+        """The clients, by node, from which this server has no reply yet."""
         return {sent.node: client for client, sent in self._sent.items() if not self._file(client, sent).exists()}
 
     def enter(self, requests: Mapping[ClientId, SentRequest]) -> None:
-        """Store requests that are being sent; a client's last request also stays if it has a reply."""
+        """Store requests that are being sent. A client's previous request stays if it has a reply."""
         for client, sent in requests.items():
             last = self._sent.get(client)
-            if last is None or last.at == sent.at:  # the same request is sent again, with all parameters
+            if last is None or last.at == sent.at:  # the same request again, with all parameters
                 continue
             if (before := self._before.pop(client, None)) is not None:
                 self._remove(self._file(client, before))
@@ -96,11 +97,11 @@ class PendingRequests:
             client: asdict(sent) | ({"before": asdict(self._before[client])} if client in self._before else {})
             for client, sent in sorted(self._sent.items())
         }
-        with contextlib.suppress(RunError):  # a full disk only causes repeated training after a stop
+        with contextlib.suppress(RunError):  # if the disk is full, a client only trains again after a stop
             storage.write_atomic(self._path, json.dumps(record, indent=1).encode(), 0o600, sync=False)
 
     def keep(self, client: ClientId, reply: Reply) -> None:
-        """Store a reply, if it answers the client's last request."""
+        """Store a reply if it answers the client's last request."""
         sent = self._sent.get(client)
         if sent is None or reply.fault is not None or (reply.round, reply.call) != sent.at:
             return
@@ -116,7 +117,7 @@ class PendingRequests:
             self._remove(path)
 
     def answer(self, client: ClientId, sent: SentRequest) -> Reply | None:
-        """The reply to one of :meth:`last_requests`, if it was pulled."""
+        """The stored reply to one of :meth:`last_requests`, or None."""
         path = self._file(client, sent)
         record = storage.load(path, None) if path.exists() else None
         if not isinstance(record, Mapping) or record.get("name") != sent.name:
@@ -127,12 +128,12 @@ class PendingRequests:
             return None
 
     def clear(self) -> None:
-        """Remove all: the run is complete."""
+        """Remove all files, since the run is complete."""
         self._path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
-        """Read what an earlier process stored; nothing if it is damaged."""
+        """Read what an earlier server process stored; ignore it if it is damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             for client, record in json.loads(self._path.read_text(encoding="utf-8")).items():
                 before = record.pop("before", None)

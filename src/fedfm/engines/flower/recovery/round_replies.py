@@ -1,7 +1,7 @@
-"""Replies of an incomplete round: after a stop the server does not repeat a request that has a reply.
+"""Replies of a round that is not complete. After a stop the server does not repeat requests that have a reply.
 
-A round with more than 2 GiB of replies is repeated completely. The replies lie in ``private/answered`` of the run's
-directory, for the server's user only, until the next round begins.
+If a round has more than 2 GiB of replies, all its requests are repeated. The replies are in ``private/answered`` of the
+run directory, where only the server's user can read them, until the next round begins.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # bytes of a round's replies; if there are more, none are kept
+_MOST = 2 << 30  # largest number of bytes of a round's replies; if there are more, none is kept
 _KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
 
 
 class RoundReplies:
-    """Replies on disk, by round, call and client; a reply to another payload is ignored.
+    """Replies on disk, by round, call and client. A reply to a request with another payload is ignored.
 
     Args:
-        folder: folder of the replies, which is made on first use.
+        folder: for the replies; it is made on first use.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class RoundReplies:
         return Reply(request.client, record["value"], request.round, request.call, *sizes, None, record["spared"])
 
     def keep(self, request: Request, reply: Reply) -> None:
-        """Store a reply. If the disk is full, a client may answer twice after a stop."""
+        """Store a reply. If the disk is full, nothing is stored, and the client may answer twice after a stop."""
         self._begin(request.round)
         self._size += reply.nbytes_up
         if self._size > _MOST:
@@ -66,7 +66,7 @@ class RoundReplies:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self, round: int) -> None:
-        """Remove replies of other rounds."""
+        """Remove the replies of other rounds."""
         if round != self._round:
             self._round, self._size = round, 0
             for path in self._folder.glob("*"):
@@ -81,13 +81,13 @@ class RoundReplies:
 
 
 class Digest:
-    """SHA-256 of requests' payloads; a broadcast is read once."""
+    """SHA-256 of requests' payloads; it is computed once for a broadcast."""
 
     def __init__(self) -> None:
         self._last: tuple[Mapping[str, Any], str] | None = None
 
     def of(self, request: Request) -> str:
-        """The hash of the complete payload."""
+        """The hash of a request's complete payload."""
         if self._last is None or self._last[0] is not request.payload:
             head, pieces = payload.encode(request.payload)
             digest = hashlib.sha256(head.encode())
