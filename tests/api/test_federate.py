@@ -252,7 +252,7 @@ def test_calling_again_goes_on_and_a_finished_run_gives_its_weights(tmp_path, ca
     with pytest.raises(KeyboardInterrupt, match=r"continue with the same call, with out='.*broken'"):
         federate(net, rounds=4, method="scaffold", out=tmp_path / "broken", progress=_Interrupt())
     assert main(["resume", str(tmp_path / "broken")]) == 2
-    assert "given from Python: call fedfm.federate" in capsys.readouterr().err
+    assert "came from Python; call fedfm.federate" in capsys.readouterr().err
     fresh = network(seed=5)  # a script that is started again draws other weights: the run has its own
     resumed = federate(fresh, rounds=4, method="scaffold", out=tmp_path / "broken")
     assert resumed["params_sha256"] == straight["params_sha256"]

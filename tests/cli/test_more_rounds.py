@@ -34,14 +34,14 @@ def test_two_and_two_rounds_are_four(tmp_path, capsys, method):
     assert found["params_sha256"] != first["params_sha256"]
     assert [line["round"] for line in fedfm.load_run(tmp_path / "run").metrics()] == [0, 1, 2, 3, 4]
     notices = json.loads((tmp_path / "run/manifest.json").read_text())["notices"]
-    assert "it ended after 2 rounds, and continued to round 4" in notices
+    assert "the run ended after 2 rounds, and was continued to round 4" in notices
     assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight["params_sha256"]
 
 
 @pytest.mark.proof
 def test_what_cannot_go_on_says_why(tmp_path):
     fedfm.run(tables({"name": "fedavg"}), tmp_path / "run")
-    with pytest.raises(InputError, match="has 2 rounds; expected more"):
+    with pytest.raises(InputError, match="has 2 rounds already; expected more"):
         fedfm.resume(tmp_path / "run", rounds=2)
     fedfm.run(tables({"name": "fedavg"}, schedule="cosine"), tmp_path / "cosine")
     with pytest.raises(InputError, match="schedule"):

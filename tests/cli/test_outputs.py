@@ -57,7 +57,7 @@ def test_a_dossier_of_a_run_that_goes_on_is_refused_in_one_line(run, tmp_path, c
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps(manifest | {"result": None}))
     assert main(["audit", str(copy), "--dossier"]) == 2
-    assert capsys.readouterr().err == f"fedfm: {copy} is not finished: `fedfm resume {copy}` first\n"
+    assert capsys.readouterr().err == f"fedfm: {copy} is not finished; run `fedfm resume {copy}` first\n"
 
 
 class Stopped(Bar):

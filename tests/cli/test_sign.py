@@ -262,7 +262,7 @@ def test_what_cannot_be_signed_or_verified_is_refused(copy, tmp_path, capsys):
     (tmp_path / "text.pem").chmod(0o600)
     with pytest.raises(InputError, match="expected an Ed25519 private key"):
         sign(run, tmp_path / "text.pem")
-    with pytest.raises(InputError, match="no run here"):
+    with pytest.raises(InputError, match="this is a folder of runs"):
         sign(tmp_path)
     (run / "checkpoint" / "link").symlink_to(run / "manifest.json")
     with pytest.raises(InputError, match="is a link"):

@@ -118,7 +118,7 @@ def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kil
     manifest = fedfm.load_run(tmp_path / "run").manifest
     (entry,) = manifest["ledger"]["entries"]
     assert entry["epsilon"] == manifest["ledger"]["epsilon"] == result["epsilon"]
-    told = f"rounds begun and not completed: {kills}; each is one more release, and epsilon counts it"
+    told = f"rounds that began but were not completed: {kills}; each is one more release, which epsilon includes"
     assert told in manifest["notices"]
     assert fedfm.resume(tmp_path / "run") == result
 
@@ -155,7 +155,7 @@ def test_an_experiment_states_its_privacy_again(tmp_path):
 
 def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
     fedfm.run(tables(tmp_path, {"aggregator": "secagg"}), tmp_path / "plain")
-    with pytest.raises(InputError, match="the server saw sums of updates only"):
+    with pytest.raises(InputError, match="the server saw only sums of updates"):
         perform(tmp_path / "plain", ["label_counts"])
     (finding,) = perform(tmp_path / "plain", ["update_membership"])
     assert finding.detail["sums_only"]

@@ -73,7 +73,7 @@ def test_a_second_run_reads_what_the_first_has_computed(
     other = tables(tmp_path) | {"method": {"name": "fedprox", "rounds": 2, "mu": 0.0}}
     assert fedfm.run(other, tmp_path / "two", progress=second)["params_sha256"] == expected
     assert encoded == [1]  # the ledger counts the operations of one row
-    said = f"features of 3 of 3 clients' training rows are read from {place / 'features'}"
+    said = f"features of 3 of 3 clients' training rows come from the cache {place / 'features'}"
     assert said in second.found
     assert said not in first.found
     monkeypatch.setenv("FEDFM_CACHE", "")

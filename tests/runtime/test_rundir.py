@@ -246,7 +246,7 @@ def test_a_round_whose_state_is_not_finite_is_not_committed(tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(FedAvg, "step", broken)
-        with pytest.raises(RunError, match=r"round 3: the server's state .*; round 2 stands as it was committed"):
+        with pytest.raises(RunError, match=r"round 3: the server's state .*; round 2 stays committed"):
             fedfm.run(experiment(tmp_path), tmp_path / "run")
     assert sorted(p.name for p in (tmp_path / "run/checkpoint").iterdir())[-1] == "round-000002.safetensors"
     assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight

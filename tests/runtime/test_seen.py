@@ -93,7 +93,7 @@ def test_the_manifest_states_the_guarantee_with_all_that_it_needs(tmp_path):
         key: entry[key] for key in ("delta", "unit", "relation", "mechanism", "composition")
     }
     assert found["unit"] == "record"
-    assert any("one row at one client" in text for text in found["assumptions"])
+    assert any("one row, at one client" in text for text in found["assumptions"])
     page = (tmp_path / "private" / "report.html").read_text()
     for text in found["assumptions"]:
         assert text in page

@@ -105,5 +105,5 @@ def test_it_is_refused_where_nothing_would_see_it(tmp_path: Path) -> None:
             Experiment.from_dict({**exp, **change})
     rows = {**exp["data"], "path": str(features(tmp_path))}
     other = {**exp, "data": rows, "model": {"name": "features", "adaptation": {"name": "full"}}}
-    with pytest.raises(InputError, match=r"data\.augment: it changes images, and .* holds feature vectors; drop it"):
+    with pytest.raises(InputError, match=r"data\.augment: it changes images, but .* contains feature vectors; drop it"):
         fedfm.run(other, tmp_path / "vectors")

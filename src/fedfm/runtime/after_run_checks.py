@@ -12,17 +12,17 @@ from fedfm.config.experiment import Experiment
 from fedfm.models import derived_modules
 from fedfm.training import TrainsLocally
 
-_RISE = 1.05  # last test loss over the lowest one; a smaller rise is noise
-_FALL = 0.01  # fall of the accuracy
+_RISE = 1.05  # ratio of the last test loss to the lowest one; a smaller rise counts as noise
+_FALL = 0.01  # fall of the accuracy; a smaller one counts as noise
 
 
 def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
-    """Notices on the lines of ``metrics.jsonl``: a test loss that rose at the end while the accuracy fell."""
+    """Read the lines of ``metrics.jsonl``: a notice if at the end the test loss rose while the accuracy fell."""
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:
         return []
     last, trained = known[-1], known[1:]
-    # An untrained model predicts uniformly, which has a low loss; so round 0 is no measure for later rounds.
+    # An untrained model predicts uniformly, which gives a low loss, so later rounds are not compared with round 0.
     lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
     worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
     if not worse:
@@ -30,12 +30,12 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
     best, lowest, reached = worse[0]
     return [
         f"the loss on the test rows rose from {lowest:.3g} in round {best} to {last[1]:.3g}, and the accuracy fell "
-        f"from {reached:.3f} to {last[2]:.3f}: training goes too far; {_cure(experiment)}"
+        f"from {reached:.3f} to {last[2]:.3f}: the model overfits; {_cure(experiment)}"
     ]
 
 
 def _cure(experiment: Experiment) -> str:
-    """The settings of this experiment that can prevent it."""
+    """Name settings of this experiment that can prevent overfitting."""
     from fedfm.config.advice import takes
 
     run, data, found = experiment.run, experiment.data, ["fewer rounds"]
@@ -46,21 +46,21 @@ def _cure(experiment: Experiment) -> str:
         found.append(f"{' with '.join(stopping)}, which keeps the best round")
     advice = f"take {', '.join(found[:-1])}{' or ' if found[1:] else ''}{found[-1]}"
     if experiment.privacy is not None:
-        advice += "; each run on the same rows spends its own epsilon, so choose on other rows"
+        advice += "; each run on the same rows spends its own epsilon, so choose settings on other rows"
     return advice
 
 
 def outside(module: nn.Module) -> list[str]:
-    """A notice if arguments of a student's polynomials left their intervals, on the rows that this process computed.
+    """A notice if arguments of a student's polynomials left their intervals, for the rows that this process computed.
 
-    The intervals are those on which the polynomials approximate softmax, LayerNorm and GELU.
+    On these intervals the polynomials approximate softmax, LayerNorm and GELU.
     """
     counts = derived_modules.violations(module).values()
     if not (far := sum(n for n, _ in counts)):
         return []
     return [
         f"{far:,} of {sum(total for _, total in counts):,} arguments of the model's polynomials were outside their "
-        "intervals: activations of a row far outside overflow, and a head treats such a row as unknown; "
+        "intervals; the activations of a row far outside overflow, and a head treats such a row as unknown; "
         "distil the model on rows like these"
     ]
 

@@ -1,7 +1,7 @@
-"""Scores between asynchronous rounds of a deployment: each client scores the model that it last received.
+"""Scores between the asynchronous rounds of a deployment: each client scores the model that it last received.
 
-A request for scores after each round would wait for clients that are training. So a client scores the received model
-before it trains, and reports the scores in the metrics of its update. The server keeps each client's newest scores.
+A request for scores after each round would have to wait for clients that are training. So a client scores a received
+model before it trains, and sends the scores with the metrics of its update. The server keeps each client's newest ones.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from fedfm.core.update_metrics import SENT
 from fedfm.linalg.params import Params
 from fedfm.runtime.predictions import PARTS, scores, seen_by
 
-FAILED = f"{SENT}failed"  # 1 in the metrics of an update whose client could not score the model that it was sent
-_NEWEST = "newest_scores"  # key in the server's memory: client -> {"round": round of the model, part: metrics}
-_SLACK = 2  # times the usual age; scores that are older are left out of the mean
+FAILED = f"{SENT}failed"  # an update has this metric, with value 1, if its client could not score the received model
+_NEWEST = (
+    "newest_scores"  # key in the server's memory; its value maps client to {"round": round of the model, part: metrics}
+)
+_SLACK = 2  # scores older than this many times the usual age are left out of the mean
 
 
 def of_sent(
@@ -28,12 +30,12 @@ def of_sent(
     payload: Mapping[str, Any],
     as_told: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
 ) -> dict[str, float]:
-    """Client half: scores of the received model on the client's own rows, as metrics of its update.
+    """Client half: the scores of the received model on the client's own rows, as metrics of its update.
 
-    There are none if the request has several parameter vectors: only the method knows which of them is the model.
+    If the request has several parameter vectors, there are no scores: only the method knows which one is the model.
 
     Args:
-        as_told: reduces scores to what may leave the silo.
+        as_told: reduces the scores to what may leave the silo.
     """
     sent = [value for value in payload.values() if isinstance(value, Params)]
     if len(sent) != 1:
@@ -57,11 +59,13 @@ class Newest:
 
     def __init__(self, fed: Federation, every: int, buffer: int) -> None:
         self._fed, self._start = fed, dict[ClientId, dict[str, Any]]()
-        # With n equally fast clients and K updates a round, a client answers every n/K rounds.
+        # If n clients are equally fast and a round has K updates, each client answers every n/K rounds.
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
-        """Record the requested scores of the start model, so that later lines have the same clients."""
+        """Record the scores that clients were asked for of the start model, so that all lines cover the same
+        clients.
+        """
         for client, found in told.items():
             if found:
                 known = {key: value for key, value in found.items() if value is not None}
@@ -70,10 +74,10 @@ class Newest:
     def hear(self) -> list[ClientId]:
         """Record the scores that came with this round's updates.
 
-        The caller does this before the commit, so that a resumed run has the scores, too.
+        This must happen before the commit, so that a resumed run has the scores, too.
 
         Returns:
-            The clients that could not score the model that they were sent.
+            The clients that could not score the model that they received.
         """
         known = {**self._start, **self._fed.memory.get(_NEWEST, {})}
         for client, metrics in self._fed.client_metrics.items():
@@ -82,20 +86,18 @@ class Newest:
                 part, _, key = name.removeprefix(SENT).partition("/")
                 if name.startswith(SENT) and part in PARTS and key:
                     told.setdefault(part, {})[key] = value
-            told = {
-                part: found for part, found in told.items() if found.get("n", -1.0) >= 0
-            }  # an honest client reports n
+            told = {part: found for part, found in told.items() if found.get("n", -1.0) >= 0}  # honest clients report n
             if told:
                 known[client] = {"round": self._fed.began[client] - 1, **told}
         self._fed.memory[_NEWEST] = known
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def rounds(self) -> dict[ClientId, int]:
-        """The rounds of the scored models, without rounds that are too old."""
+        """For each client the round of the model that it scored; scores that are too old are left out."""
         known = self._fed.memory.get(_NEWEST, {})
         return {c: told["round"] for c, told in known.items() if self._fed.round - told["round"] <= self._oldest}
 
     def of(self, part: str) -> dict[ClientId, dict[str, Any]]:
-        """Metrics on the ``test`` or ``val`` rows of each client; empty if the client has reported none recently."""
+        """Each client's metrics on its ``test`` or ``val`` rows; empty if the client has reported none recently."""
         known, lately = self._fed.memory.get(_NEWEST, {}), self.rounds()
         return {c: dict(known[c].get(part, {})) if c in lately else {} for c in self._fed.clients}

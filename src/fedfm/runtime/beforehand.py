@@ -1,8 +1,8 @@
-"""Checks of rows, model and libraries before the first round: a mistake that they find excludes no client later.
+"""Check rows, model and libraries before the first round, so that mistakes in them exclude no client later.
 
-They compare the columns of feature vectors with each other, compare tokens with the size of the embedding, and compute
-the model on a few rows. (The reader has already checked that images and cells can be read.) A mistake is an error that
-names its place; a probable mistake is a notice.
+The checks compare the columns of feature vectors with each other, compare tokens with the size of the embedding, and
+compute the model on a few rows. (The reader has already checked that images and cells can be read.) A mistake is an
+error that names its place. A probable mistake is a notice.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 
-_FEW = 8  # rows to look at; the loss of the two shortest ones is computed
+_FEW = 8  # number of rows that are checked; the loss of the two shortest ones is computed
 _PAIR = 2
 
 
 def check(method: Method[Any], population: Partitioned) -> list[str]:
-    """Refuse an experiment that would fail in a client; returns notices about the model.
+    """Refuse an experiment that would fail at a client; returns notices about the model.
 
     Raises:
-        InputError: with the file, the row, the client or the key.
+        InputError: the experiment would fail; the error names the file, the row, the client or the key.
     """
     table, model = population.federated.table, population.model_or_none
     rows = _rows(population)
@@ -40,7 +40,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
 
         check_columns(table)
     if isinstance(model, Model) and model.hollow:
-        with refuse(f"model.name: {model.spec.name!r} cannot compute texts"), torch.random.fork_rng(devices=[]):
+        with refuse(f"model.name: {model.spec.name!r} fails on texts"), torch.random.fork_rng(devices=[]):
             from fedfm.models import later_words
 
             later_words.refuse_hollow(model)
@@ -54,7 +54,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         picture_sizes.check(table.inputs, rows, model.tools.image, table.source)
     if population.client_model is None or model.hollow:
         return []
-    found = _try(method, population) if table.kind != "own" else []  # federate tries the user's module itself
+    found = _try(method, population) if table.kind != "own" else []  # federate() has tried the user's module already
     if isinstance(method, TrainsLocally) and joins_last(model):
         from fedfm.runtime.rare_rows import try_single
 
@@ -63,7 +63,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Notices about feature vectors: one column, or one client, has much larger values than the others."""
+    """Notices about feature vectors if one column, or one client, has much larger values than the others."""
     if population.federated.table.kind != "features":
         return []
     from fedfm.runtime import feature_columns
@@ -72,7 +72,7 @@ def notices(population: Partitioned) -> list[str]:
 
 
 def _rows(population: Partitioned) -> np.ndarray:
-    """All rows that a client or the server reads, each once."""
+    """Indices of all rows that a client or the server reads, each once."""
     parts = [population.federated.test]
     for of in population.federated.clients.values():
         parts += [of.train, of.val, of.test]
@@ -83,14 +83,14 @@ def _rows(population: Partitioned) -> np.ndarray:
 
 
 def _try(method: Method[Any], population: Partitioned) -> list[str]:
-    """Compute features or a loss on the first client's first rows; returns the notices of :func:`look`."""
+    """Compute features or a loss on the first rows of the first client; returns the notices of :func:`look`."""
     model, table = population.model, population.federated.table
     clients = (population.federated.clients[name] for name in population.clients)
     first = next((of.train[:_FEW] for of in clients if len(of.train)), None)
     if first is None:
         return []
     found: list[str] = []
-    with refuse(f"model.name: {model.spec.name!r} cannot compute the rows of {table.source}{_hint(model)}"):
+    with refuse(f"model.name: {model.spec.name!r} fails on the rows of {table.source}{_hint(model)}"):
         rows = model.prepare(table, first)
         if not len(rows):
             return []
@@ -116,5 +116,5 @@ def _try(method: Method[Any], population: Partitioned) -> list[str]:
 def _hint(model: Model) -> str:
     config = getattr(unwrap(model.module), "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        return " (an encoder-decoder classifies by its end token, which its tokenizer must write once behind each text)"
+        return " (an encoder-decoder classifies at its end token, so its tokenizer must write one end token per text)"
     return ""

@@ -1,7 +1,7 @@
-"""The client side of a run: each request calls a method's client half for one client.
+"""The client side of a run: each request calls the client half of a method for one client.
 
-All engines share this code: the local engine calls :meth:`Silos.answer` directly; a Flower ClientApp decodes a message,
-calls it, and encodes the result.
+All engines share this code. The local engine calls :meth:`Silos.answer` directly. A Flower ClientApp decodes a message,
+calls the method, and encodes its result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Population(Protocol):
-    """Source of the clients' data: one experiment's partition, or a silo's own file."""
+    """Where the clients' data come from: the partition of one experiment, or a silo's own file."""
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -60,7 +60,7 @@ class Population(Protocol):
 
     @property
     def client_model(self) -> Model | None:
-        """The model that clients train; None if they have none."""
+        """The model that clients train; None if clients have no model."""
 
     def data(self, client: ClientId) -> ClientData:
         """The client's rows, ready for the model."""
@@ -70,23 +70,23 @@ class Silos:
     """Runs handlers for the clients of a population.
 
     Args:
-        memory: folder of clients' memories, one subfolder each.
-        attack: replaces the client half of some clients. It is called with the half, the client and the payload (see
+        memory: folder of the clients' memories; each client has a subfolder.
+        attack: called in place of some clients' halves, with the half, the client and the payload (see
             :class:`fedfm.attacks.attackers.Attackers`); None: all clients are honest.
-        allow: the silo's policy, in words of :mod:`fedfm.privacy.policy`; ``("mean",)`` discloses no single reply.
-        on_error: receives the traceback of a handler's exception, which stays at the client.
-        local_scores: whether an update for a mean also contains the accuracy that the client's trained model has on the
-            client's own test rows, before aggregation.
+        allow: the silo's policy, as words of :mod:`fedfm.privacy.policy`; ``("mean",)`` discloses no single reply.
+        on_error: receives the traceback if a handler raises; the traceback stays at the client.
+        local_scores: whether an update for a mean also contains the accuracy of the client's trained model, measured
+            before aggregation on the client's own test rows.
         scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
             0: never (see :mod:`fedfm.runtime.async_scores`).
-        reveal: whether the server receives the text of a client half's failure, which may contain paths and values. If
-            not, it receives the code and a sentence that does not depend on the rows.
+        reveal: whether the server receives the text of an error in a client half. The text may contain paths and
+            values. Without it the server receives the code, and a sentence that does not depend on the rows.
         transport: precision of the Params in messages, ``run.transport``.
-        own: attributes of each :class:`~fedfm.core.client.Client` from a silo's file: ``smallest_cohort``,
-            ``identity``, ``roster``, ``log``; None if the clients hold parts of the server's own table.
+        own: attributes of each :class:`~fedfm.core.client.Client` that a silo's file gives: ``smallest_cohort``,
+            ``identity``, ``roster``, ``log``; None if the clients' rows are parts of the server's table.
 
     Attributes:
-        blanks: codes of the failures that the last call of :meth:`answer` replaced by an empty update.
+        blanks: codes of the errors for which the last call of :meth:`answer` sent an empty update.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Silos:
         transport: str = EXACT,
         own: Mapping[str, Any] | None = None,
     ) -> None:
-        # The evaluation is made before any message changes the model's parameters.
+        # Make the evaluation now, before any message changes the model's parameters.
         self._coding: Coding | None = None
         if transport != EXACT:
             from fedfm.core.transport import Coding
@@ -129,7 +129,7 @@ class Silos:
 
     @property
     def least(self) -> int:
-        """Number of clients from which one call of :meth:`answer` for all is faster than a call for each."""
+        """From this number of clients on, one call of :meth:`answer` for all is faster than one call for each."""
         return scheduler.least(self.population.client_model)
 
     @functools.cached_property
@@ -140,12 +140,12 @@ class Silos:
         return limits.room(getattr(self.population.client_model, "layout", None))
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Load shared resources before processes are forked."""
+        """Load what all clients share, before processes are forked."""
         if any(request.handler.startswith(("train.", "aggregate.")) for request in requests[:1]):
             scheduler.prepare(self.population.client_model)
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
-        """Run the requests together; each result is the reply's value, or a ClientFault."""
+        """Answer the requests together; each result is a reply's value or a ClientFault."""
         self.blanks.clear()
         if self._coding is not None:
             requests = [request._replace(payload=self._payload(request.payload)) for request in requests]
@@ -158,7 +158,7 @@ class Silos:
         ]
 
     def _payload(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The payload with its Params decoded; several clients that share a payload get one object."""
+        """The payload with its Params decoded. Clients that share a payload get the same object."""
         if self._coding is None:
             return payload
         if self._rebuilt[0] is not payload:
@@ -172,7 +172,7 @@ class Silos:
             ClientFault: the handler does not take this payload.
         """
         if not isinstance(payload, Mapping) or handler not in self._hints:
-            return payload  # answer() reports the error
+            return payload  # answer() reports that the handler is unknown
         if self._coding is not None:
             payload = self._coding.rebuild(payload)
         hints = self._hints[handler]
@@ -182,7 +182,7 @@ class Silos:
                 SCALE: self.aggregator.mechanism.message_type,
             }
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
-            raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
+            raise ClientFault(E_FIELD, f"{handler} has no arguments {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
 
     def permit(self, handler: str) -> None:
@@ -196,7 +196,7 @@ class Silos:
             raise ClientFault(E_REFUSED, why)
 
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
-        """The fault that the server receives; all other details stay in the client's error log."""
+        """The fault that the server receives; the client's error log has all further details."""
         if isinstance(error, ClientFault):
             if self._reveal or error.code in OF_NO_ROW:
                 return error
@@ -220,14 +220,14 @@ class Silos:
         if client.scale is not None:
             alike[SCALE] = client.scale
         client.broadcast = (request.handler, request.round, alike)
-        attack = None if kind == "aggregate" else self.attack  # an attacker keeps to the protocol of secure aggregation
+        attack = None if kind == "aggregate" else self.attack  # an attacker follows the protocol of secure aggregation
         half = partial(fn, client, **payload) if attack is None else partial(attack, fn, client, payload)
 
         def call_half() -> Any:
             versions = _versions(payload)
             reply = half()
             if _versions(payload) != versions:
-                raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
+                raise ClientFault(E_READONLY, f"{name} changed a received tensor, but payloads are read-only")
             return reply
 
         if kind == "train":
@@ -246,7 +246,9 @@ class Silos:
         return reply
 
     def _part(self, client: Client, request: Request, payload: Mapping[str, Any], call_half: Callable[[], Any]) -> Any:
-        """The client's part of a mean: its update and metrics in the form of the aggregation, e.g. masked."""
+        """The client's part of a mean: its update and metrics, in the form that the aggregation requires, e.g.
+        masked.
+        """
         of_sent = self._of_sent(client, payload) if self._scores_due(request) else {}
         reply = call_half()
         if self._local_scores and isinstance(reply, Update):
@@ -256,14 +258,14 @@ class Silos:
         return self.aggregator.protect(client, reply)
 
     def _blank(self, client: Client, error: Exception) -> Any:
-        """An empty part of a sum in place of a failure.
+        """An empty part of a sum, sent in place of an error.
 
-        Whether a client half fails may depend on its rows. A server that sees only sums must not learn it: so it gets
-        an empty part, and the silo's log has the error. If all clients hold parts of the server's table, there are no
-        silos' logs, and the server gets the fault.
+        Whether a client half fails may depend on its rows. A server that sees only sums must not learn this. So the
+        client sends an empty part, and the silo's log has the error. If all clients' rows are parts of the server's
+        table, there are no logs of silos, and the server gets the fault.
 
         Raises:
-            Exception: the error, if the server sees single updates or the refusal does not depend on rows.
+            Exception: the error itself, if the server sees single updates or the refusal does not depend on rows.
         """
         reply = self.aggregator.blank(client) if self._own and depends_on_rows(error) else None
         if reply is None:
@@ -272,21 +274,25 @@ class Silos:
         self.blanks[client.id] = code
         text = str(error) if isinstance(error, ClientFault) else "".join(traceback.format_exception(error))
         self._on_error(client.id, f"{text}\n")
-        client.log(f"its part of the sum is empty ({code}), and the server does not see that: see errors.log")
+        client.log(
+            f"it sent an empty part of the sum ({code}), which the server cannot notice; errors.log has the cause"
+        )
         return reply
 
     def _why_refused(self, kind: str, name: str) -> str | None:
-        """Reason to refuse a request, or None. The silo looks up what a handler exposes; the server cannot state it."""
+        """The reason to refuse a request, or None. The silo itself looks up what a handler exposes; it does not ask the
+        server.
+        """
         if f"{kind}.{name}" not in self._handlers:
             own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
-            none = f"{name} is not a handler of this run, or its method declares it in neither means nor asks"
+            none = f"{name} is not a handler of this run, or the method lists it in neither means nor asks"
             return f"{name} answers {' and '.join(own)}, not {kind}" if own else none
         if (exposed := EXPOSES.get(kind, kind)) not in self.allow:
             return f'this silo\'s policy does not allow {kind}.{name}: "{exposed}" is not in allow'
         return None
 
     def _scores_due(self, request: Request) -> bool:
-        """Whether the client must score the received model now. A restarted process begins to count rounds again."""
+        """Whether the client has to score the received model now. A restarted process counts the rounds anew."""
         if not self._scores_sent or EXPOSES["scores"] not in self.allow:
             return False
         last = self._scored.get(request.client)
@@ -296,7 +302,7 @@ class Silos:
         return True
 
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
-        """Scores of the received model; a failure here is reported and does not prevent training."""
+        """Scores of the received model. If scoring fails, the update reports that, and training goes on."""
         from fedfm.runtime import async_scores
 
         try:
@@ -306,9 +312,9 @@ class Silos:
             return {async_scores.FAILED: 1.0}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
-        """Accuracy and loss of the client's trained model, and a 1.
+        """Accuracy and loss of the client's trained model, and the number 1.
 
-        The server averages all three. The mean of the 1 is the share of clients with test rows.
+        The server averages all three. The mean of the 1 is the fraction of clients that have test rows.
         """
         if client.trained is None or not len(client.data.test):
             return {}
@@ -319,7 +325,7 @@ class Silos:
         return known | {JUDGED: 1.0} if known else {}
 
     def _as_told(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Scores in the form that may leave: rounded if they are of a silo's own rows."""
+        """Scores in the form that may leave the silo: rounded if the rows are the silo's own."""
         if not self._own:
             return found
         from fedfm.runtime.coarse_scores import coarse
@@ -327,7 +333,7 @@ class Silos:
         return coarse(found)
 
     def client(self, request: Request) -> Client:
-        """The client with its state at this request."""
+        """The client in its state at this request."""
         plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
         descent: Descent | None = None
         if plan is not None:
@@ -337,7 +343,7 @@ class Silos:
         return Client(
             id=request.client,
             data=data,
-            model=cast(Model, self.population.client_model),  # None only for methods whose clients use no model
+            model=cast(Model, self.population.client_model),  # it is None only for methods whose clients use no model
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
@@ -351,7 +357,7 @@ class Silos:
         )
 
     def _span(self, t: int) -> tuple[float, float]:
-        """(begin, end) of round t as fractions of the run; (0, 0) before the first round, (1, 1) after the last."""
+        """Begin and end of round t as fractions of the run; (0, 0) before the first round, (1, 1) after the last."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
 
@@ -363,7 +369,9 @@ def _existing(model: Model | None) -> Model:
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The kinds of message that a client half answers: its decorator's kind, else those that its method declares."""
+    """The kinds of message that a client half answers: the kind in its decorator, or else those that its method
+    lists.
+    """
     of: Any = fn.__self__  # type: ignore[attr-defined]
     if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
         return (fn.kind or "query",)  # type: ignore[attr-defined]
@@ -373,13 +381,13 @@ def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _versions(payload: Mapping[str, Any]) -> int:
-    """A number that grows with every write into a Params of the payload."""
+    """A number that grows whenever a tensor of the payload is written to."""
     params = (value for value in payload.values() if isinstance(value, Params))
     return sum(flat._version for value in params for flat in value.flats.values())
 
 
 def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:
-    """The @on_client functions of the parts and of the methods in their fields."""
+    """The ``@on_client`` functions of ``parts``, and those of the methods in their fields."""
     for part in parts:
         for name in dir(type(part)):
             if getattr(inspect.getattr_static(type(part), name, None), "on_client", False):

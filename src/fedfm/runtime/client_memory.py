@@ -1,7 +1,7 @@
-"""Memory of a client between messages, on the client's own disk, and memory of the server between rounds.
+"""Memory of a client between messages, on the client's disk, and memory of the server between rounds.
 
-Each request, identified by (round, call), writes a version of its own, and reads the newest version before it. So if a
-server was killed and repeats a round, each client reads its earlier state, and nothing needs to be rolled back.
+Each request, identified by (round, call), writes its own version, and reads the newest earlier version. If a server was
+killed and repeats a round, each client therefore reads its state from before that round. Nothing needs to be undone.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from fedfm.core.text import safe_name
 from fedfm.runtime import file_integrity
 from fedfm.runtime.file_integrity import SECRET, version_name, version_of
 
-ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
-BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if that is damaged
+ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # largest round and call that fit into a version's name
+BACK = 2  # a resume may go back this many rounds: to the newest checkpoint, or if that is damaged to the one before
 
-FIRSTS, STORES = "+first", "+store"  # no party's folder can have such a name, see LISTS of file_integrity
+FIRSTS, STORES = "+first", "+store"  # names that no party's folder can have, see LISTS in file_integrity
 
 entropy = os.urandom  # tests replace it
 
 
 def secret(root: Path, client: str, name: str) -> bytes:
-    """32 bytes, drawn once and kept with the client's memory.
+    """32 random bytes, drawn once and stored with the client's memory.
 
     A secret has no versions: a round that is repeated after a crash must release the same noise, not a second sample.
 
     Raises:
-        Lost: the file is damaged or missing. Other bytes would release a second sample of the noise.
+        Lost: the file is damaged or missing. Newly drawn bytes would release a second sample of the noise.
     """
     path, names = secret_file(root, client, name), file_integrity.list_of(root, client)
     try:
@@ -52,18 +52,18 @@ def secret(root: Path, client: str, name: str) -> bytes:
 
 
 def secret_file(root: Path, client: str, name: str) -> Path:
-    """File of a :func:`secret`."""
+    """The file of a :func:`secret`."""
     return root / safe_name(client) / f"{name}.secret"
 
 
 def first(root: Path, client: str, name: str, value: bytes) -> bytes:
-    """Store the first value of a name, and return it; later values are ignored.
+    """Store a value under a name unless there is one already; returns the stored value.
 
-    The value is on the disk when the function returns. If several processes store a value at the same time, one value
-    is stored, and all processes get it.
+    The value is on the disk when the function returns. If several processes store a value at the same time, one of
+    these values is stored, and all processes get that one.
 
     Raises:
-        Lost: its file is damaged.
+        Lost: the file of the value is damaged.
     """
     path = root / FIRSTS / safe_name(client) / name
     if not path.exists():
@@ -80,17 +80,17 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
 
 
 class Store(MutableMapping[str, bytes]):
-    """Values without versions: each is on the disk when its assignment returns, and no resume undoes it.
+    """Values without versions. Each is on the disk when its assignment returns, and a resume does not undo it.
 
     Args:
-        root: folder of all stores; each party has a subfolder, made on the first write.
+        root: folder of all stores; each party has a subfolder, which is made on the first write.
     """
 
     def __init__(self, root: Path, party: str) -> None:
         self._root, self._party = root, party
 
     @functools.cached_property
-    def _folder(self) -> Path:  # made on first use: most requests keep nothing here
+    def _folder(self) -> Path:  # made on first use, since most requests store nothing here
         return self._root / STORES / safe_name(self._party)
 
     def _path(self, key: str) -> Path:
@@ -128,18 +128,18 @@ class Store(MutableMapping[str, bytes]):
 
 
 def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
-    """The server's memory by round, in the run's private folder."""
+    """A function that opens the server's memory at a round, in the run's private folder."""
     return lambda t: DiskMemory(private, "server", (t, 0))
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """A memory, loaded on first use. :meth:`commit` writes it if it changed; after a failed handler nobody commits.
+    """A memory that is loaded on first use. :meth:`commit` writes it if it changed; nobody commits after an error.
 
-    A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. An older version in its
-    place would let the run continue from another state, and nobody would notice.
+    A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. With an older version the
+    run would continue from another state, and nobody would notice.
 
     Args:
-        root: folder of all memories; each party has a subfolder, made on the first write.
+        root: folder of all memories; each party has a subfolder, which is made on the first write.
         version: (round, call) of the current message.
     """
 
@@ -179,7 +179,7 @@ class DiskMemory(MutableMapping[str, Any]):
         return found
 
     def commit(self) -> None:
-        """Write this version if anything changed, and remove versions that no resume can need."""
+        """Write this version if anything changed, and remove versions that no resume can need any more."""
         if not self._changed:
             return
         if not os.path.isdir(self._folder):
@@ -193,7 +193,7 @@ class DiskMemory(MutableMapping[str, Any]):
             self._path(version).unlink(missing_ok=True)
 
     def _versions_to_keep(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Versions that a repeated request may read: all of this round, and the last one of each earlier round."""
+        """Versions that a repeated request may read: all of this round, and the last version of each earlier round."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]
         found = {version for version in past if version[0] == t}

@@ -1,7 +1,7 @@
 """How long the server waits for a client: ``run.timeout``, or longer if training steps are slow.
 
-If a client's work could take minutes, the server measures one training step before the first round. Otherwise a short
-timeout would discard the work of slow clients.
+If a client's work could take minutes, the server measures one training step before the first round. Without that, a
+short timeout would discard the work of slow clients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
-_SLACK = 4.0  # factor on the measured time: a client's machine may be slower, and busy
-_WORK = 1e12  # parameters x positions x rows of a client's round; less work takes seconds on any processor
-_POSITIONS = 256  # positions (patches) of an image
+_SLACK = 4.0  # factor on the measured time, since a client's machine may be slower or busy
+_WORK = (
+    1e12  # product of parameters, positions and rows in a client's round; less work takes only seconds on any processor
+)
+_POSITIONS = 256  # assumed number of positions (patches) of an image
 
 
 def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
-    """Seconds that a client may take: ``run.timeout``, or more if ``run.extend_timeout`` allows it and steps are slow.
+    """Seconds that a client may take: ``run.timeout``, or more if steps are slow and ``run.extend_timeout`` is set.
 
     Args:
         notice: gets a line if a client's round may take longer than ``run.timeout``. The line contains the client's
-            number of steps. So it is shown to the operator, and not written into the run directory.
+            number of steps, so only the operator sees it, and the run directory does not have it.
     """
     work = _work(method, population)
     seconds = None if work is None else step_seconds(population.model, *work[:2])
@@ -44,12 +46,14 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
         return spec.timeout
     most = spec.timeout + _SLACK * expected
     if _SLACK * expected > spec.timeout:
-        notice(f"{told}: the server waits up to {most:,.0f} s for a client (run.timeout sets another limit)")
+        notice(f"{told}; the server waits up to {most:,.0f} s for a client (set run.timeout for another limit)")
     return most
 
 
 def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int] | None:
-    """(rows of the largest client, rows per step, steps per round); None if they are unknown or take only seconds."""
+    """Rows of the largest client, rows per step, steps per round; None if these are unknown or the round takes
+    seconds.
+    """
     if population.client_model is None or not isinstance(method, TrainsLocally) or not method.rounds:
         return None
     if method.needs.pooled or population.federated.table.kind == "own":
@@ -69,7 +73,7 @@ def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int]
 
 
 def step_seconds(model: Model, rows: Rows, size: int) -> float | None:
-    """Seconds of a forward and a backward pass over the first ``size`` rows; None if memory is too small for them."""
+    """Seconds of a forward and a backward pass on the first ``size`` rows; None if the memory does not suffice."""
     batch, began = rows.batch(range(size)), time.perf_counter()
     model.train_mode()
     try:

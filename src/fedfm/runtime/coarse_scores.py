@@ -1,7 +1,7 @@
 """Round the scores that a silo reports to the digits that a result needs.
 
-The server chooses the model that is scored. From a loss with all its digits, it could compute values of single rows. An
-accuracy stays exact: it is a count of right answers, and only exact counts can be added over silos.
+The server chooses the model that is scored. From a loss with all its digits it could compute values of single rows. An
+accuracy stays exact, since it is a count of right answers, and only exact counts can be added over silos.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from fedfm.core import tasks
 
-_FIGURES = tasks.figures()  # scores that only some tasks have
-_SUMS = tasks.sums_to_tell()  # told where the task has them
-DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
+_FIGURES = tasks.figures()  # names of scores that only some tasks have
+_SUMS = tasks.sums_to_tell()  # sums that a silo reports if its task has them
+DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a score, its most decimal places, its largest magnitude
 
 
 def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep numbers of rows, and shares of rows, exact; round all other scores to four significant digits.
+    """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})

@@ -1,4 +1,4 @@
-"""Estimates for ``fedfm check`` before a run starts: rows, bytes, time and memory."""
+"""Estimates before a run starts, for ``fedfm check``: rows, bytes, time and memory."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import by_autograd, compiles, train_client
 
-_WHOLE = 10.0  # seconds: if one client's round takes less, the estimate trains a complete round, else one step
-_LOAD = 0.3  # seconds that compiled loops need to load; if torch needs less for the round, it is measured with torch
-_BRIEF = 5.0  # seconds of all rounds: for a shorter run an upper bound is enough
+_WHOLE = 10.0  # if a client's round takes fewer seconds, the estimate trains a complete round, otherwise one step
+_LOAD = 0.3  # seconds that compiled loops take to load; if torch trains the round in less, the estimate uses torch
+_BRIEF = 5.0  # if all rounds take fewer seconds, an upper bound is enough
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimates. A field is None if it depends on the rows, e.g. the bytes of mixtures.
+    """Estimates for a run. A field is None if it depends on the rows, as the bytes of mixtures do.
 
     Attributes:
-        rows: client -> its numbers of training, validation and test rows.
-        counts: client -> class -> number of training rows; empty without labels.
+        rows: for each client its numbers of training, validation and test rows.
+        counts: for each client and class the number of training rows; empty without labels.
         bytes_up, bytes_down: bytes of one client's messages in a round.
-        client_seconds: local training of the largest client in a round, on this machine, in one process.
-        run_seconds: local training of all clients in all rounds, in one process.
-        at_most: whether these seconds are an upper bound: they are measured with torch, but the run uses compiled
-            loops.
-        memory: peak bytes of this process, which has read rows and model and trained for the estimate.
+        client_seconds: time of local training of the largest client in a round, on this machine, in one process.
+        run_seconds: time of local training of all clients in all rounds, in one process.
+        at_most: whether these times are upper bounds. They are if they were measured with torch, but the run uses
+            compiled loops.
+        memory: peak memory in bytes of this process, after it has read rows and model and trained for the estimate.
     """
 
     rows: dict[ClientId, tuple[int, int, int]]
@@ -63,7 +63,7 @@ class Forecast:
 
 
 def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
-    """Estimates for a run on this machine; trains one client's round, or one step of it if a round takes long."""
+    """Estimate a run on this machine. It trains one client's round, or one step of it if a round takes long."""
     method, federated = experiment.method, population.federated
     clients = {name: federated.clients[name] for name in population.clients}
     table = federated.table
@@ -92,7 +92,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
 
 
 def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None, int | None]:
-    """(up, down): bytes by the types that the client halves take and return; None if these are not parameters."""
+    """Bytes up and down, from the types that client halves take and return; None if these are not parameters."""
     model, needs, halves = population.client_model, experiment.method.needs, halves_of(experiment.method)
     if needs.pooled or experiment.run.transport != EXACT or model is None or not halves:
         return None, None
@@ -110,10 +110,10 @@ def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None,
 
 
 def _client_seconds(experiment: Experiment, population: Partitioned, times: float) -> tuple[float | None, bool]:
-    """(seconds of the largest client's round, whether they are an upper bound).
+    """Seconds of the largest client's round, and whether they are an upper bound.
 
     Args:
-        times: training of the complete run takes this many times as long.
+        times: how many times as long as this round the training of the complete run takes.
     """
     method, model = experiment.method, population.client_model
     if model is None or not isinstance(method, TrainsLocally) or population.federated.table.kind == "own":
@@ -125,9 +125,9 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
         return None, False
     size = min(method.local.batch_size, len(data.train))
     passes = (method.passes if has(method, Planned, "passes") else method.local.passes) / max(method.local.epochs, 1)
-    with refuse(f"model.name: {model.spec.name!r} cannot be trained on these rows"):
+    with refuse(f"model.name: {model.spec.name!r} fails in training on these rows"):
         each = step_seconds(model, data.train, size)
-    if each is not None and each < 5:  # the first step also loads libraries
+    if each is not None and each < 5:  # time another step, since the first one also loads libraries
         each = step_seconds(model, data.train, size)
     if each is None:
         return None, False
@@ -149,7 +149,7 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
             began = time.perf_counter()
             method.local(client, w)
             spent = min(spent, time.perf_counter() - began)
-            if 1 < spent < 3 * seconds:  # if it took longer, the first pass included compilation
+            if 1 < spent < 3 * seconds:  # a much longer first pass included compilation
                 break
     model.load(w)
     return spent * passes, at_most

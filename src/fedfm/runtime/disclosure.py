@@ -1,8 +1,8 @@
-"""What a run directory discloses about the rows: in its manifest or, under [privacy], in its private folder.
+"""What a run directory discloses about the rows, either in its manifest or, under [privacy], in its private folder.
 
 An epsilon bounds what a release discloses about one row. A published hash of the rows, or their exact numbers by client
-and class, would distinguish two candidate data sets at any epsilon. So a run with [privacy] keys the hash with a
-secret, and keeps the counts and the notices about the rows in ``private/data.json``.
+and class, would tell two candidate data sets apart at any epsilon. So a run with [privacy] computes the hash with a
+secret key, and writes the counts and the notices about the rows into ``private/data.json``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _KEY = ("data", "fingerprint")  # party and name of the secret under private/
 _WORDS = {"preparation": "tokenizer or image processor of the model"}
-_PUBLIC = ("kind", "source", "classes")  # keys of a split that do not depend on single rows
+_PUBLIC = ("kind", "source", "classes")  # keys of a split whose values do not depend on single rows
 JOINED = (
-    "clients/ holds the model of each client that joined after training: it is fitted to that client's rows, tells "
-    "about them, and no epsilon of the run covers them."
+    "clients/ holds the model of each client that joined after training. It is fitted to that client's rows and "
+    "discloses them in part, and no epsilon of the run covers it."
 )
 _ALWAYS = (
     "The frozen weights of the model were not trained on the rows.",
@@ -36,16 +36,16 @@ _ALWAYS = (
     "No other run uses the same rows: the epsilons of several runs add up.",
 )
 _BY_UNIT = {
-    "record": "A person has one row at one client: a person with several rows, or at several clients, spends more.",
-    "client": "A person's rows are at one client: a person at several clients spends more.",
+    "record": "Each person has one row, at one client; a person with several rows, or at several clients, spends more.",
+    "client": "Each person's rows are at one client; a person at several clients spends more.",
 }
 
 
 def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The differential privacy that a run's ledger states; None if it states none.
+    """The differential privacy that a run's ledger states; None if the ledger states none.
 
     Args:
-        privacy: the experiment's table.
+        privacy: the experiment's table [privacy].
 
     Returns:
         ``epsilon`` (None: infinite), ``delta``, ``unit``, ``relation``, ``mechanism``, ``composition``,
@@ -65,19 +65,19 @@ def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> d
     deltas = [e["delta"] for e in spent if isinstance(e.get("delta"), float | int)]
     assumptions = [*(text for key, text in _BY_UNIT.items() if unit == key), *_ALWAYS]
     if trials := len([e for e in entries if e.get("what") == "tuning"]):
-        assumptions.append(f"The {trials} runs that chose the learning rate are not in this epsilon.")
+        assumptions.append(f"The {trials} runs that chose the learning rate are not included in this epsilon.")
     found = {"epsilon": ledger.get("epsilon"), "delta": max(deltas, default=asked.get("delta")), "unit": unit or None}
     found |= {key: " and ".join(values_of(key)) or None for key in ("relation", "mechanism", "composition")}
     return found | {"notes": values_of("note"), "assumptions": assumptions}
 
 
 def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
-    """Fingerprints of the rows, of the model and of the rows' preparation for the manifest, 64 hex digits each.
+    """Fingerprints of the rows, of the model and of the preprocessing for the manifest, 64 hex digits each.
 
-    Under [privacy] the fingerprint of the rows is the HMAC-SHA-256 of their SHA-256, with a key drawn once per run.
+    Under [privacy] the fingerprint of the rows is an HMAC-SHA-256 of their SHA-256, with a key drawn once per run.
 
     Raises:
-        InputError: the run began with such a key, and the key is missing.
+        InputError: the run began with such a key, but the key is missing.
     """
     data = fingerprint(table)
     if run.experiment.privacy is not None:
@@ -85,10 +85,11 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
         if began and not (path := secret_file(private, *_KEY)).is_file():
             if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
                 raise InputError(
-                    f"{path} is missing: it keys the fingerprint of the data, and without it nobody can check whether "
-                    "these data are those that this run began with; put the file back"
+                    f"{path} is missing: it is the key for the fingerprint of the data. Without it nobody can check "
+                    f"whether "
+                    "these data are those with which this run began; put the file back"
                 )
-            began.pop("data", None)  # the run continues without the key, and the manifest says so
+            began.pop("data", None)  # the run continues without the key, and the manifest records that
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
     return {"data": data, **model.fingerprints}
 
@@ -132,13 +133,13 @@ def _private(run: Run) -> dict[str, Any]:
 
 
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
-    """Compare fingerprints with those that the run began with; a fingerprint whose key is lost is not compared.
+    """Compare fingerprints with those at the beginning of the run. A fingerprint whose key is lost is not compared.
 
     Args:
-        why: why the run needs the same rows and model; it ends the message.
+        why: why the run needs the same rows and model; the message ends with this text.
 
     Raises:
-        InputError: one differs.
+        InputError: a fingerprint differs.
     """
     began = run.manifest["fingerprints"]
     for name, value in now.items():
@@ -175,7 +176,7 @@ def tell(
 
 
 def private_notices(run: Run) -> list[str]:
-    """Notices about the rows of a run with [privacy]; none if the file is absent or damaged."""
+    """Notices about the rows of a run with [privacy]; empty if their file is absent or damaged."""
     try:
         return list(map(str, from_json((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
     except (OSError, ValueError, KeyError, TypeError):

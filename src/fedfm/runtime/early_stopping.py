@@ -1,4 +1,6 @@
-"""Early stopping: a run ends after ``run.patience`` rounds without a better validation loss, with the best model."""
+"""Early stopping: a run ends after ``run.patience`` rounds without a better validation loss, and keeps the best
+model.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _complete(run: Run) -> list[dict[str, Any]]:
 
 
 def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
-    """(entries of the result's ``details``, notices) for a run of t rounds whose final model is from round ``of``."""
+    """Entries of the result's ``details``, and notices, for a run of t rounds whose final model is from round
+    ``of``.
+    """
     patience, planned = run.experiment.run.patience, run.experiment.method.rounds
     details: dict[str, object] = {}
     notices: list[str] = []

@@ -1,4 +1,4 @@
-"""Evaluation of a run's models: its messages to clients, and the metrics made from the replies."""
+"""Evaluate a run's models: the messages to clients, and the metrics that follow from the replies."""
 
 from __future__ import annotations
 
@@ -32,29 +32,34 @@ if TYPE_CHECKING:
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
-CONFUSION, _TABLED = "confusion", 50  # the confusion matrix, and the largest number of classes for it
-CLASS_COUNTS, _COUNTED = "class_counts", 1000  # a few counts of each class, and the largest number of classes
-UNSCORED = "it could not score the model that it was sent; errors.log at the client has the traceback"
+CONFUSION, _TABLED = "confusion", 50  # name of the confusion matrix, and the most classes for which it is made
+CLASS_COUNTS, _COUNTED = (
+    "class_counts",
+    1000,
+)  # name of the counts by class, and the most classes for which they are made
+UNSCORED = "the client could not score the received model; its errors.log has the traceback"
 
 
 class Evaluation:
-    """Client half of the evaluation; a silo's policy may refuse any of its messages."""
+    """Client half of the evaluation. A silo's policy may refuse each of its messages."""
 
     def __init__(self, method: Method[Any]) -> None:
         self.method = method
 
     @on_client(kind="scores")
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """Scores of the client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
+        """Score the client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
         client = seen_by(self.method, client)
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """As :meth:`evaluate`, but for the model from which the client's last local pass starts."""
+        """As :meth:`evaluate`, but for the model from which the client's last local training started."""
         method: object = self.method
         if not has(method, Personal, "start_models"):
-            raise ClientFault(E_REFUSED, "this method has only one model to score; its local pass starts from no other")
+            raise ClientFault(
+                E_REFUSED, "this method's clients score one model; their local training starts from that same model"
+            )
         start = method.start_of(client, w)
         return scores(self.method, client.model, start, _rows(client, part))
 
@@ -68,7 +73,7 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """Check that a client's scores can be averaged.
 
     Raises:
-        ClientFault: E_FIELD, the row count or a score is not a number; E_NONFINITE, it is NaN or infinity.
+        ClientFault: E_FIELD, the number of rows or a score is not a number; E_NONFINITE, a score is NaN or infinite.
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
@@ -83,14 +88,14 @@ def _rows(client: Client, part: str) -> Rows:
 
 
 class Evaluator:
-    """Server half of the evaluation: one line of metrics from the clients and from the global test rows.
+    """Server half of the evaluation: computes one line of metrics from the clients' scores and the global test rows.
 
     Args:
-        judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None if the server has no
-            test rows.
+        judge: computes metrics of one model on the global test rows (see ``models.metrics.evaluate``); None if the
+            server has no test rows.
 
     Attributes:
-        missing: clients whose scores, or whose own model, did not arrive, each with the reason.
+        missing: clients whose scores or own model did not arrive, each with the reason.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
@@ -105,17 +110,17 @@ class Evaluator:
             from fedfm.runtime.async_scores import Newest
 
             self._newest = Newest(fed, every, late.buffer)
-        self._by_updates = False  # whether scores come with the updates, so that no client is asked
+        self._by_updates = False  # whether scores come with the updates; then no client is asked for them
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
-        """The final models that the server knows: one per client name for personal methods, else one under ""."""
+        """The final models that the server knows: one for each client of a personal method, otherwise one under ""."""
         if personal(self._method):
             return {client: self._method.params_for(state, client) for client in self._fed.clients}
         return {"": self._method.params_for(state, "")}
 
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
-        """The final models, with the parts that clients keep; a client that refuses is left out.
+        """The final models, including the parts that only clients keep. A client that refuses is left out.
 
         Under [privacy] no client is asked for its parts: the server may only see sums, or what the ledger covers.
         """
@@ -130,19 +135,19 @@ class Evaluator:
         return self._revealed[1]
 
     def hear(self) -> None:
-        """Keep the scores that came with a round's updates, before the round is committed."""
+        """Store the scores that came with a round's updates, before the round is committed."""
         if self._newest is not None:
             for client in self._newest.hear():
                 self._set_aside(partial(self._fed.exclude, client, E_EXCEPTION, UNSCORED, SCORES))
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
-        """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
+        """Metrics of a state: each client's on its own test rows, and the server's models' on the global test rows.
 
-        Between asynchronous rounds of a deployment clients are not asked. A client's metrics are then the last ones
-        that it reported. They belong to the model after round ``client_scored_round``.
+        Between asynchronous rounds of a deployment clients are not asked. Then a client's metrics are the last ones
+        that it reported, and belong to the model after round ``client_scored_round``.
 
         Args:
-            thorough: whether to compute the costly metrics, too, which only the last round has.
+            thorough: whether to compute the costly metrics, too; only the last round has them.
         """
         models = self.models(state)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
@@ -153,7 +158,7 @@ class Evaluator:
         line: dict[str, Any] = {"client_accuracy": own, LOCAL_ACCURACY: local, "local_loss": loss}
         if self._newest is not None and self._by_updates:
             line["client_scored_round"] = self._newest.rounds()
-        if local is None and loss is not None:  # for language models the loss is a client's only metric
+        if local is None and loss is not None:  # a client of a language model has no metric but the loss
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
         for key in tasks.figures():
@@ -199,12 +204,12 @@ class Evaluator:
         return line
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Scores on all clients' rows together; those for a client that told none are not among them."""
+        """Scores on all clients' rows together. Clients that reported no scores are not included."""
         return self._fed.model.task.join_scores([m for m in scores if m])
 
     @property
     def _validates(self) -> bool:
-        """Whether clients have validation rows and may be asked for scores."""
+        """Whether clients have validation rows and may be asked for scores on them."""
         if self._run.experiment.privacy is not None:
             return False
         split = self._run.manifest["split"]
@@ -215,7 +220,7 @@ class Evaluator:
     def _own(
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
-        """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
+        """Metrics of each client's model on its own rows; empty for a client that was not asked or did not answer."""
         if why_unasked(self._run.experiment):
             return {client: {} for client in self._fed.clients}
         if self._newest is not None and self._by_updates:
@@ -228,14 +233,16 @@ class Evaluator:
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
-        """Ask clients for something that is not part of the method.
+        """Ask clients for something that does not belong to the method.
 
-        The messages are not counted. A client that fails here is left out of the scores, but not of the round.
+        These messages are not counted. A client that fails here has no scores, but stays in the round.
         """
         return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
 
     def _set_aside(self, call: Callable[[], T]) -> T:
-        """Make a call to clients, and record its exclusions in ``missing``, apart from the round's exclusions."""
+        """Make a call to clients, and record clients that fail in it in ``missing``, not among the round's
+        exclusions.
+        """
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         found = call()
         self.missing += self._fed.excluded[len(excluded) :]
@@ -254,16 +261,16 @@ def judge(
     ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
     client_scores: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
 ) -> Judge | None:
-    """Metrics of a method's parameters on the global test rows; None if there are no such rows.
+    """A function for a method's metrics on the global test rows; None if there are no such rows.
 
-    The rows are evaluated in pieces, one for each client's test rows, in two cases. Both avoid to compute rows twice:
+    The rows are evaluated in pieces, one for each client's test rows, in two cases. Both avoid computing rows twice:
 
     - Logits are cached (see :mod:`fedfm.training.packed.predictor`). A process that has evaluated its clients with the
       same parameters already has the logits of their pieces.
-    - Language models, whose scores are sums over rows or tokens. An engine that has the clients' scores for these
+    - Scores of language models are sums over rows or tokens. An engine that has the clients' scores for these
       parameters passes them by ``client_scores``.
 
-    All engines use the same pieces, so that they compute the same bits.
+    All engines use the same pieces, so they compute the same bits.
 
     Two kinds of rows are computed a second time, since their clients' scores do not determine the global ones. Running
     text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes
@@ -281,7 +288,9 @@ def judge(
 
     classes = len(population.federated.table.classes)
     plain = not population.model.is_language_model and population.federated.table.labels is not None
-    own_scores = getattr(population.model, "scores_function", None) is not None  # they need not be means over rows
+    own_scores = (
+        getattr(population.model, "scores_function", None) is not None
+    )  # the user's own scores need not be means over rows
     tabled = plain and 1 < classes <= _COUNTED and not own_scores
     alike = _clients_score_alike(population, method)
 
@@ -293,14 +302,14 @@ def judge(
         return {CLASS_COUNTS: class_counts.count(said, labels)}
 
     def valid_scores(w: Params) -> Mapping[ClientId, Mapping[str, Any]]:
-        honest = population.attackers is None  # an attacker's answer is not used
+        honest = population.attackers is None  # an attacker's scores are not used
         return client_scores(w) if client_scores is not None and alike and honest else {}
 
     def whole(w: Params, by_class: bool) -> dict[str, Any]:
         if not (tabled and by_class):
             found = valid_scores(w)
             if len(population.pieces) == 1 and (sole := next(iter(population.pieces))) in found:
-                return dict(found[sole])  # one client has all of the rows
+                return dict(found[sole])  # one client has all rows
         if not tabled:
             return scores(method, population.model, w, population.test)
         said, labels = logits(method, population.model, w, population.test), population.test.labels
@@ -332,7 +341,7 @@ def judge(
     elif by_pieces(population, method):
         judged = judge_by_logits
     elif alike and not own_scores and population.model.is_language_model and not population.trains_on_blocks:
-        judged = judge_by_sums  # in each client's piece joined texts form different blocks
+        judged = judge_by_sums  # joined texts form other blocks in each client's piece
 
     def judge_with_trigger(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
         found = judged(w, by_class)
@@ -347,19 +356,20 @@ def judge(
 
 
 def _has_own_predictions(method: Method[Any]) -> bool:
-    """Whether the method predicts in its own way, not by the model with its parameters installed."""
+    """Whether the method predicts in another way than by the model with the method's parameters."""
     return has(method, Predictor, "logits") or has(method, Predictor, "install")
 
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether :func:`judge` works piece by piece: the model caches logits, and the method only needs them to
-    predict.
+    """Whether :func:`judge` works piece by piece.
+
+    It does if the model caches logits and the method predicts from these alone.
     """
     plain = not _has_own_predictions(method) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 
 
 def _clients_score_alike(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether all clients score the same model by the same computation as the server."""
+    """Whether all clients score the same model, by the same computation as the server."""
     other = _has_own_predictions(method) or isinstance(method, HiddenModel) or personal(method)
     return not other and population.client_model is not None

@@ -1,4 +1,4 @@
-"""What each party received, and in which form: sums over the messages that ``messages.jsonl`` lists."""
+"""What each party received, and in which form, as sums over the messages in ``messages.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from fedfm.runtime import logs
 
 SERVER = "server"
-MEAN = "train."  # prefix of handlers whose replies the server only averages
-_OF_ROWS = ("train", "query", "reveal")  # kinds of messages whose replies are made of a client's rows
-_MOST = 2**63  # largest count of bytes; no run writes a larger one
+MEAN = "train."  # prefix of the names of handlers whose replies the server only averages
+_OF_ROWS = ("train", "query", "reveal")  # kinds of messages whose replies are computed from a client's rows
+_MOST = 2**63  # largest valid count of bytes; no run writes a larger one
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Traffic:
     """All messages of one handler in one direction and form."""
 
     handler: str
-    direction: str  # up, down, across
-    form: str  # plain, masked, encrypted
+    direction: str  # up, down or across
+    form: str  # plain, masked or encrypted
     counted: bool
     messages: int
     bytes: int
@@ -34,10 +34,10 @@ class Exposure:
     """What each party received.
 
     Attributes:
-        traffic: largest first.
-        received: bytes by party and form.
-        smallest_sum: the smallest number of updates in a sum that the server saw; 1 if it saw a single client's reply;
-            None if it saw no reply made of rows, or if the log does not say to which call a reply belongs.
+        traffic: entries by decreasing size.
+        received: bytes for each party and form.
+        smallest_sum: the smallest number of updates in a sum that the server saw. It is 1 if the server saw a single
+            client's reply, and None if it saw no reply computed from rows or the log does not assign replies to calls.
     """
 
     traffic: tuple[Traffic, ...]
@@ -45,7 +45,7 @@ class Exposure:
     smallest_sum: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for the manifest. It has one sum for all clients; the log has each client."""
+        """Values for the manifest. The clients have one sum in it; the log has each client."""
         by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
         rows = []
         for t in self.traffic:

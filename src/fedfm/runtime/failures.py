@@ -1,7 +1,7 @@
 """Clients that were left out of rounds, of scores, or of the models that the server asked for.
 
-A run goes on without a client that fails. So the result says who was left out, how often and why. Failed scores are
-listed, too, although no round needs them.
+A run goes on without a client that fails. So the result says who was left out, how often and why. It also lists failed
+scores, although no round needs scores.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 from fedfm.core.messages import MISSING, ROUND, Excluded
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_ROUND
 
-_EXTRA = (E_DUPLICATE, E_CLIENT, E_ROUND)  # codes of an unexpected reply; the expected reply may have come, too
-_SHOWN = 10  # number of clients that are named
+_EXTRA = (
+    E_DUPLICATE,
+    E_CLIENT,
+    E_ROUND,
+)  # codes of replies that nobody expected; the expected reply may have come, too
+_SHOWN = 10  # largest number of clients that are named
 
 
 def entry(excluded: Excluded) -> dict[str, Any]:
-    """An exclusion as an entry of a line of ``metrics.jsonl``; the round stands in the line itself."""
+    """An exclusion as an entry of a line of ``metrics.jsonl``; the line itself has the round."""
     return {
         "client": excluded.client,
         "code": excluded.code,
@@ -41,14 +45,14 @@ def whole(
     Args:
         of_rounds: exclusions from the committed rounds.
         lines: lines of ``metrics.jsonl``, with the exclusions from scores and models.
-        more: exclusions from messages after the last line.
+        more: exclusions from messages that came after the last line.
     """
     beside = [e for line in lines for e in of_line(line) if e.part != ROUND]
     return [*of_rounds, *dict.fromkeys([*beside, *more])]
 
 
 def sentences(excluded: Sequence[Excluded], rounds: int) -> list[str]:
-    """One line for each client and part, the most frequent first: how often it was left out, and the last reason.
+    """A sentence for each client and part: how often it was left out, and the last reason; the most frequent first.
 
     Args:
         rounds: number of rounds of the run.

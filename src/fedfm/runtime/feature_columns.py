@@ -1,4 +1,4 @@
-"""Checks that the columns of feature vectors, and the clients' vectors, have values of similar size."""
+"""Check that the columns of feature vectors, and the vectors of the clients, have values of similar size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
-_UNITS = 100.0  # ratio of the usual values of two clients from which a notice is given
-_WIDE = 1e4  # a notice is given of a column that is this many times as wide as the median one, and at least this wide
+_UNITS = 100.0  # a notice is given if the usual values of two clients have at least this ratio
+_WIDE = 1e4  # a notice names columns at least this wide, and at least this many times as wide as the median one
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Notices about feature vectors: one column, or one client, has much larger values than the others."""
+    """Notices about feature vectors if one column, or one client, has much larger values than the others."""
     table = population.federated.table
     if table.kind != "features" or not len(table.inputs):
         return []
@@ -27,16 +27,18 @@ def _wide_column(table: Table) -> list[str]:
     wide = np.flatnonzero(widths > _WIDE * usual)
     if not len(wide):
         return []
-    more = f", and {len(wide) - 1} more columns as wide" if len(wide) > 1 else ""
+    more = f", and {len(wide) - 1} more columns of that size" if len(wide) > 1 else ""
     return [
         f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}, the median column up to "
-        f"{usual:.3g}{more}: it alone determines the steps of training; give it in other units, or set data.scale"
+        f"{usual:.3g}{more}; this column alone determines the steps of training; give it in other units, or set "
+        f"data.scale"
     ]
 
 
 def _other_units(population: Partitioned) -> list[str]:
-    """A line if the usual number of one client, or of the test rows, is many times that of another, as where one
-    measures in other units.
+    """A notice if the usual value of one client, or of the test rows, is many times that of another one.
+
+    This is so if one of them measures in other units.
     """
     x, clients = population.federated.table.inputs, population.federated.clients
     parts = {name: of.train for name, of in clients.items()} | {"the test rows": population.federated.test}
@@ -48,8 +50,8 @@ def _other_units(population: Partitioned) -> list[str]:
     if usual[most] < _UNITS * usual[least]:
         return []
     return [
-        f"the usual number of {most} is {usual[most]:.3g} and that of {least} {usual[least]:.3g}: if they measure in "
-        "different units, give the vectors in the same, or set data.scale"
+        f"the usual value of {most} is {usual[most]:.3g}, that of {least} {usual[least]:.3g}; if they measure in "
+        "different units, give all vectors in the same units, or set data.scale"
     ]
 
 
@@ -57,14 +59,14 @@ def check_columns(table: Table) -> None:
     """Refuse values that are too large for training in single precision.
 
     Raises:
-        InputError: there are such values; it names their column.
+        InputError: there are such values; the error names their column.
     """
     widths = _widths(table)
     j = int(widths.argmax())
     if widths[j] > MAX_NORM:
         raise InputError(
-            f"{table.source}: column x[:, {j}] has values up to {widths[j]:.3g}, beyond what training in single "
-            f"precision allows ({MAX_NORM:g}): give it in other units, leave it out, or set data.scale"
+            f"{table.source}: column x[:, {j}] has values up to {widths[j]:.3g}, more than training in single "
+            f"precision allows ({MAX_NORM:g}); give it in other units, leave it out, or set data.scale"
         )
 
 

@@ -1,9 +1,9 @@
 """Integrity of the files that a party cannot make again: its secrets and its memory.
 
-The files of a party are in ``ROOT/<party>/``. Each has a checksum, which detects damage, and an entry in the list
-``ROOT/+kept/<party>/list``, which detects its loss. The list is written after a new file is written, and before an old
-file is removed. So a process that is killed in between leaves a file that is not listed, but never lists a file that
-is gone.
+The files of a party are in ``ROOT/<party>/``. Each file has a checksum, which shows damage. It also has an entry in the
+list ``ROOT/+kept/<party>/list``, which shows that a file is missing. The list is written after a new file is written,
+and before an old file is removed. So if a process is killed in between, an existing file may not be listed, but no
+listed file is missing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from fedfm.core.text import safe_name
 from fedfm.errors import Lost
 
 DAMAGED, MISSING = "is damaged", "is missing"
-LISTS = "+kept"  # no party's folder has this name: only shortened names have a "+", and never as first character
-SECRET = 32  # bytes
-_ROOM, _PAGE = 448, 4096  # bytes: padded length of the names in a list; a page, which the system writes at once
+LISTS = "+kept"  # no party's folder has this name, since a "+" never comes first in one
+SECRET = 32  # length of a secret in bytes
+_ROOM, _PAGE = (
+    448,
+    4096,
+)  # in bytes: padded length of the names in a list, and length of a page, which the system writes at once
 _VERSION = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
 
 
 def version_name(version: tuple[int, int]) -> str:
-    """File name of a memory after (round, call)."""
+    """Name of the file that has the memory after (round, call)."""
     return f"r{version[0]:07d}c{version[1]:05d}.safetensors"
 
 
 def version_of(name: str) -> tuple[int, int] | None:
-    """(round, call) of a memory's file; None for any other file.
+    """(round, call) from the name of a memory's file; None for any other file.
 
     Example:
         >>> version_of(version_name((3, 1))), version_of("noise.secret")
@@ -42,12 +45,12 @@ def version_of(name: str) -> tuple[int, int] | None:
 
 
 def list_of(root: Path, party: str) -> Path:
-    """File of a party's list."""
+    """The file of a party's list."""
     return root / LISTS / safe_name(party) / "list"
 
 
 def read_list(path: Path) -> set[str] | None:
-    """Names of the files in a list; None if there is no list.
+    """Names of the files in a list; None if the list does not exist.
 
     Raises:
         Lost: the list is damaged.
@@ -64,8 +67,8 @@ def read_list(path: Path) -> set[str] | None:
 def write_list(path: Path, names: Iterable[str], sync: bool = False) -> None:
     """Replace a list atomically.
 
-    An existing list is overwritten in place, by one write within one page. To replace it by a renamed file would take a
-    few milliseconds: common file systems first write the new file to the disk.
+    An existing list is overwritten in place, by one write within one page. A new file with a rename would take a few
+    milliseconds, because common file systems first write the new file to the disk.
     """
     sealed = storage.seal("\n".join(sorted(names)).encode().ljust(_ROOM, b"\n"))
     try:
@@ -91,18 +94,18 @@ def files(folder: Path) -> set[str]:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """A secret; None if its file is truncated or altered.
+    """Read a secret; returns None if its file is truncated or altered.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
     """
     return storage.unseal(path.read_bytes())
 
 
 def loss_error(path: Path, how: str, list_file: Path) -> Lost:
-    """The error for the owner of a damaged or missing file."""
+    """The error for a damaged or missing file, addressed to the file's owner."""
     remove = f"remove {path} and {list_file}" if path != list_file else "remove it"
-    return Lost(f"{path} {how}: put back a copy of it; to continue without its content, {remove}")
+    return Lost(f"{path} {how}; put back a copy of it; to continue without its content, {remove}")
 
 
 # --- all parties of a folder -----------------------------------------------------------------------------------------
@@ -113,8 +116,8 @@ class Loss:
     """A damaged or missing file.
 
     Attributes:
-        how: the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
-        root, party: ``ROOT`` and the party that owns the file; None if it belongs to no party.
+        how: what is wrong, as the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
+        root, party: ``ROOT``, and the party that owns the file; None if the file belongs to no party.
     """
 
     path: Path
@@ -123,7 +126,7 @@ class Loss:
     party: str = ""
 
     def forget(self) -> None:
-        """Remove a damaged file, and bring the list up to date."""
+        """Remove a damaged file, and remove its name from the list."""
         if self.root is None:
             return
         folder, list_file = self.root / self.party, self.root / LISTS / self.party / "list"
@@ -133,12 +136,12 @@ class Loss:
 
 
 def roots(private: Path) -> list[Path]:
-    """Parents of the parties' folders below a run's ``private/``: server, clients, and sites on loopback."""
+    """Parents of the parties' folders below a run's ``private/``: of the server, the clients, and silos on loopback."""
     return [private, private / "memory", *sorted(private.glob("deployment/sites/*/*/memory"))]
 
 
 def parties(private: Path) -> list[str]:
-    """Folders of lists, relative to ``private/``; a resumed run must find all of them."""
+    """The parties' list folders, relative to ``private/``. A resumed run must find all of them."""
     places = [root / LISTS for root in roots(private)]
     names = {place: os.listdir(place) for place in places if place.is_dir()}
     return sorted(f"{place.relative_to(private)}/{name}" for place, found in names.items() for name in found)
@@ -148,8 +151,9 @@ def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
     """Damaged and missing files below a run's ``private/``.
 
     Args:
-        until: the round after which the run continues; files of later rounds will be written again.
-        wanted: what :func:`parties` returned at that round.
+        until: the round after which the run continues; files of later rounds do not matter, since they are written
+            again.
+        wanted: the result of :func:`parties` at that round.
     """
     for place in (private / name for name in wanted):
         if not (place / "list").is_file():

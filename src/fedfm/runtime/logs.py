@@ -1,8 +1,8 @@
 """The two logs of a run directory, in JSON Lines. A resume cuts them back to the last commit.
 
-``metrics.jsonl`` gets a line when a committed round is evaluated; ``messages.jsonl`` gets the round's messages before
-its commit. If a log is damaged, its readable lines are used, and :func:`gaps` lists the missing ones. Only
-``run.patience`` depends on a log: it reads the validation losses.
+``metrics.jsonl`` gets a line when a committed round has been evaluated. ``messages.jsonl`` gets a round's messages
+before its commit. Of a damaged log the readable lines are used, and :func:`gaps` lists the missing ones. Nothing
+depends on a log except ``run.patience``, which reads the validation losses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fedfm.core.text import from_json
 from fedfm.errors import InputError
 
 METRICS, MESSAGES = "metrics.jsonl", "messages.jsonl"
-_NAMED = 5  # lines, or spans of rounds, that a message lists
+_NAMED = 5  # most lines, or spans of rounds, that a message lists
 
 
 def append(path: Path, text: str) -> int:
-    """Add lines; returns the file's length.
+    """Append lines to a log; returns the file's new length.
 
     Raises:
-        RunError: the disk is full, or not writable.
+        RunError: the disk is full or not writable.
     """
     try:
         with open(path, "ab") as file:
@@ -36,12 +36,12 @@ def append(path: Path, text: str) -> int:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8; lone surrogates, e.g. from undecodable file names, are written as JSON escapes."""
+    """Encode as UTF-8. Lone surrogates, e.g. from undecodable file names, become JSON escapes."""
     return text.encode("utf-8", "backslashreplace")
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
-    """Yield (number from 1, object or None if damaged, whether it ends with a line feed) for each non-empty line.
+    """Yield (line number from 1, object or None if damaged, whether a line feed ends it) for each non-empty line.
 
     Raises:
         InputError: the file cannot be read.
@@ -66,7 +66,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def rounds(path: Path) -> list[dict[str, Any]]:
-    """The undamaged and complete lines of ``metrics.jsonl``."""
+    """The lines of ``metrics.jsonl`` that are undamaged and complete."""
     return [found for _, found, ended in lines(path) if found is not None and ended]
 
 
@@ -91,7 +91,7 @@ def last_validated(found: Sequence[Mapping[str, Any]]) -> int | None:
 def _validated(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The lines with a validation loss, without round 0.
 
-    The uniform predictions of round 0 may have a lower loss than an accurate but overconfident model.
+    The uniform predictions of round 0 may have a lower loss than a model that is accurate but overconfident.
     """
     return [m for m in found if m["round"] and m.get("val_loss") is not None]
 
@@ -106,10 +106,10 @@ def _is_better(line: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
 
 
 def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
-    """Cut the logs back to a commit, or to the start; damaged lines stay.
+    """Cut the logs back to a commit, or to the start of the run. Damaged lines stay.
 
     Returns:
-        Sentences about records that were lost before that point.
+        Sentences about records before that point that are lost.
     """
     last, length = (-1, 0) if record is None else (record["round"], record["messages"])
     found = gaps(folder, last - 1)
@@ -124,12 +124,12 @@ def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
 
 
 def _cut_messages(path: Path, length: int, last: int, evaluated: bool) -> None:
-    """Keep the committed bytes, and the last round's evaluation messages if its metrics exist."""
+    """Keep the committed bytes, and the last round's messages of evaluation if the round's metrics exist."""
     if not path.exists():
         return
     with open(path, "rb") as file:
         file.seek(max(length - 1, 0))
-        if length and file.read(1) != b"\n":  # the file has changed: keep the lines up to the last round
+        if length and file.read(1) != b"\n":  # the file was changed, so keep the lines up to the last round
             file.seek(0)
             kept = [line for line in file if (found := _object(line)) is None or found["round"] <= last]
             storage.write_atomic(path, b"".join(line.removesuffix(b"\n") + b"\n" for line in kept))
@@ -155,17 +155,17 @@ def _cut_metrics(path: Path, last: int) -> None:
 
 
 def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """Sentences about lines that the logs have lost.
+    """Sentences about lines that are missing in the logs.
 
     Args:
         last: the last round that must have a line; -1: none.
-        finished: the result of a finished run, whose messages must all be listed.
+        finished: the result of a finished run, all of whose messages must be listed.
     """
     return [*gaps_of_metrics(folder / METRICS, last, finished), *_gaps_of_messages(folder / MESSAGES, finished)]
 
 
 def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """As :func:`gaps`, only for ``metrics.jsonl``."""
+    """As :func:`gaps`, but only for ``metrics.jsonl``."""
     found = list(lines(path))
     damaged = [number for number, line, ended in found if line is None and (ended or finished)]
     known = {line["round"] for _, line, ended in found if line is not None and (ended or finished)}
@@ -202,7 +202,7 @@ def _damage_notices(name: str, numbers: Sequence[int]) -> list[str]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Ascending rounds as spans, e.g. "round 3" or "rounds 1 to 4 and 6"."""
+    """Ascending round numbers as text, e.g. "round 3" or "rounds 1 to 4 and 6"."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][1] + 1:

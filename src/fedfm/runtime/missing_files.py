@@ -1,4 +1,4 @@
-"""Check before a resume that all files that the run needs are intact, or record in the manifest which are lost."""
+"""Check before a resume that all files that the run needs are intact, or record in the manifest which are not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedfm.runtime.run_directory import Run
 
 
 def settle(run: Run, accept: bool = False) -> list[str]:
-    """Refuse a run with damaged or missing files; returns new notices.
+    """Refuse a run with damaged or missing files; returns new notices for the manifest.
 
     Args:
-        accept: whether the run may continue without these files; the manifest then records their loss for good.
+        accept: whether the run may continue without these files; then the manifest records the loss permanently.
 
     Raises:
         Lost: a file is damaged or missing; the run is unchanged.
@@ -26,7 +26,8 @@ def settle(run: Run, accept: bool = False) -> list[str]:
     record, _ = run.newest()
     if record is not None and "kept" not in record:
         raise InputError(
-            f"{run.path}: fedfm before 0.2.0 wrote this run, without lists of its files; resume it with that"
+            f"{run.path}: a version of fedfm before 0.2.0 wrote this run, without lists of its files; resume it with "
+            f"that version"
         )
     known = len(run.manifest["notices"])
     marked = {(mark["file"], mark["how"]) for mark in run.manifest.get("lost", ())}
@@ -52,14 +53,14 @@ def _refusal(run: Run, found: list[Loss]) -> str:
     first, more = found[0], len(found) - 1
     others = f" ({more} more file{'s are' if more > 1 else ' is'} lost)" if more else ""
     return (
-        f"{first.path} {first.how}{others}: {_meaning(first)}. Put the file{'s' if more else ''} back, or go on "
-        f"without and have the run marked: fedfm resume {run.path} --accept-loss"
+        f"{first.path} {first.how}{others}: {_meaning(first)}. Put the file{'s' if more else ''} back, or continue "
+        f"without, which marks the run: fedfm resume {run.path} --accept-loss"
     )
 
 
 def _meaning(loss: Loss) -> str:
     if loss.path.suffix == ".secret":
-        return "the run began with this secret: another one would release a second sample of what the secret protects"
+        return "the run began with this secret, and another one would release a second sample of what it protects"
     if loss.path.name == logs.METRICS:
         return "run.patience chooses the model by its validation losses"
     if loss.root is None:
@@ -68,7 +69,7 @@ def _meaning(loss: Loss) -> str:
 
 
 def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
-    """Damaged or missing files that the run needs after this checkpoint."""
+    """Damaged or missing files that the run needs when it continues after this checkpoint."""
     private = run.path / "private"
     if record is None:
         yield from _no_checkpoint(run)
@@ -80,7 +81,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
 
 
 def _no_checkpoint(run: Run) -> Iterator[Loss]:
-    """The checkpoint, if it is missing and a line of metrics proves that there was one."""
+    """The checkpoint, if it is missing although a line of metrics proves that it existed."""
     _, damaged = run.newest()
     if damaged:
         yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)
@@ -89,7 +90,7 @@ def _no_checkpoint(run: Run) -> Iterator[Loss]:
 
 
 def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
-    """Lost files of early stopping: the validation losses, and the checkpoint of the best round."""
+    """Lost files that early stopping needs: the validation losses, and the checkpoint of the best round."""
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     first = run.experiment.method.traits.complete_from

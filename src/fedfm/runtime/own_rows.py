@@ -1,4 +1,4 @@
-"""The rows and the model that one client (a silo or a newcomer) reads from its own files."""
+"""Read rows and model of one client (a silo, or a client that joins) from the client's own files."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class OwnRows:
-    """A client's settings for its rows and models.
+    """A client's own settings for its rows and models.
 
     Attributes:
-        name: the client.
+        name: the client's name.
         data: file or folder of its rows; or its own "module:function", which returns rows and module.
-        classes: class names that the federation agreed on, in order; None: those of the rows.
+        classes: names of the classes that the federation agreed on, in order; None: the classes of the rows.
         models: folders and hub ids that experiments may name in addition to the built-in models.
-        device: device of its model; "": as the experiment says.
-        predict: file or folder with rows to predict; "": none.
-        columns: key of ``COLUMNS`` -> name of the column in the client's file.
+        device: device of its model; "": the experiment's.
+        predict: file or folder with rows to predict; "": no predictions.
+        columns: for each key of ``COLUMNS``, the name of that column in the client's file.
     """
 
     name: str
@@ -53,7 +53,7 @@ class OwnRows:
 
 
 def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> FederatedData:
-    """The silo's rows as a federation of one client. Of the experiment's [data] only scale and splits are used."""
+    """The silo's rows as a federation of one client. Only scale and splits come from the experiment's [data]."""
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
 
@@ -66,13 +66,13 @@ def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Feder
 
 
 def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
-    """The silo's own spec of the model that an experiment names: a built-in model, or one that the silo lists.
+    """The silo's own spec of the model that an experiment names, which is a built-in model or one that the silo lists.
 
-    Only the last parts of folders' paths must agree, since the server has other paths. The server compares the models'
-    fingerprints.
+    Of folders only the last part of the path must agree, since the server has other paths. The server compares the
+    fingerprints of the models.
 
     Raises:
-        InputError: the silo lists no such model.
+        InputError: the silo does not list such a model.
     """
     if spec.name == "features" or spec.name in BUILT_IN:
         return spec
@@ -80,14 +80,14 @@ def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
         if spec.name == model or Path(spec.name).name == Path(model).name:
             return replace(spec, name=model)
     known = listing(rows.models) if rows.models else "none"
-    raise InputError(f'model.name = "{spec.name}": not among the models of this silo\'s file, which lists {known}')
+    raise InputError(f'model.name = "{spec.name}": this silo\'s file does not list this model; it lists {known}')
 
 
 def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
     """The silo's rows and one of its listed models, for the server's classes.
 
     Raises:
-        InputError: the experiment's model, classes or task do not fit the rows.
+        InputError: the experiment's model, classes or task do not match the rows.
     """
     if experiment.method.traits.predicts_only:
         return Partitioned(_to_predict(rows, tuple(classes)), None)
@@ -109,7 +109,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
     if not (experiment.own_code and is_function(rows.data)):
         has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
         raise InputError(
-            f'data = "{rows.data}": {has}, and data and model of this experiment ("{experiment.model.name}") need '
+            f'data = "{rows.data}" is {has}, but data and model of this experiment ("{experiment.model.name}") need '
             f"{wants} of the silo's own"
         )
     found = user_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
@@ -118,13 +118,15 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
-    """The rows for which the silo wants predictions, as test rows of one client.
+    """The rows for which the silo wants predictions, as the test rows of one client.
 
     Raises:
-        InputError: its file names none.
+        InputError: the silo's file names no such rows.
     """
     if not rows.predict:
-        raise InputError("the run predicts, and this silo's file names no rows for it: set predict to a file or folder")
+        raise InputError(
+            "the run predicts, but this silo's file names no rows to predict; set predict to a file or folder"
+        )
     columns = DataSpec(path=rows.predict, **rows.columns)
     table = replace(read_inputs(rows.predict, columns, kind="image"), classes=classes)
     none, every = np.arange(0), np.arange(len(table))
@@ -132,12 +134,13 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
 
 
 def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
-    """The rows, with labels that index the federation's classes, if the silo agreed to these classes."""
+    """The rows, with labels as indices into the federation's classes, if the silo has agreed to these classes."""
     known = classes_of(rows, table)
     if classes != known:
         raise InputError(
-            f"the server's classes are {listing(classes, 20)}, and this silo's {listing(known, 20)}: if they are "
-            "agreed, write them into silo.toml as classes = [...], in this order"
+            f"the server's classes are {listing(classes, 20)}, but this silo's are {listing(known, 20)}; if the silos "
+            f"agreed "
+            "on the server's, write them into silo.toml as classes = [...], in this order"
         )
     if table.labels is None or table.classes == known:
         return replace(table, classes=known)
@@ -147,8 +150,8 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
 
 
 def classes_of(rows: OwnRows, table: Table) -> tuple[str, ...]:
-    """The federation's classes in the silo's file, else those of its rows."""
+    """The federation's classes in the silo's file, or else the classes of its rows."""
     known = table.classes if rows.classes is None or not table.classes else rows.classes
     if unknown := [name for name in table.classes if name not in known]:
-        raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which classes does not list")
+        raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which is not in classes")
     return known

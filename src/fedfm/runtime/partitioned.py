@@ -1,4 +1,4 @@
-"""All clients of an experiment in one place, each with its share of the rows."""
+"""All clients of an experiment in one place, each with its rows."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from fedfm.attacks.attackers import Attackers
 
 REST = ""  # name of the piece with the global test rows that no client has
-_TIDY = 50  # after this many preparations of rows the heap is trimmed
+_TIDY = 50  # the heap is trimmed after rows were prepared this many times
 
 
 class Partitioned:
-    """All clients of an experiment in one place; a client's rows are prepared on first use, then kept.
+    """All clients of an experiment in one place. A client's rows are prepared on first use and then kept.
 
     Attributes:
-        federated: the table, and each client's rows in it.
-        model_or_none: the experiment's model; None at a site of clients that have none.
+        federated: the table, and the indices of each client's rows in it.
+        model_or_none: the experiment's model; None at a silo whose clients have no model.
         attackers: the clients that attack, and their attack; None if all are honest.
         client_model: the clients' model; None if it stays at the server.
-        encode: maps prepared rows to what clients train on; None: the model's own encoding.
+        encode: maps prepared rows to those that clients train on; None: the model's own encoding.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Partitioned:
         """The experiment's model.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no model.
         """
         if self.model_or_none is None:
             raise RuntimeError("the clients of this method have no model")
@@ -72,9 +72,9 @@ class Partitioned:
         return sorted(self.federated.clients)
 
     def data(self, client: ClientId) -> ClientData:
-        """The client's rows, ready for the model; with a frozen backbone, their features, computed once.
+        """The client's rows, ready for the model. With a frozen backbone these are features, which are computed once.
 
-        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again on their next use.
+        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again when they are used next.
         """
         if client not in self._data:
             self._forget_images()
@@ -93,9 +93,9 @@ class Partitioned:
         return self._data[client]
 
     def _forget_images(self) -> None:
-        """Drop images until the rest fits, those of the last clients first.
+        """Drop prepared images until the rest fits, first those of the last clients.
 
-        Clients take turns, so the images of the first clients are needed next.
+        Clients take turns, so the images of the first clients are used next.
         """
         if self._image_memory <= limit():
             return
@@ -141,7 +141,7 @@ class Partitioned:
 
     @functools.cached_property
     def trigger_rows(self) -> Rows | None:
-        """The global test rows that are not of a backdoor's target class, with its trigger; None without a backdoor."""
+        """Global test rows, with a backdoor's trigger, that are not of its target class; None without a backdoor."""
         table, test = self.federated.table, self.federated.test
         if self.attackers is None or table.labels is None:
             return None
@@ -151,7 +151,9 @@ class Partitioned:
 
     @functools.cached_property
     def pieces(self) -> dict[ClientId, np.ndarray]:
-        """A partition of the global test rows: client -> indices in order of names, then "" -> all other rows."""
+        """A partition of the global test rows: each client's indices in order of names, then under "" all other
+        indices.
+        """
         left = set(self.federated.test.tolist())
         found = {}
         for client in self.clients:
@@ -162,7 +164,7 @@ class Partitioned:
         return found | ({REST: np.array(sorted(left))} if left else {})
 
     def piece(self, name: ClientId) -> Rows:
-        """The rows of a piece. For a client it is the object that the client itself evaluates."""
+        """The rows of a piece. A client's piece is the same object that the client itself evaluates."""
         return self._rest if name == REST else self.data(name).test
 
     @functools.cached_property
@@ -171,15 +173,15 @@ class Partitioned:
 
     @property
     def trains_on_blocks(self) -> bool:
-        """Whether clients train on blocks of their joined rows: :func:`fedfm.models.language.encoding.passages`."""
+        """Whether clients train on blocks of their joined rows, see :func:`fedfm.models.language.encoding.passages`."""
         return preprocessing.packs(
             self.federated.table.kind, self.model_or_none.task if isinstance(self.model_or_none, Model) else None
         )
 
     def counts(self) -> dict[ClientId, tuple[int, int, int]]:
-        """Numbers of training, validation and test rows of each client, as it uses them.
+        """Each client's numbers of training, validation and test rows, as the client uses them.
 
-        For running text a row is a block, which a tokenizer must count.
+        A row of running text is a block; to count blocks, the texts are tokenized.
         """
         held: Callable[[ClientId], ClientData | ClientRows]
         held = self.data if self.trains_on_blocks else self.federated.clients.__getitem__
@@ -211,6 +213,6 @@ def _image_bytes(rows: Rows) -> int:
 
 
 def _trim_heap() -> None:
-    """Return free pages to the system: glibc keeps those of large intermediate results."""
+    """Return free pages to the system, since glibc keeps the pages of large intermediate results."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -1,4 +1,4 @@
-"""Population: an experiment's rows and model, and each client's share of the rows."""
+"""Population: an experiment's rows and model, and each client's part of the rows."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
 
-_LOOK = 64  # number of training rows that are prepared to count the operations per row
+_LOOK = 64  # this many training rows are prepared to count the operations per row
 
 
 def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
-    """Read the data, partition them, load the model.
+    """Read the data, partition them, and load the model.
 
     Args:
-        server: this process is a server without clients; it loads no frozen weights unless it scores the model.
+        server: whether this process is a server without clients. It then loads frozen weights only if it scores the
+            model.
 
     Raises:
-        InputError: it names the key of the experiment, or the place in the file.
+        InputError: the data or the model are invalid; the error names the key of the experiment or the place in a file.
     """
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
 
     if experiment.in_memory:
         raise InputError(
-            "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
+            "data and model of this run came from Python; call fedfm.federate(...) again with the same out"
         )
     if isinstance(experiment.method, HiddenModel) and experiment.model.name != WITHHELD:
         experiment.method.check_model()
@@ -52,7 +53,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         spec, base = experiment.model, tasks.trained_classes(experiment.model)
         table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
         federated = deal(table, experiment.data, seed=seed)
-    if experiment.model.name == WITHHELD:  # at a site: only the server has the model
+    if experiment.model.name == WITHHELD:  # at a silo: only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)
     model = model_of(experiment, table, hollow=idle)
@@ -67,7 +68,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
 
 def handles_parameters(experiment: Experiment) -> bool:
-    """Whether the server half declares that it needs only the model's parameters, and never its outputs."""
+    """Whether the server half declares that it needs only the model's parameters, and never computes the model."""
     method = experiment.method
     declared, keeps = method.traits.server_needs_weights_only, method.traits.keeps_foundation
     plain = isinstance(method, TrainsLocally) and not keeps and not isinstance(method, HiddenModel)
@@ -97,19 +98,21 @@ def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> M
 
 
 def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[str, ...]:
-    """``data.augment``, if the clients train on images.
+    """``data.augment``, if clients train on images.
 
     Raises:
-        InputError: they do not train on images; it gives the reason.
+        InputError: clients do not train on images; the error gives the reason.
     """
     from fedfm.data.table import words_of
 
     names = experiment.data.augment
     if names and table.kind != "image":
-        raise InputError(f"data.augment: it changes images, and {table.source} holds {words_of(table.kind)}; drop it")
+        raise InputError(
+            f"data.augment: it changes images, but {table.source} contains {words_of(table.kind)}; drop it"
+        )
     if names and encodes(model):
         raise InputError(
-            "data.augment: the frozen part of this model reads each image once, and training uses its features; "
+            "data.augment: the frozen part of this model reads each image once, and training uses only its features; "
             'drop it, or train the part that reads images, e.g. model.adaptation.name = "lora"'
         )
     return names
@@ -121,9 +124,9 @@ def feature_dim(table: Table) -> int | None:
 
 
 def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
-    """The multiply-accumulates that the ledger has before the first round (see ``models.operations``).
+    """The multiply-accumulates that the ledger states before the first round (see ``models.operations``).
 
-    None for a method without a client optimiser, and for rows that only the user's own Python module can read.
+    None for a method without a client optimiser, and if only the user's own Python module can read the rows.
     """
     from fedfm.models.multiply_accumulates import Costs, per_sample
 
@@ -141,7 +144,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
-    """Write a client's traceback to a file that only its owner can read; print its last line if the disk is full."""
+    """Write a client's traceback to a file that only its owner can read. If the disk is full, print its last line."""
     try:
         storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")
     except NotWritten as error:

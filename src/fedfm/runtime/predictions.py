@@ -1,4 +1,6 @@
-"""Final models and their predictions. A method with a role (e.g. Predictor) computes them; else defaults apply."""
+"""Final models and their predictions: by the method if it has a role for that (e.g. Predictor), otherwise by
+default.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training import TrainsLocally
 
-PARTS = ("test", "val")  # of a client's rows, on which models are scored
+PARTS = ("test", "val")  # parts of a client's rows on which models are scored
 _KNOWN: dict[type, bool] = {}
 
 
 def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
-    """``isinstance``, cached by class: it takes tens of microseconds, and evaluation needs it five times per client."""
+    """``isinstance``, cached by class, since it takes tens of microseconds and evaluation needs it 5 times per
+    client.
+    """
     if type(method) not in _KNOWN:
         _KNOWN[type(method)] = isinstance(method, TrainsLocally)
     return _KNOWN[type(method)]
@@ -32,12 +36,12 @@ def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
 
 
 def personal(method: Method[Any]) -> bool:
-    """Whether each client ends with its own model, because the method or its client optimiser makes one."""
+    """Whether each client ends with its own model, made by the method or by its client optimiser."""
     return isinstance(method, Personal) or _optimiser_keeps(method)
 
 
 def keeps_parts(method: Method[Any]) -> bool:
-    """Whether clients keep parts of their models that ``params_for`` does not return."""
+    """Whether clients keep parts of their models, which ``params_for`` does not return."""
     return has(method, Personal, "own") or _optimiser_keeps(method)
 
 
@@ -46,12 +50,12 @@ def _optimiser_keeps(method: Method[Any]) -> bool:
 
 
 def seen_by(method: Method[Any], client: Client) -> Client:
-    """Client half: the client, with the rows and the model that its training uses."""
+    """Client half: the client with the rows and the model that its training uses."""
     return method.view(client) if isinstance(method, HiddenModel) else client
 
 
 def encode_rows(method: Method[Any], model: Model, rows: Rows) -> Rows:
-    """Encode prepared rows into what the model's clients train on."""
+    """Encode prepared rows into the rows that clients train on."""
     return method.encode(model, rows) if isinstance(method, HiddenModel) else model.encode(rows)
 
 
@@ -59,7 +63,7 @@ def own(method: Method[Any], client: Client, w: Params) -> Params:
     """Client half: the client's own model.
 
     Args:
-        w: what ``params_for`` returns for this client.
+        w: the result of ``params_for`` for this client.
     """
     if has(method, Personal, "own"):
         return method.own(client, w)
@@ -70,7 +74,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
     """Check the layout of a client's own model.
 
     Raises:
-        ClientFault: the layout differs from the model's; it names the first tensor that differs.
+        ClientFault: the layout differs from the model's; the fault names the first tensor that differs.
     """
     if has(method, Personal, "check_own"):
         method.check_own(w, model)
@@ -85,7 +89,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
 
 @contextmanager
 def apply_model(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-    """Context manager: install w in the model; yields the rows to score."""
+    """Context manager: install w in the model; yields the rows that the model then scores."""
     if has(method, Predictor, "install"):
         with method.install(model, w, rows) as judged:
             yield judged
@@ -114,5 +118,5 @@ def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str
 
 
 def feature_transform(method: Method[Any]) -> str | None:
-    """Transform applied to features before the head, or None."""
+    """Name of the transform that features pass before the head, or None."""
     return method.feature_transform if isinstance(method, Predictor) else None

@@ -1,4 +1,4 @@
-"""Progress: callbacks of a run and of a pretraining."""
+"""Callbacks that report the progress of a run, a pretraining or an audit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fedfm.runtime.run_directory import Run
 
 
 class Progress:
-    """Callbacks of a run. Here they do nothing."""
+    """Callbacks of a run. These do nothing; subclasses override them."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """The run begins, or continues after ``done`` rounds."""
+        """The run begins, or continues after ``done`` rounds. ``rounds`` is the planned number."""
 
     def client(self) -> None:
         """A client has finished its part of the round."""
 
     def round(self, line: Mapping[str, Any]) -> None:
-        """A round is committed and evaluated; ``line`` is its line of metrics.jsonl."""
+        """A round is committed and evaluated; ``line`` is its line in metrics.jsonl."""
 
     def excluded(self, excluded: Excluded) -> None:
         """A client was left out of a round."""
@@ -32,13 +32,13 @@ class Progress:
 
 
 class EpochProgress:
-    """Callbacks of a pretraining. Here they do nothing."""
+    """Callbacks of a pretraining. These do nothing; subclasses override them."""
 
     def started(self, epochs: int, done: int, steps: int) -> None:
-        """Training begins: the number of epochs, of epochs that are already committed, and of steps per epoch."""
+        """Training begins, with ``epochs`` in all, ``done`` of them committed already, and ``steps`` per epoch."""
 
     def step(self) -> None:
-        """A batch is done."""
+        """A training step has ended."""
 
     def epoch(self, line: Mapping[str, Any]) -> None:
         """An epoch is committed; ``line`` has its metrics."""
@@ -48,16 +48,16 @@ class EpochProgress:
 
 
 class AuditProgress:
-    """Callbacks of an audit. Here they do nothing."""
+    """Callbacks of an audit. These do nothing; subclasses override them."""
 
     def started(self, attacks: int) -> None:
         """The audit begins with this number of attacks."""
 
     def begins(self, name: str, seconds: float) -> None:
-        """An attack begins, or several attacks on one replay; they may take this number of seconds."""
+        """An attack begins, or several attacks that share a replay; they may take this number of seconds."""
 
     def done(self) -> None:
-        """An attack is done."""
+        """An attack has ended."""
 
     def finished(self) -> None:
         """The audit has ended."""

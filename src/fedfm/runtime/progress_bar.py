@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar, or lines in a log file."""
+"""Progress on standard error: a bar on a terminal, lines in a log file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _LOGGED = 20.0  # seconds between two lines of a log file
 
 
 class Bar(Progress):
-    """One bar per run: completed rounds, clients of the current round, the last accuracy or perplexity. A log file gets
-    a line every 20 seconds at most.
+    """One bar per run with the completed rounds, the clients of this round, and the last accuracy or perplexity.
+
+    A log file gets a line every 20 seconds at most.
 
     Attributes:
-        path: the run directory once it exists, to name it if the run stops.
+        path: the run directory once it exists; a message names it if the run stops.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Bar(Progress):
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            # A resumed run may evaluate its first round again, and so report it twice.
+            # A resumed run may evaluate its first round again, and then reports it twice.
             self._bar.update(line["round"] - self._bar.n)
         elif line["round"] == self._rounds or time.monotonic() - self._written > _LOGGED:
             self._written = time.monotonic()
@@ -64,7 +65,7 @@ class Bar(Progress):
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """Print one line above the bar; ``visible`` prevents a client's name from adding a second line."""
+        """Print one line above the bar. ``visible`` keeps line breaks in a client's name from adding a second line."""
         from tqdm import tqdm
 
         tqdm.write(f"fedfm: {visible(text)}", file=sys.stderr)
@@ -76,14 +77,14 @@ class Bar(Progress):
 
 
 def can_redraw() -> bool:
-    """Whether a carriage return can redraw a line: on a terminal, and in a notebook."""
+    """Whether a carriage return can redraw a line, as on a terminal and in a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def wide() -> dict[str, Any]:
-    """Settings that give the bar the terminal's width. In containers and over serial lines it may be 0 columns."""
+    """Settings that give the bar the terminal's width, which in containers and over serial lines may read 0."""
     try:
         known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except (OSError, ValueError):  # a notebook
+    except (OSError, ValueError):  # raised in a notebook
         known = True
     return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}

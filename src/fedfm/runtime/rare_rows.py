@@ -1,4 +1,4 @@
-"""Try the model on rows that only some clients have: a single row in a batch, and a text of the largest length."""
+"""Try the model on rows that only some clients have: one row as a batch, and a text of the largest length."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
-_FRAME = 2  # special tokens before and behind a text
+_FRAME = 2  # number of special tokens around a text
 
 
 def try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> None:
-    """Refuse a model that fails on ``model.max_length`` tokens, or on the longest row if that is shorter."""
+    """Refuse a model that fails on ``model.max_length`` tokens, or on the longest row if all rows are shorter."""
     most = model.tools.max_length
-    if table.kind == "text" and not model.task.packs(table.kind):  # a token takes a byte at least
+    if table.kind == "text" and not model.task.packs(table.kind):  # a text has at most one token per byte
         most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FRAME)
 
     def compute(length: int) -> None:
@@ -41,9 +41,9 @@ def try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> No
 
 
 def try_single(method: TrainsLocally, population: Partitioned) -> None:
-    """Refuse a batch of one row if the model's batch norm cannot compute a variance from it.
+    """Refuse a batch of one row if the model's batch norm cannot compute a variance from one row.
 
-    Such batches occur if a client has one training row, or if ``method.local.batch_size`` is 1.
+    Such a batch occurs if a client has one training row, or if ``method.local.batch_size`` is 1.
     """
     model, size = population.model, method.local.batch_size
     clients = population.federated.clients
@@ -62,8 +62,8 @@ def try_single(method: TrainsLocally, population: Partitioned) -> None:
         more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
         what = "method.local.batch_size = 1" if size == 1 else f"{alone[0]}{more} has one training row"
         raise InputError(
-            f"{what}, and the model's batch norm takes its statistics from the rows of a batch ({describe(error)}): "
-            + ("take 2 at least" if size == 1 else "give it more rows, or leave it out")
+            f"{what}, and the model's batch norm computes its statistics over the rows of a batch ({describe(error)}): "
+            + ("take at least 2" if size == 1 else "give it more rows, or leave it out")
         ) from error
     finally:
         model.eval_mode()

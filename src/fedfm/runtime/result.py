@@ -1,4 +1,4 @@
-"""The end of a run: write the result line, the last entries of the ledger, and the models."""
+"""End a run: write the result line, the last entries of the ledger, and the models."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def finish(
     notice: Callable[[str], None],
     aside: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write the result, the ledger and the models; returns the result line.
+    """Write the result, the ledger and the models; returns the result as it is written.
 
     Args:
-        aside: further entries of ``details``, from the engine.
+        aside: further entries of ``details``, which come from the engine.
         rounds: (t, of): the number of rounds, and the round from which the final model comes.
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
     models, spent = evaluator.collect_models(state), account_of(run, t)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
-    if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as the last one
+    if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as a last round is
         last = evaluator.scores(state, thorough=True)
     left_out = failures.whole(fed.excluded, run.metrics(), evaluator.missing)
     result: dict[str, Any] = {
@@ -116,16 +116,16 @@ def finish(
     enter(run, spent)
     privacy = run.manifest["experiment"].get("privacy")
     write_models(run, fed.model, models)
-    run.note_messages(fed)  # the messages that asked for the final models
+    run.note_messages(fed)  # log the messages that asked for the final models
     for text in method.notices(state):
-        if text not in run.manifest["notices"]:  # a resumed run may have it already
+        if text not in run.manifest["notices"]:  # a resumed run may have the notice already
             run.manifest["notices"].append(text)
             notice(text)
     for text in failures.sentences(left_out, t):
         run.note(text)
         notice(text)
     hindsight = overfitting_notices(lines, run.experiment) if of == t else []
-    if privacy is None:  # the counts include clients' rows
+    if privacy is None:  # the counts depend on the clients' rows
         hindsight += outside(fed.model.module)
     for text in hindsight:
         run.note(text)
@@ -140,10 +140,10 @@ def finish(
 
 
 def account_of(run: Run, t: int) -> Accountant:
-    """The privacy that the run spends, through its method and its aggregation's mechanism.
+    """The privacy that the run spends by its method and by its aggregation's mechanism.
 
     Args:
-        t: completed rounds.
+        t: number of completed rounds.
     """
     again = run.experiment.aggregation.mechanism.repeat_count(Store(run.path / "private", "server"))
     return spending(run.experiment, rows_of(run), run.repeat_count(t) + again)
@@ -153,7 +153,7 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
     """The privacy that an experiment spends for clients with these numbers of rows (None: unknown).
 
     Args:
-        repeated: number of repeated rounds; each is one more release.
+        repeated: number of rounds that were repeated; each of them is one more release.
     """
     accountant, method = Accountant(), experiment.method
     if isinstance(method, Private):
@@ -163,9 +163,9 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
 
 
 def enter(run: Run, spent: Accountant) -> None:
-    """Enter the privacy that all rounds spend into the ledger, before the first round.
+    """Enter the privacy that all planned rounds spend into the ledger, before the first round.
 
-    If the run ends early, the entry stays.
+    The entry stays if the run ends early.
     """
     ledger = run.manifest["ledger"]
     entries = [*(entry for entry in ledger["entries"] if "mechanism" not in entry), *spent.entries()]
@@ -175,13 +175,13 @@ def enter(run: Run, spent: Accountant) -> None:
 
 
 def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Complete the ledger's multiply-accumulates: those of all rounds, and those until the target was reached."""
+    """Complete the ledger's multiply-accumulates: those of all rounds, and those until the run reached its target."""
     from fedfm.models.multiply_accumulates import Costs, rounds_to
 
     found = run.manifest["ledger"].get("operations")
     if found is None:
         return
-    if run.manifest["split"] is None:  # silos with their own files: the server does not know their numbers of rows
+    if run.manifest["split"] is None:  # silos have their own files, and the server does not know their numbers of rows
         found |= {"samples": None, "macs_per_client_round": None}
         return
     if logs.gaps_of_metrics(run.path / logs.METRICS, max((line["round"] for line in lines), default=0)):
@@ -201,10 +201,10 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of an asynchronous run: mean and largest staleness of its updates.
+    """Figures about an asynchronous run: mean and largest staleness of its updates.
 
-    With a simulated clock there are two more: the clock at the end, and the time that it would show if every round
-    waited for all clients.
+    With a simulated clock there are two more: the clock's time at the end, and the time that it would show if every
+    round had waited for all clients.
     """
     if run.experiment.run.asynchronous is None or not (known := [line for line in lines if "staleness" in line]):
         return {}
@@ -218,10 +218,10 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
     """Write the final models.
 
     Args:
-        last: whether these are the models of the last round, written next to those that ``run.patience`` chose.
+        last: whether these are the models of the last round; ``run.patience`` chose others, which are next to them.
 
     Raises:
-        RunError: they cannot be written.
+        RunError: the models cannot be written.
     """
     from fedfm.models.adapter_files import save
 

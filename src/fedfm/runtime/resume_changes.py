@@ -1,6 +1,6 @@
-"""What may change when a run continues: its number of rounds, and the places of its files and parties.
+"""What may change when a run continues: its number of rounds, and the places of files and parties.
 
-The run continues from its last round. Its results have the same bits as if it had started with the changed settings.
+The run continues after its last round. Its results have the same bits as if it had begun with the changed settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from fedfm.training import Local, TrainsLocally
 
-# Places and waiting times. Fingerprints check that data and model are the same.
+# Keys for places and waiting times. Fingerprints ensure that data and model stay the same.
 MOVABLE = (
     "data.path",
     "model.name",
@@ -32,13 +32,13 @@ MOVABLE = (
 
 
 def move(run: Run, changes: Mapping[str, Any]) -> None:
-    """Change keys of :data:`MOVABLE` for the rest of the run; the caller has locked it.
+    """Change keys of :data:`MOVABLE` for the rest of the run. The caller must have locked the run.
 
     Args:
-        changes: values by key ``a.b``.
+        changes: new values by dotted key, ``a.b``.
 
     Raises:
-        InputError: the run is finished, a key is not movable, or a value is wrong.
+        InputError: the run is finished, a key is not movable, or a value is invalid.
     """
     table = run.experiment.to_dict()
     for key in changes:
@@ -57,21 +57,22 @@ def move(run: Run, changes: Mapping[str, Any]) -> None:
 
 
 def extend(run: Run, rounds: int) -> None:
-    """Set the number of rounds of the run; the caller has locked it. A finished run becomes unfinished.
+    """Set the run's number of rounds. The caller must have locked the run. A finished run becomes unfinished.
 
     Raises:
-        InputError: the number is fixed by the method, is already reached, or influenced the earlier rounds.
+        InputError: the method fixes the number, the run has that many rounds already, or earlier rounds depended on
+            the old number.
     """
     experiment, where = run.experiment, f"--rounds {rounds}"
     method, name = experiment.method, experiment.method_name
     done = max((line["round"] for line in run.metrics()), default=0)
     table = experiment.to_dict()
     if not method.rounds:
-        raise InputError(f"{where}: {name} has no rounds to add")
+        raise InputError(f"{where}: {name} has a fixed number of rounds")
     table["method"]["rounds"] = rounds
     Experiment.from_dict(table, imports=True)  # refuses several rounds for a method of one round
     if rounds < done or (rounds == done and run.manifest["result"] is not None):
-        raise InputError(f"{where}: {run.path} has {done} rounds; expected more")
+        raise InputError(f"{where}: {run.path} has {done} rounds already; expected more")
     if experiment.privacy is not None:
         raise InputError(
             f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds, and more would exceed its epsilon"
@@ -84,14 +85,15 @@ def extend(run: Run, rounds: int) -> None:
     optimiser = method.local if isinstance(method, TrainsLocally) else None
     if isinstance(optimiser, Local) and (optimiser.schedule != "constant" or optimiser.warmup):
         raise InputError(
-            f"{where}: method.local.schedule and warmup set the rate by the completed part of the run, which is "
+            f"{where}: method.local.schedule and warmup set the learning rate by the completed part of the run, which "
+            f"is "
             f"planned for {method.rounds} rounds; start a new run"
         )
     if run.manifest["result"] is not None and run.manifest["result"]["rounds"] < method.rounds:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
-        run.manifest["notices"].append(f"it ended after {done} rounds, and continued to round {rounds}")
-        run.manifest.pop("audits", None)  # audits are about parameters that the run will no longer have
+        run.manifest["notices"].append(f"the run ended after {done} rounds, and was continued to round {rounds}")
+        run.manifest.pop("audits", None)  # the audits were of parameters that the run will no longer have
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

@@ -1,4 +1,4 @@
-"""Files of keys that outlive a run: a silo's own private key, and a roster of the others' public keys.
+"""Files of keys that outlive a run: a silo's own private key, and a roster with the other silos' public keys.
 
 The silos agree on the roster without the server. With it they detect a server that impersonates or invents silos.
 """
@@ -25,11 +25,11 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Identity:
-    """The key with which a silo signs, and the silos that it knows.
+    """The key with which a silo signs, and the silos whose keys it knows.
 
     Attributes:
-        key: private Ed25519 key; None: the silo makes a new one in each run.
-        roster: name -> public key, for all silos of the roster; None: there is no roster.
+        key: private Ed25519 key; None: the silo makes a new key in each run.
+        roster: public key of each silo in the roster; None: there is no roster.
     """
 
     key: bytes | None
@@ -37,18 +37,18 @@ class Identity:
 
     @property
     def public(self) -> str | None:
-        """Public key, 64 hexadecimal digits."""
+        """The public key as 64 hexadecimal digits."""
         return None if self.key is None else keys.identity_of(self.key).hex()
 
 
 def key_in(path: Path, create: bool) -> bytes:
-    """The private key in a file.
+    """Read the private key in a file.
 
     Args:
-        create: make it if the file is absent.
+        create: whether to make a key if the file does not exist.
 
     Raises:
-        InputError: the file is absent, open to others or malformed.
+        InputError: the file does not exist, is open to other users, or is malformed.
     """
     if create and not path.exists():
         storage.write_atomic(path, keys.entropy(keys.KEY).hex().encode() + b"\n", 0o600)
@@ -59,17 +59,17 @@ def key_in(path: Path, create: bool) -> bytes:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"identity: {path} cannot be read: {error}") from None
     if mode & 0o077:
-        raise InputError(f"identity: {path} is open to other users; chmod 600")
+        raise InputError(f"identity: {path} is open to other users; run chmod 600 on it")
     if not _KEY.fullmatch(text):
         raise InputError(f"identity: {path} is not 64 hexadecimal digits")
     return bytes.fromhex(text)
 
 
 def roster_in(path: Path) -> dict[str, bytes]:
-    """Public keys by name.
+    """Read a roster's public keys, by name.
 
     Raises:
-        InputError: the file is absent or malformed; the message has a line for each mistake.
+        InputError: the file does not exist or is malformed; the error has a line for each mistake.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -77,15 +77,15 @@ def roster_in(path: Path) -> dict[str, bytes]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"roster: {path} cannot be read: {error}") from None
     if not isinstance(table, dict) or not table:
-        raise InputError(f'roster: {path} has no silos; a line of each: name = "public key"')
+        raise InputError(f'roster: {path} has no silos; add a line for each: name = "public key"')
     return read_all(f"roster: {path}", table, _keys)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which no name may be there twice (TOML says so itself)."""
+    """A JSON object in which no name occurs twice (for TOML the parser checks this)."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return table
 
 
@@ -95,12 +95,14 @@ def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
     owners: dict[str, str] = {}
     for name, key in table.items():
         if not is_name(name):
-            faults.say(f"{toml_value(name)} is not a name of a silo: expected {NAME_WORDS}")
+            faults.say(f"{toml_value(name)} is not a valid silo name: expected {NAME_WORDS}")
         elif not isinstance(key, str) or not _KEY.fullmatch(key):
             faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
         elif (other := names.setdefault(alike(name), name)) != name:
-            faults.say(f"{other} and {name} look alike, and some file systems ignore case: give each its own name")
+            faults.say(f"{other} and {name} are alike, and some file systems ignore case; give each silo its own name")
         elif (owner := owners.setdefault(key, name)) != name:
-            faults.say(f"{owner} and {name} have the same key: as two silos one silo would count twice")
+            faults.say(
+                f"{owner} and {name} have the same key, so one silo would count twice; give each silo its own key"
+            )
     faults.refuse()
     return {name: bytes.fromhex(key) for name, key in table.items()}

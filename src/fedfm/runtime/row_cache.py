@@ -1,9 +1,9 @@
 """A cache on this machine's disk for rows that take long to prepare: features of a frozen backbone, tokens of texts.
 
-Runs share the folder, so that a second run reads what the first one computed. A file's name is a SHA-256 over all that
+Runs share the folder, so a second run reads what the first one computed. A file's name is a SHA-256 of all that
 determines its content: the rows as read, the preprocessing, every frozen tensor, the device and the versions of the
-libraries. A file is replaced in one step, so that two runs may work at the same time. It carries its own SHA-256, so
-that a damaged file is noticed and computed again. Features reveal as much as the rows themselves; only the owner can
+libraries. A file is replaced in one step, so two runs may work at the same time. A file contains its own SHA-256, so
+damage is noticed, and the rows are computed again. Features reveal as much as the rows themselves; only the owner can
 read the files.
 """
 
@@ -34,13 +34,16 @@ from fedfm.models.model_kinds import is_dual_model, is_ours
 from fedfm.version import __version__
 
 FORMAT = 1
-MOST = 20e9  # largest size of the folder in bytes, unless FEDFM_CACHE_GB says otherwise
-LEAST_WORK = 2 * 10**9  # rows x frozen parameters: with less work (a second or two of one core) features are not cached
-LEAST_TEXTS = 20_000  # rows: the tokens of fewer texts are not cached
+MOST = 20e9  # largest size of the folder in bytes, unless FEDFM_CACHE_GB is set
+LEAST_WORK = 2 * 10**9  # features are cached only if rows times frozen parameters are more: a second or two of one core
+LEAST_TEXTS = 20_000  # tokens are cached only for at least this many texts
 
 
 def folder() -> Path | None:
-    """``FEDFM_CACHE``, else ``fedfm`` in ``XDG_CACHE_HOME`` or ``~/.cache``; None if ``FEDFM_CACHE`` is empty."""
+    """The cache's folder; None if ``FEDFM_CACHE`` is set but empty.
+
+    It is ``FEDFM_CACHE``, or else ``fedfm`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+    """
     given = os.environ.get("FEDFM_CACHE")
     if given is not None:
         return Path(given).expanduser() if given.strip() else None
@@ -49,16 +52,16 @@ def folder() -> Path | None:
 
 
 def places() -> list[Path]:
-    """The folders outside the run directory to which a run writes: for temporary files, and this cache."""
+    """Folders outside the run directory to which a run writes: the one for temporary files, and this cache."""
     cache = folder()
     return [Path(tempfile.gettempdir()), *([] if cache is None else [cache])]
 
 
 def limit() -> float:
-    """Largest size of the folder in bytes: ``FEDFM_CACHE_GB``, else :data:`MOST`.
+    """Largest size of the folder in bytes: ``FEDFM_CACHE_GB``, or else :data:`MOST`.
 
     Raises:
-        InputError: it is not a number of at least 0.
+        InputError: ``FEDFM_CACHE_GB`` is not a number of at least 0.
     """
     given = os.environ.get("FEDFM_CACHE_GB", "").strip()
     try:
@@ -73,8 +76,8 @@ def limit() -> float:
 def trim(place: Path, most: float) -> None:
     """Remove the least recently used files of a cache folder until it has at most ``most`` bytes.
 
-    A run that has mapped a removed file can still use it; a run that opens it later computes it again. A file that
-    another process removes at the same time is skipped.
+    A run that has already mapped a removed file can still use it. A run that wants to open it later computes the rows
+    again. A file that another process removes at the same time is skipped.
     """
     found = []
     for path in place.glob("*/*.safetensors"):
@@ -91,10 +94,10 @@ def trim(place: Path, most: float) -> None:
 
 
 class RowCache:
-    """The prepared rows of one model.
+    """The cached rows of one model.
 
     Args:
-        model: the model at the start of the run; its trainable parameters do not matter.
+        model: the model at the start of the run. Its trainable parameters do not affect the prepared rows.
 
     Raises:
         InputError: ``FEDFM_CACHE_GB`` is not a number.
@@ -105,7 +108,7 @@ class RowCache:
         self._names: dict[bytes, str] = {}
 
     def rows(self, table: Table, index: np.ndarray, make: Callable[[], Rows]) -> Rows:
-        """The rows ``index`` from the disk; if they are not there, make them and write them."""
+        """Read the rows ``index`` from the disk; if they are not there, make and write them."""
         path = self.path(table, index)
         if path is None:
             return make()
@@ -119,9 +122,9 @@ class RowCache:
                 storage.save(path, kept, 0o600, sync=False)
                 trim(path.parents[1], self._most)
             except (OSError, RunError) as error:
-                warnings.warn(f"prepared rows are not kept: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"prepared rows are not cached: {error}", RuntimeWarning, stacklevel=2)
                 return made
-            if made.tokens is not None:  # read from the file, so that the system can free the memory
+            if made.tokens is not None:  # read them from the file now, so that the system can free the memory
                 return self._read(path, table, index) or made
         return made
 
@@ -147,10 +150,10 @@ class RowCache:
         if not found:
             return []
         place = found[0].parent
-        return [f"{place.name} of {len(found)} of {len(parts)} clients' training rows are read from {place}"]
+        return [f"{place.name} of {len(found)} of {len(parts)} clients' training rows come from the cache {place}"]
 
     def _kind(self, table: Table, n: int) -> str | None:
-        """What is cached for n rows of the table: features, tokens or nothing."""
+        """What is cached for n rows of the table: features, tokens or nothing (None)."""
         model = self._model
         if not is_ours(model) or model.weights_overridden:
             return None
@@ -164,7 +167,7 @@ class RowCache:
         if found is None:
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now: see trim()
+            os.utime(path)  # marks the file as used now, see trim()
         labels = None
         if not self._model.is_language_model:
             labels = preprocessing.labels_of(table, self._model.classes, index)
@@ -198,7 +201,7 @@ def encodes(model: Model) -> bool:
 
 
 def _content_of(rows: Rows) -> dict[str, Any] | None:
-    """The part of prepared rows that is written; labels and texts stay with their source."""
+    """The part of prepared rows that is written to the file. Labels and texts are in the source of the rows."""
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}
     if rows.tokens is not None and not rows.tensors and not rows.token_arguments:
@@ -211,6 +214,6 @@ def _content_of(rows: Rows) -> dict[str, Any] | None:
 
 
 def size(place: Path) -> tuple[int, int]:
-    """(files, bytes) of a cache folder."""
+    """Number of files and bytes in a cache folder."""
     found = [path.stat().st_size for path in place.glob("*/*.safetensors")] if place.is_dir() else []
     return len(found), sum(found)

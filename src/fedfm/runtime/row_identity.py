@@ -1,4 +1,6 @@
-"""What determines the content of prepared rows, and so the name of their file in :mod:`fedfm.runtime.row_cache`."""
+"""Hash all that determines the content of prepared rows; the hash names their file in
+:mod:`fedfm.runtime.row_cache`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fedfm.models.model import Model
 
 
 def describe_preparation(model: Model) -> str | None:
-    """A description of the preprocessing; None if it has none."""
+    """A description of the preprocessing; None if the preprocessing cannot be described."""
     tools = model.tools
     said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task.name}
     if tools.processor is not None:
@@ -39,7 +41,7 @@ def describe_preparation(model: Model) -> str | None:
 
 
 def sha256_of_frozen(model: Model) -> str:
-    """SHA-256 of the frozen tensors, the configuration, and everything else that affects the last bits."""
+    """SHA-256 of the frozen tensors, the configuration, and all else that affects the last bits of features."""
     device, spec = model.device, model.spec
     where = [str(device.type), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     if device.type == "cuda":

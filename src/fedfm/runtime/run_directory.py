@@ -1,8 +1,8 @@
-"""A run directory: the experiment, the logs and results of a run, and everything that a resume needs.
+"""A run directory: the experiment, the logs and results of a run, and all that a resume needs.
 
-``manifest.json`` exists before the first round. After every round, ``commit`` writes a checkpoint atomically; then the
-round is complete. :mod:`fedfm.runtime.logs` writes lines before and after the commit. A run may be killed at any time:
-it resumes at its last commit, and later lines of the logs are cut off.
+``manifest.json`` exists before the first round. After every round, ``commit`` writes a checkpoint atomically; with that
+the round is complete. :mod:`fedfm.runtime.logs` writes lines before and after a commit. A run may be killed at any
+time: a resume continues after the last commit, and cuts off later lines of the logs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
 _PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
 _PARTS += ["private/folder/*/.*", "private/folder/*/*/.*", "private/.underway.json.*", "private/underway/.*"]
-KEEP = 2  # number of checkpoints: the newest, and one to fall back on
+KEEP = 2  # number of checkpoints that are kept: the newest one, and one as a reserve
 
 
 class Run:
@@ -49,8 +49,8 @@ class Run:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
-        self.seconds = 0.0  # duration before this process
-        self._lock: Lock | None = None  # kept from the creation of the run to its first use
+        self.seconds = 0.0  # seconds that the run took in earlier processes
+        self._lock: Lock | None = None  # held from the creation of the run until its first use
         self._within = False  # whether this process has locked the run
 
     def __repr__(self) -> str:
@@ -62,10 +62,10 @@ class Run:
         """Make the folder and its manifest. The run stays locked until its first :meth:`lock` ends.
 
         Raises:
-            InputError: the folder holds a run or something else, or another process begins one here.
+            InputError: the folder contains a run or something else, or another process is making a run in it.
         """
         out = own_place(experiment.name) if out is None else out
-        refuse_used(out)  # before anything is made in it
+        refuse_used(out)  # check before anything is made in the folder
         lock = claim(out, experiment.run.shared)
         try:
             refuse_used(out)  # another process may have used it in the meantime
@@ -83,17 +83,17 @@ class Run:
         """Open an existing run.
 
         Raises:
-            InputError: there is no run, it is damaged, or another release wrote it.
+            InputError: the folder has no run, the run is damaged, or another release wrote it.
         """
         path = Path(path)
         return cls(path, read_manifest(path))
 
     @contextlib.contextmanager
     def lock(self, *, wait: bool = False) -> Iterator[None]:
-        """Lock the run for this process, and read its manifest again: another process may have written it.
+        """Context manager: lock the run for this process, and read its manifest again, which may have changed.
 
-        The lock ends with the process, even if the process is killed. If this object already has the lock, the call
-        does nothing.
+        The lock ends with the process, even if the process is killed. If this object has the lock already, nothing
+        happens.
 
         Args:
             wait: whether to wait until the lock is free.
@@ -109,7 +109,8 @@ class Run:
         private = self.path / "private"
         if not private.is_dir() and self.manifest["result"] is None:
             raise InputError(
-                f"{private} is missing: a run cannot continue without its clients' memories and its secrets"
+                f"{private} is missing, and a run cannot continue without its clients' memories and its secrets; put "
+                f"it back"
             )
         fresh = self._lock is not None
         lock, self._lock = self._lock or self._acquire_lock(wait), None
@@ -126,7 +127,7 @@ class Run:
         """Acquire the lock for this process.
 
         Raises:
-            InputError: another process has it.
+            InputError: another process has the lock.
         """
         lock = Lock(self.path / "private" / LOCK)
         try:
@@ -148,16 +149,16 @@ class Run:
         self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
 
     def discard(self) -> None:
-        """Remove a run that this process began and locked. The lock is removed last: then others may use the folder."""
+        """Remove a run that this process made and locked. The lock goes last; after that others may use the folder."""
         storage.discard(self.path, (MANIFEST, "checkpoint", "private"), self.path / "private" / LOCK)
 
     def refuse_links(self) -> None:
         """Refuse links, so that a run directory from elsewhere cannot make this process write to other files.
 
-        Its top folders, e.g. ``checkpoint``, may be links to another disk.
+        Top-level folders, such as ``checkpoint``, may be links to another disk.
 
         Raises:
-            InputError: a file, or a folder at a lower level, is a link.
+            InputError: a file, or a folder further down, is a link.
         """
         for folder, folders, files in os.walk(self.path):
             here = Path(folder)
@@ -167,10 +168,10 @@ class Run:
                     raise InputError(f"{path} is a link: the run would write to {os.readlink(path)}; remove the link")
 
     def adapter(self, client: str = "", *, last: bool = False) -> Path:
-        """Folder of the trained model: a client's own, or for "" the one for all clients.
+        """Folder of the trained model: of one client, or with "" of the model for all clients.
 
         Args:
-            last: the model of the last round, if ``run.patience`` chose that of another round.
+            last: whether to name the last round's model if ``run.patience`` chose the model of another round.
         """
         root = self.path / "last" if last else self.path
         return root / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
@@ -191,11 +192,11 @@ class Run:
         extra: Mapping[str, Any] | None = None,
         spared: int | None = None,
     ) -> None:
-        """Complete round t: a resumed run continues after it.
+        """Complete round t, so that a resumed run continues after it.
 
         Args:
             extra: further entries of the checkpoint.
-            spared: a round whose checkpoint is kept, too, although it is not among the newest ones.
+            spared: a round whose checkpoint is kept although it is not among the newest ones.
         """
         length = self.note_messages(fed)
         record = {
@@ -220,13 +221,13 @@ class Run:
                 path.unlink(missing_ok=True)
 
     def begin(self, t: int) -> None:
-        """Count round t in the ledger before its messages are sent, if a repeated round would be one more release."""
+        """Record round t in the ledger before its messages are sent, if a repeated round would be one more release."""
         if self.experiment.aggregation.mechanism.fresh:
             self.manifest["ledger"]["begun"] = t + self.repeat_count(t - 1)
             self.write_manifest()
 
     def repeat_count(self, t: int) -> int:
-        """How many rounds were begun but are not among the t completed ones; each of them is one more release."""
+        """Number of rounds that began but are not among the t completed ones. Each of them is one more release."""
         return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
 
     def note_messages(self, fed: Federation) -> int:
@@ -235,9 +236,9 @@ class Run:
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
-        """(the newest undamaged checkpoint, the damaged files of later ones). Changes no file.
+        """The newest undamaged checkpoint, and the damaged files of later ones. This changes no file.
 
-        The state in the checkpoint is not checked.
+        It does not check the state in the checkpoint.
         """
         damaged: list[Path] = []
         for path in reversed(self._checkpoints()):
@@ -248,10 +249,11 @@ class Run:
         return None, damaged
 
     def restore(self, state_type: Any) -> dict[str, Any] | None:
-        """Go back to the newest undamaged checkpoint, and return it; None before the first commit.
+        """Go back to the newest undamaged checkpoint and return it; None before the first commit.
 
-        Cuts off later lines of the logs, and removes damaged checkpoints and temporary files of killed processes. The
-        manifest gets notices about the round after which the run continues, and about lost lines of the logs.
+        This cuts off later lines of the logs, and removes damaged checkpoints and temporary files of killed processes.
+        The manifest gets notices about the round after which the run continues, and about lines that the logs have
+        lost.
         """
         for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
@@ -275,18 +277,18 @@ class Run:
         self.note(f"{what}: the run {f'continues after round {t}' if t >= 0 else 'starts over'}")
 
     def note(self, notice: str) -> None:
-        """Add a notice to the manifest, once."""
+        """Add a notice to the manifest unless it is there already."""
         if notice not in self.manifest["notices"]:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """The server's state after the last committed round, or after the end of a finished run. Changes no file.
+        """The server's state after the last committed round, which may be the end of the run. This changes no file.
 
         Args:
             mapped: see :func:`fedfm.core.storage.load`.
 
         Raises:
-            InputError: its checkpoint is damaged or missing.
+            InputError: the checkpoint is damaged or missing.
         """
         record, damaged = self.newest(mapped=mapped)
         result = self.manifest["result"]
@@ -304,9 +306,9 @@ class Run:
         return None if record is None else conform(record["state"], state_type, "state")
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
-        """Put a restored checkpoint's values into a federation."""
+        """Put the values of a restored checkpoint into a federation."""
         fed.begin(record["round"])
-        fed.call = record.get("call", 0)  # the next requests read the memories that this round has written
+        fed.call = record.get("call", 0)  # so that the next requests read the memories that this round has written
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort = tuple(record["cohort"])
@@ -323,7 +325,7 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """Stack the rounds' arrays into one file per name, and add ``rounds``, ``clients`` and the text arrays."""
+        """Stack the rounds' arrays into one file per name. ``rounds``, ``clients`` and the texts' arrays are added."""
         by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
         if not by_round:
             return {}
@@ -345,7 +347,7 @@ class Run:
         logs.append(self.path / logs.METRICS, to_json(line) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The undamaged lines of ``metrics.jsonl``; ``fedfm.runtime.logs.gaps`` lists the missing ones.
+        """The undamaged lines of ``metrics.jsonl``; :func:`fedfm.runtime.logs.gaps` lists the missing ones.
 
         Raises:
             InputError: the file cannot be read.
@@ -356,17 +358,17 @@ class Run:
     def _folder(self) -> Path:
         """Folder of the checkpoints.
 
-        It is in ``private/`` if a server mixes its secret foundation model into the aggregate. The server's moments and
-        control variates reveal the aggregate before that, and so the foundation model.
+        If the server mixes a secret foundation model into the aggregate, the folder is in ``private/``: the server's
+        moments and control variates reveal the aggregate before the mixture, and thus the foundation model.
         """
         method = self.experiment.method
         more_than_the_model = method.state_type is not Params and method.traits.keeps_foundation
         return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
 
     def checkpoint(self, t: int) -> Path:
-        """File of the checkpoint of round t."""
+        """File of round t's checkpoint."""
         return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        """The files of checkpoints, in order of rounds."""
+        """The files of all checkpoints, in order of rounds."""
         return sorted(self._folder.glob("round-*.safetensors"))

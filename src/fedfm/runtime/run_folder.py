@@ -1,4 +1,4 @@
-"""Claim the folder of a new run: check that it is free, lock it, and make its ``manifest.json``."""
+"""Claim the folder of a new run: check that it is free, lock it, and write its ``manifest.json``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,18 @@ from fedfm.version import __version__
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-LOCK = "lock"  # in private/
-_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # manifest's keys
-_TRIES = 100  # attempts to make a folder while other processes remove theirs at the same path
+LOCK = "lock"  # name of the lock file in private/
+_NEEDED = {
+    "clients",
+    "experiment",
+    "fingerprints",
+    "ledger",
+    "model",
+    "notices",
+    "result",
+    "split",
+}  # keys of a manifest
+_TRIES = 100  # attempts to make a folder while other processes remove theirs from the same path
 
 
 def own_place(name: str) -> Path:
@@ -34,25 +43,25 @@ def own_place(name: str) -> Path:
 
 
 def refuse_used(out: Path) -> None:
-    """Refuse a folder that holds a run or something else.
+    """Refuse a folder that already contains a run or something else.
 
     Raises:
-        InputError: it holds one.
+        InputError: the folder does.
     """
     if (out / MANIFEST).exists():
-        raise InputError(f"{out} holds a run already: `fedfm resume {out}` continues it, or give another --out")
+        raise InputError(f"{out} contains a run already; continue it with `fedfm resume {out}`, or give another --out")
     if not storage.free(out, MANIFEST, ("checkpoint", "private"), LOCK):
         raise InputError(f"{out} exists and is not an empty folder; give another --out")
 
 
 def claim(out: Path, shared: bool) -> Lock:
-    """Make the folder of a new run, and lock it before anything else is written.
+    """Make the folder of a new run and lock it, before anything else is written.
 
     Args:
-        shared: whether others may read it, within the user's umask; only the owner can read ``private/``.
+        shared: whether other users may read it, as the umask permits; only the owner can read ``private/`` in any case.
 
     Raises:
-        InputError: it cannot be made, or another process has the lock.
+        InputError: the folder cannot be made, or another process has the lock.
     """
     lock = Lock(out / "private" / LOCK)
     try:
@@ -62,7 +71,7 @@ def claim(out: Path, shared: bool) -> Lock:
                 lock.path.parent.mkdir(mode=0o700, exist_ok=True)
                 taken = lock.take()
                 break
-            except FileNotFoundError:  # another process removes its run here, which could not begin
+            except FileNotFoundError:  # another process removes its own run here, because it could not begin
                 if last:
                     raise
         if not taken:
@@ -79,22 +88,23 @@ def close_to_others(folder: Path) -> None:
     """Restrict a folder to its owner.
 
     Raises:
-        InputError: it belongs to another user.
+        InputError: the folder belongs to another user.
     """
     try:
         if folder.stat().st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
         raise InputError(
-            f"{folder} cannot be closed to others: {error.strerror}; run.shared = true does not change it"
+            f"{folder} cannot be closed to other users: {error.strerror}; with run.shared = true its permissions stay "
+            f"as they are"
         ) from None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a run.
+    """Read the manifest of a run.
 
     Raises:
-        InputError: there is no run, it is damaged, or another release wrote it.
+        InputError: the folder has no run, the run is damaged, or another release wrote it.
     """
     try:
         storage.refuse_pipes(path)
@@ -107,14 +117,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path / MANIFEST} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         schema = manifest.get("schema") if isinstance(manifest, dict) else None
-        raise InputError(f"{path}: schema {schema}; this release reads {SCHEMA}: use the fedfm that wrote it")
+        raise InputError(
+            f"{path}: its schema is {schema}, and this release reads {SCHEMA}; use the release of fedfm that wrote it"
+        )
     if missing := sorted(_NEEDED - manifest.keys()):
         raise InputError(f'{path / MANIFEST} is damaged: "{missing[0]}" is missing')
     return manifest
 
 
 def new_manifest(experiment: Experiment) -> dict[str, Any]:
-    """The manifest of a run that has not begun."""
+    """The manifest of a run that has not begun yet."""
     return {
         "schema": SCHEMA,
         "fedfm": __version__,
@@ -139,7 +151,7 @@ def new_manifest(experiment: Experiment) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that affect the result's bits."""
+    """Versions of Python, and of the libraries that affect the bits of the result."""
     names = ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors")
     installed = {name: version for name in names if (version := _version_of(name))}
     return {"python": sys.version.split()[0]} | installed

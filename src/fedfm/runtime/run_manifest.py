@@ -1,4 +1,4 @@
-"""What the manifest gets before the first round: clients, split, fingerprints, and notices."""
+"""Write what the manifest has before the first round: clients, split, fingerprints and notices."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 LORA_ALONE = ("lora",)
-_NAMED = 10  # number of classes that a notice names
-_COMPARED = 10_000  # largest number of clients whose names are compared
+_NAMED = 10  # largest number of classes that a notice names
+_COMPARED = 10_000  # names of clients are compared if there are at most this many clients
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
-    """Write clients, split, fingerprints and notices into the manifest. A resumed run on other data is refused."""
+    """Write clients, split, fingerprints and notices into the manifest. A run that is resumed on other data is
+    refused.
+    """
     table = population.federated.table
     prints = fingerprints(run, table, population.model)
     check_same(run, prints, "a resumed run needs what it started with")
@@ -63,7 +65,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     }
     tell(run, population.summary(), notices, table.profile, partition)
     fits(run.experiment, population.model)
-    # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
+    # Under [privacy] the ledger has no operations, since these would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
@@ -72,7 +74,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
     """A notice if delta is too large for the number of training rows.
 
-    There is none if the unit of privacy is not a row, or if the number of rows is unknown.
+    There is no notice if the unit of privacy is not a row, or if the number of rows is unknown.
     """
     privacy = experiment.privacy
     if privacy is None or not privacy.states_epsilon or privacy.unit != "record":
@@ -84,7 +86,7 @@ def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
 
 
 def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[str]:
-    """Notices if the guarantee is nearly empty, from public values only."""
+    """Notices if the guarantee is nearly empty. They depend on public values only."""
     privacy = experiment.privacy
     if privacy is None and spent.epsilon is None:
         return []
@@ -97,10 +99,10 @@ def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[
 
 
 def fits(experiment: Experiment, model: Model) -> None:
-    """Refuse a model that the client optimiser cannot train, or the mechanism of [privacy] cannot protect.
+    """Refuse a model that the client optimiser cannot train or the mechanism of [privacy] cannot protect.
 
     Raises:
-        InputError: it names a setting that would work.
+        InputError: the model is such a one; the error names a setting that would work.
     """
     _check_optimiser(experiment.method, model)
     mechanism = experiment.aggregation.mechanism
@@ -117,7 +119,7 @@ def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | No
 
 
 def of_arrival(experiment: Experiment, clients: int) -> list[str]:
-    """The method's notices before a run whose updates may be stale."""
+    """The method's notices before a run in which updates may be stale."""
     late, method = experiment.run.asynchronous, experiment.method
     if late is None or late.buffer >= clients:
         return []
@@ -125,7 +127,7 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
-    """Notices about the rows: rows that are left out, and probable mistakes."""
+    """Notices about the rows: which rows are left out, and what is probably a mistake."""
     found = [*population.federated.notices, *_no_task(population), *spellings(population.federated.table.classes)]
     return [
         *found,
@@ -138,7 +140,7 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
-    """Notices for a silo, in its log and in ``fedfm silo check``, about its rows and about its model on them.
+    """Notices for a silo about its rows, and about its model on them, for its log and for ``fedfm silo check``.
 
     Raises:
         InputError: as :func:`fedfm.runtime.beforehand.check`.
@@ -150,7 +152,7 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Notices about rows: how the model's template writes them, and what the task has to say about them.
+    """Notices about rows: how the model's template writes them, and what the task says about them.
 
     Raises:
         InputError: as :func:`template_notices`.
@@ -167,7 +169,7 @@ def row_notices(population: Partitioned) -> list[str]:
 
 
 def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
-    """Indices of the rows that clients train or validate on, and of the rows that anybody tests on."""
+    """Indices of the rows on which clients train or validate, and of the rows on which any party tests."""
     clients = population.federated.clients.values()
     trained = [int(i) for rows in clients for i in (*rows.train, *rows.val)]
     tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
@@ -175,7 +177,7 @@ def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
 
 
 def template_notices(population: Partitioned) -> list[str]:
-    """Notices about rows that the model's template shortens: it cuts them, or leaves something out.
+    """Notices about rows that the model's template shortens, because it cuts them or leaves a part out.
 
     Raises:
         InputError: the model's template cannot write a row.
@@ -196,13 +198,13 @@ def template_notices(population: Partitioned) -> list[str]:
     if cut:
         found.append(
             f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts "
-            "lose their beginning, answers what comes before their end"
+            "lose their beginning, and answers lose the tokens before their end"
         )
     return found
 
 
 def _on_disk(population: Partitioned) -> list[str]:
-    """A notice if an earlier run cached rows of these clients; it describes this machine, not the run."""
+    """A notice if an earlier run has cached rows of these clients. It is about this machine, not about the run."""
     cache, table = population.cache, population.federated.table
     if cache is None or population.encode is not None or population.client_model is None:
         return []
@@ -218,25 +220,29 @@ def _no_task(population: Partitioned) -> list[str]:
     if len(found) != 1:
         return []
     name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
-    return [f'all training rows are of one class, "{name}": there is nothing to distinguish, accuracies mean nothing']
+    return [
+        f'all training rows are of one class, "{name}": there is nothing to distinguish, and accuracies mean nothing'
+    ]
 
 
 def _classes_without_rows(population: Partitioned) -> list[str]:
-    """A notice about classes without a training row: no model can learn them."""
+    """A notice about classes without any training row, since no model can learn these."""
     table, clients = population.federated.table, population.federated.clients.values()
     if table.labels is None or not table.classes:
         return []
     rows = [table.labels[part.train] for part in clients]
     counts = np.bincount(np.concatenate(rows) if rows else np.zeros(0, int), minlength=len(table.classes))
     missing = [f'"{name}"' for name, n in zip(table.classes, counts, strict=False) if not n]
-    if not missing or len(missing) >= len(table.classes) - 1:  # another notice covers rows of one class only
+    if (
+        not missing or len(missing) >= len(table.classes) - 1
+    ):  # another notice covers the case that all rows have one class
         return []
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     return [f"no client has a training row of {', '.join(missing[:_NAMED])}{more}"]
 
 
 def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
-    """A notice if only clients compute scores, and some of the global test rows belong to no client."""
+    """A notice if only clients compute scores, but some of the global test rows belong to no client."""
     if not method.traits.clients_judge or REST not in population.pieces:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
@@ -244,12 +250,12 @@ def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_model(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about settings that have no effect on this model, or that exceed what it can learn."""
+    """Notices about settings that have no effect on this model, or that exceed what the model can learn."""
     return [*_idle(spec, model), *_too_wide(model)]
 
 
 def _idle(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about settings that have no effect on this model on this device."""
+    """Notices about settings that have no effect for this model on this device."""
     found = [*model.notices]
     if model.spec.compile and (model.compiled or model.hollow) and trains_without(model):
         found.append(
@@ -260,7 +266,7 @@ def _idle(spec: RunSpec, model: Model) -> list[str]:
         where = "" if model.device.type == "cpu" else f" and a model on {model.device.type}"
         found.append(
             f'run.kernels = "{spec.kernels}" does nothing here: it packs LoRA of ViT and BERT classifiers in float32 '
-            f"on a CPU, not {model.adaptation} of {model.spec.name}{where}; clients train one at a time"
+            f"on a CPU, but not {model.adaptation} of {model.spec.name}{where}; clients train one at a time"
         )
     if spec.gpus_per_client is not None and model.device.type != "cuda":
         found.append(f"run.gpus_per_client does nothing here: the model is on {model.device.type}")
@@ -281,22 +287,23 @@ def _too_wide(model: Model) -> list[str]:
         return []
     more = f" and of {len(wide) - 1} more" if len(wide) > 1 else ""
     return [
-        f"model.adaptation.rank = {rank[wide[0]]} is above the width {least[wide[0]]} of {wide[0]}{more}: no change of "
-        "a layer has a higher rank than its width, so one of that width learns as much with fewer bytes"
+        f"model.adaptation.rank = {rank[wide[0]]} is above the width {least[wide[0]]} of {wide[0]}{more}; an update "
+        f"of a "
+        "layer never has a higher rank than its width, so a rank of that width learns as much with fewer bytes"
     ]
 
 
 def _elsewhere(run: Run, model: Model) -> list[str]:
-    """A notice if a run continues on another device, or with other device settings, than it began with."""
+    """A notice if a run continues on another device, or with other device settings, than those it began with."""
     before, now = run.manifest.get("device"), devices.about(model.device)
     if before in (None, now):
         return []
     names = (f"{d['type']} ({d['name']})" for d in (before, now))
-    return ["the run began on {} and continues on {}: its bits are no longer those of one device".format(*names)]
+    return ["the run began on {} and continues on {}: its results are not those of a run on one device".format(*names)]
 
 
 def _check_optimiser(method: Method[Any], model: Model) -> None:
-    """Refuse a client optimiser, or clients' weights, that do not fit the model's loss or its trainable parameters."""
+    """Refuse a client optimiser, or a weighting, that does not fit the model's loss or its trainable parameters."""
     if vars(method).get("weighting") == "tokens" and not model.task.means_over_tokens:
         raise InputError(
             f'method.weighting = "tokens": task "{model.task}" predicts no tokens; expected "size" or "uniform"'

@@ -1,4 +1,4 @@
-"""Folders of runs, as ``fedfm run --seeds``, ``--baselines`` and ``fedfm demo`` make them."""
+"""Find runs in folders that ``fedfm run --seeds``, ``--baselines`` and ``fedfm demo`` make."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedfm.core import storage
 from fedfm.core.text import from_json, to_json
 from fedfm.errors import InputError
 
-STUDY = "study.json"  # next to a run and its baselines: lists their folders, the run itself first
-_SHOWN = 8  # number of runs that are named
+STUDY = "study.json"  # file next to a run and its baselines; it lists their folders, the run itself first
+_SHOWN = 8  # largest number of runs that a message names
 
 
 def write_order(folder: Path, names: Sequence[str]) -> None:
-    """Record the folders of a run and of its baselines."""
+    """Write down the folders of a run and of its baselines, in order."""
     (folder / STUDY).write_text(to_json({"runs": list(names)}) + "\n", encoding="utf-8")
 
 
 def order_in(folder: Path) -> list[Path]:
-    """A run and its baselines, as :func:`write_order` recorded them; empty if there is no valid list."""
+    """A run and its baselines, in the order of :func:`write_order`; empty if there is no valid list."""
     try:
         storage.refuse_pipe(folder / STUDY)
         names = from_json((folder / STUDY).read_text(encoding="utf-8"))["runs"]
@@ -30,7 +30,7 @@ def order_in(folder: Path) -> list[Path]:
 
 
 def each_run(paths: Iterable[Path]) -> list[Path]:
-    """Directories of runs. A folder of runs is replaced by all runs in it, a run before its baselines."""
+    """Directories of runs: a folder of runs is replaced by all runs in it, each run before its baselines."""
     found: list[Path] = []
     for path in paths:
         inner = runs_in(path)
@@ -40,22 +40,20 @@ def each_run(paths: Iterable[Path]) -> list[Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The runs directly below a folder; none if it is a run itself."""
+    """The runs directly below a folder; empty if the folder is a run itself."""
     if not path.is_dir() or (path / "manifest.json").exists():
         return []
     return sorted(found.parent for found in path.glob("*/manifest.json"))
 
 
 def no_run(path: Path) -> InputError:
-    """The error for a path that is not a run directory; it names the runs below it, if any."""
+    """The error for a path that is not a run directory. It names the runs below the path, if there are any."""
     if not path.exists():
-        return InputError(f"{path}: no run here (no such folder)")
+        return InputError(f"{path}: there is no such folder")
     if not path.is_dir():
-        return InputError(f"{path}: no run here, but a file; expected the directory of a run")
+        return InputError(f"{path}: this is a file; expected the directory of a run")
     if not runs_in(path):
-        return InputError(f"{path}: no run here (manifest.json is missing)")
+        return InputError(f"{path}: this is not a run; manifest.json is missing")
     runs = each_run([path])
     more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
-    return InputError(
-        f"{path}: no run here, but a folder of runs; take one of {', '.join(map(str, runs[:_SHOWN]))}{more}"
-    )
+    return InputError(f"{path}: this is a folder of runs; take one of {', '.join(map(str, runs[:_SHOWN]))}{more}")

@@ -1,4 +1,4 @@
-"""The server's side of a run, the same on every engine: init, rounds, commits, evaluation, and the result."""
+"""The server's side of a run, which is the same on every engine: init, rounds, commits, evaluation and result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _vectors(state: Any) -> Iterator[Params]:
-    """The parameters in a state."""
+    """The parameter vectors in a state."""
     if isinstance(state, Params):
         yield state
     elif isinstance(state, Mapping):
@@ -47,13 +47,14 @@ def _vectors(state: Any) -> Iterator[Params]:
 
 
 class Server:
-    """Runs one method over the clients of a link, and writes the run.
+    """Runs one method over the clients of a link, and writes the run directory.
 
     Args:
         model: the server's copy of the model.
-        judge: metrics of one model on the global test rows; None if the server has no test rows.
+        judge: computes metrics of one model on the global test rows; None if the server has no test rows.
         progress: callbacks of the run.
-        aside: returns entries of the result's ``details`` that only an engine with all parties in one process knows.
+        aside: returns entries for the result's ``details`` that only an engine with all parties in one process can
+            compute.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Server:
         if record is None:
             fed.begin(0)
             for name in secrets_of(method, aggregation):
-                fed.secret(name)  # drawn first, so that a resume detects its loss
+                fed.secret(name)  # drawn before the first round, so that a resume detects its loss
             state = method.init(fed)
             self._tell(fed.notices)
             state, t, of = self._commit(0, state), 0, None
@@ -119,7 +120,9 @@ class Server:
             enter(run, spent)
             self._tell(of_privacy(run.experiment, spent, len(fed.clients)))
         if again:
-            self._tell([f"rounds begun and not completed: {again}; each is one more release, and epsilon counts it"])
+            self._tell(
+                [f"rounds that began but were not completed: {again}; each is one more release, which epsilon includes"]
+            )
         while t < last and not early_stopping.patience_over(run):
             t += 1
             run.begin(t)
@@ -142,7 +145,7 @@ class Server:
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 
     def _about_divergence(self) -> str:
-        """Advice if a client's update contains NaN or its norm is too large."""
+        """Advice for the case that a client's update contains NaN or has too large a norm."""
         from fedfm.config.advice import against_divergence
 
         return against_divergence(self.run.experiment)
@@ -157,17 +160,17 @@ class Server:
             self.run.write_manifest()
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Complete round t; returns the state for the next round. A large state is read from the mapped checkpoint."""
+        """Complete round t; returns the state for the next round, which if large is mapped from the checkpoint."""
         self._check_class("step" if t else "init", state)
         if (where := nonfinite(state, "state")) is not None:
             if not t:
                 raise RunError(
-                    f"the server's {where} has NaN or infinity before any training: the weights of model.name, "
+                    f"the server's {where} has NaN or infinity before any training; the weights of model.name, "
                     "or of another model that the method names, contain it; use an undamaged copy"
                 )
             raise RunError(
-                f"round {t}: the server's {where} has NaN or infinity; round {t - 1} stands as it was committed. "
-                "Training diverged: run it again with a smaller learning rate"
+                f"round {t}: the server's {where} has NaN or infinity; round {t - 1} stays committed. "
+                "Training diverged; run it again with a smaller learning rate"
             )
         self.fed.commit()
         if t:
@@ -176,10 +179,10 @@ class Server:
         return self._lean(state)
 
     def _check_class(self, half: str, state: Any) -> None:
-        """Refuse a state whose class is not the one as which a checkpoint would be read.
+        """Refuse a state whose class differs from the class as which a checkpoint would be read.
 
         Raises:
-            RunError: it says how the method must declare the class.
+            RunError: the classes differ; the error says how the method must declare its state's class.
         """
         of = self.method.state_type
         kind = get_origin(of) or of
@@ -187,17 +190,18 @@ class Server:
             return
         found = type(state).__name__
         raise RunError(
-            f"{type(self.method).__name__}.{half} gives a {found}, and a checkpoint would be read as {kind.__name__}: "
+            f"{type(self.method).__name__}.{half} returns a {found}, but a checkpoint would be read as "
+            f"{kind.__name__}: "
             f"derive the class from Method[{found}], or set its state_type"
         )
 
     def _lean(self, state: Any) -> Any:
-        """The committed state. A large one is mapped from the checkpoint, so that training can use its memory."""
+        """The committed state. A large state is mapped from the checkpoint, so that training can use its memory."""
         if not any(w.nbytes >= pages.LARGE for w in _vectors(state)):
             whole = payload.size(state)[1] > limit()
             return self.run.state(self.method.state_type) if whole else state
         for flat in (flat for w in _vectors(state) for flat in w.flats.values()):
-            pages.release(flat)  # free the pages of a vector that is already in a file
+            pages.release(flat)  # frees the pages of a vector that is already in a file
         buffers.give_back()
         return self.run.state(self.method.state_type, mapped=True)
 
@@ -233,18 +237,20 @@ class Server:
         self._progress.round(line)
 
     def _before_aggregation(self, key: str) -> float | None:
-        """Mean accuracy or loss of the round's clients after local training, with the weights of their updates."""
+        """Mean accuracy or loss of the round's clients after local training, weighted as their updates are."""
         judged, total = self.fed.metrics.get(JUDGED), self.fed.metrics.get(key)
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """(the final state, its round). With ``run.patience`` it is the best state, and becomes the last checkpoint."""
+        """The final state and its round. With ``run.patience`` it is the best state, which becomes the last
+        checkpoint.
+        """
         best = early_stopping.best_round(self.run)
         if best is None or best == t or keeps_parts(self.method):
             return state, t
         if (found := self.run.state_of(best, self.method.state_type)) is None:
             self._progress.notice(
-                f"the checkpoint of round {best}, the best one, is missing: the model is that of round {t}"
+                f"the checkpoint of the best round, {best}, is missing; the model is that of round {t}"
             )
             return state, t
         write_models(self.run, self.fed.model, self._evaluator.models(state), last=True)

@@ -1,12 +1,12 @@
-"""The manifest's sentences on the files of a run directory that must not be shared."""
+"""Sentences for the manifest about the files of a run directory that must not be shared."""
 
 from __future__ import annotations
 
 from fedfm.privacy.spec import PrivacySpec
 
-FILE = "private/data.json"  # exact numbers of rows; only a run with [privacy] has it
+FILE = "private/data.json"  # it has the exact numbers of rows; only a run with [privacy] has this file
 _KEYS = "private/ holds clients' memories and keys, if the run has any: never share it."
-_OWN_MODELS = "clients/ holds one model per client: each was fitted to that client's rows and tells about them."
+_OWN_MODELS = "clients/ has one model per client, which was fitted to that client's rows and discloses them in part."
 _WITHOUT_PRIVACY = (
     "checkpoint/, adapter/ and metrics.jsonl reveal as much about the clients' data as the trained model and the "
     "per-client accuracies. If the server has read the rows, the split in this manifest counts those of every "
@@ -20,7 +20,7 @@ _WITHOUT_PRIVACY = (
 _UNDER_PRIVACY = (
     f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
     "share it.",
-    "audit.json names single training rows; report.html and dossier.html state them, too, once the run is audited.",
+    "audit.json names single training rows; once the run is audited, report.html and dossier.html name them, too.",
 )
 _WITH_EPSILON = (
     "All other files are made of what the clients released, the experiment and the test rows: the ledger bounds what "
@@ -36,10 +36,10 @@ _WITHOUT_EPSILON = (
 
 
 def do_not_share(privacy: PrivacySpec | None, own_models: bool) -> list[str]:
-    """The manifest's sentences on what must not be shared.
+    """The manifest's sentences on files that must not be shared.
 
     Args:
-        privacy: the experiment's table.
+        privacy: the experiment's table [privacy].
         own_models: whether each client ends with its own model.
     """
     if privacy is not None:

@@ -1,4 +1,4 @@
-"""Progress on stderr of a pretraining, a distillation or an audit."""
+"""Progress on standard error for a pretraining, a distillation or an audit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedfm.runtime.progress import AuditProgress, EpochProgress
 
 
 class Epochs(EpochProgress):
-    """Bar of a pretraining or a distillation: its steps, and one line per epoch."""
+    """A bar for a pretraining or a distillation: its steps, and one line for each epoch."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._steps, self._epochs = 0, 0
 
     def started(self, epochs: int, done: int, steps: int) -> None:
-        """Open the bar. A log file gets only the lines of epochs."""
+        """Open the bar. A log file gets no bar, only the lines of epochs."""
         from tqdm import tqdm
 
         self._steps, self._epochs = steps, epochs
@@ -54,7 +54,7 @@ class Epochs(EpochProgress):
 
 
 class Attacks(AuditProgress):
-    """Bar of an audit on a terminal: completed attacks. A log file gets the notices instead."""
+    """A bar for an audit on a terminal: the completed attacks. A log file gets the notices instead."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,8 +1,8 @@
-"""Notices about trained tensors that a complete run left unchanged, because no row gave them a gradient.
+"""Notices about trained tensors that did not change in a complete run, because no row gave them a gradient.
 
-Training reports no such tensor itself. Its gradient may be zero on all rows: for an expert that no row chooses, or for
-attention that short rows do not need. The start values are kept as checksums, since a copy would take as much memory as
-the trained tensors.
+Training itself reports no such tensor. A tensor's gradient may be zero on all rows: that of an expert that no row
+chooses, or of attention that short rows do not need. Checksums stand for the start values, since a copy would take as
+much memory as the trained tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedfm.linalg.params import Params, to_bytes
 from fedfm.models.first_batch import notice_of_idle
 from fedfm.models.model import Model
 
-_NAMED = 2  # tensors that a notice names
+_NAMED = 2  # largest number of tensors that a notice names
 
 
 def checksums(w: Params) -> dict[str, int]:
@@ -23,12 +23,12 @@ def checksums(w: Params) -> dict[str, int]:
 
 
 def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], known: Iterable[str]) -> list[str]:
-    """A notice about the tensors that are unchanged in all final models.
+    """A notice about tensors that are unchanged in all final models.
 
     Args:
         start: checksums of the model before the first round.
-        models: the final models; one with other tensors than the model's is ignored.
-        known: earlier notices of the run; a tensor that one of them already names is not named again.
+        models: the final models; a model with other tensors than the trained ones is ignored.
+        known: earlier notices of the run; tensors that they name are not named again.
     """
     still, seen = set(start), False
     for w in models:

@@ -1,4 +1,4 @@
-"""Population of a run whose module and rows come from a user's Python function."""
+"""The population of a run if a Python function of the user returns the module and the rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def of_experiment(experiment: Experiment) -> Partitioned:
     """The population of an experiment whose ``data.name`` and ``model.name`` name a user's function.
 
     Raises:
-        InputError: the function is not admitted, it fails, or its return value does not fit.
+        InputError: the function is not allowed, it fails, or its return value is invalid.
     """
     name = str(experiment.data.name)
     return of_brought(brought_by(experiment), experiment.data, experiment.run.seed, name)
 
 
 def brought_by(experiment: Experiment) -> Brought:
-    """What the experiment's function returns."""
+    """Call the experiment's function and return its result."""
     name = str(experiment.data.name)
     try:
         return read_inputs(call(function(name, "data.name"), name, experiment.run.seed))
@@ -48,16 +48,18 @@ def brought_by(experiment: Experiment) -> Brought:
 
 
 def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
-    """The population of one silo from what its own function returns: ``train``, or the silo's entry in ``clients``.
+    """The population of one silo, from the silo's own function: its ``train``, or the silo's entry in ``clients``.
 
     Raises:
-        InputError: as :func:`of_experiment`, or the function returns no rows of this silo.
+        InputError: as :func:`of_experiment`; also if the function returns no rows of this silo.
     """
     try:
         brings = read_inputs(call(function(name, "data"), name, seed))
         rows = brings.train if brings.clients is None else brings.clients.get(silo)
         if rows is None:
-            raise InputError(f"its clients are {quote_names(map(str, brings.clients or ()))}, and this silo is {silo}")
+            raise InputError(
+                f"the function's clients are {quote_names(map(str, brings.clients or ()))}, but this silo is {silo}"
+            )
         own = brings.test.get(silo) if isinstance(brings.test, Mapping) else brings.test
         return of_brought(replace(brings, clients={silo: rows}, train=None, test=own), spec, seed)
     except InputError as error:
@@ -68,13 +70,13 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
     """Module and rows as a population; clients with their own data sets need no partition.
 
     Args:
-        name: of the function that returned them.
+        name: name of the function that returned them.
 
     Raises:
-        InputError: module, loss, rows and partition do not fit together.
+        InputError: module, loss, rows and partition do not match.
     """
     if name and brings.clients is not None and spec.partition != PartitionSpec():
-        raise InputError(f"data.partition: {name} returns clients with their own rows; drop it")
+        raise InputError(f"data.partition: {name} returns clients with their own rows; drop data.partition")
     table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
     federated = partition(table, places, spec, seed)
     model = brings.given.wrap(table, brings.classes)
@@ -83,7 +85,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
 
 
 def partition(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
-    """Each client's rows: as the function returns them, or as the partition's rule assigns them."""
+    """Each client's rows, as the function returns them or as the partition's rule assigns them."""
     if ("train", "") in places:
         return deal(table, spec, seed=seed)
     names = [client for split, client in places if split == "train"]

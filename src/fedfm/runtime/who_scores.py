@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def why_unasked(experiment: Experiment) -> str:
-    """Why no client is asked for scores on its own rows; "" if clients are asked.
+    """The reason why no client is asked for scores on its own rows; "" if clients are asked.
 
     In a run that states an epsilon no client is asked, since the ledger does not account for exact scores. If the
-    server may see only sums, clients are asked only if the scores are needed: if the method has no single model, or if
-    the server has no test rows.
+    server may see only sums, clients are asked only if their scores are needed: because the method has no single model,
+    or because the server has no test rows.
     """
     method, privacy = experiment.method, experiment.privacy
     if method.traits.hides_counts:
-        return "clients that hide their numbers of rows are asked for no scores"
+        return "clients hide their numbers of rows, so they are not asked for scores"
     if method.needs.model == "server" and not isinstance(method, HiddenModel):
         return "the clients of this method have no model that they could score"
     if privacy is not None and privacy.states_epsilon:
@@ -33,7 +33,7 @@ def why_unasked(experiment: Experiment) -> str:
 
 
 def judged_by_clients(experiment: Experiment) -> bool:
-    """Whether the clients score the one model for all, because the server can read no test rows."""
+    """Whether the clients score the single model of all clients, because the server cannot read test rows."""
     return experiment.method.traits.clients_judge
 
 
@@ -41,8 +41,8 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
     """A notice if the run cannot end with an accuracy, or with any score.
 
     Args:
-        server_rows: test rows at the server.
-        client_rows: test rows of all clients; None: silos have their own, and the server does not know how many.
+        server_rows: number of test rows at the server.
+        client_rows: number of test rows of all clients; None: silos have their own, and the server does not know it.
     """
     if not (why := why_unasked(experiment)):
         if client_rows == 0 and (not server_rows or judged_by_clients(experiment)):
@@ -51,7 +51,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
                 'from the training rows, and a column for data.split marks them by "test"'
             ]
         return []
-    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # the server has no client's model
+    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # then the server has no client's model
     if server_rows and not hidden and not judged_by_clients(experiment):
         there = f"{GLOBAL_ACCURACY}, of the clients' models on the server's test rows, is there"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
@@ -65,7 +65,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
 
 
 def test_rows(experiment: Experiment, federated: FederatedData) -> tuple[int, int | None]:
-    """(test rows at the server, those of all clients); None: silos have their own."""
+    """Numbers of test rows at the server and of all clients; the latter is None if silos have their own rows."""
     elsewhere = experiment.silos_own_rows and experiment.run.engine in ("deployment", "folder")
     clients = () if elsewhere else federated.clients.values()
     return len(federated.test), sum(len(rows.test) for rows in clients) if clients else None

@@ -1,4 +1,4 @@
-"""Experiment trackers, which get their data by the callbacks of :class:`fedfm.runtime.progress.Progress`.
+"""Experiment trackers. They get their data by the callbacks of :class:`fedfm.runtime.progress.Progress`.
 
-Each tracker has its own extra. Trackers show what the run directory also has, and write nothing that a resume needs.
+Each tracker has its own extra. A tracker shows what the run directory has, too, and writes nothing that a resume needs.
 """

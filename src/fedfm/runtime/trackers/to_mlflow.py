@@ -1,4 +1,4 @@
-"""MLflow: a run in the store that ``MLFLOW_TRACKING_URI`` names, else in ``mlflow/`` of the run directory."""
+"""MLflow: a run in the store that ``MLFLOW_TRACKING_URI`` names, or else in ``mlflow/`` of the run directory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import Any, ClassVar
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.trackers.tracker import Tracker, figures, models, settings
 
-KEY = "fedfm.run"  # tag by which a resume finds its run
-_BATCH, _TEXT = 1000, 500  # every store takes this many entries in a request, and characters in a parameter
+KEY = "fedfm.run"  # a resume finds its MLflow run by this tag
+_BATCH, _TEXT = (
+    1000,
+    500,
+)  # largest number of entries in a request, and of characters in a parameter, that every store takes
 
 
 class MLflow(Tracker):
-    """Parameters, metrics by round, the result as metrics, and the models' folders as tags."""
+    """Logs parameters, metrics by round, the result as metrics, and the models' folders as tags."""
 
     extra: ClassVar[str] = "mlflow"
 
     def __init__(self) -> None:
-        # Set before the import: no telemetry.
+        # Switch off telemetry; this must happen before the import.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.entities import Metric, Param, RunTag
         from mlflow.tracking import MlflowClient
@@ -33,7 +36,7 @@ class MLflow(Tracker):
     def start(self, run: Run, done: int) -> int:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # Without a server the store is a folder, which needs no further package.
+            # Without a server the store is a folder; this needs no further package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.path / "mlflow").resolve().as_uri()
         self._client = self._client_of(tracking_uri=uri)

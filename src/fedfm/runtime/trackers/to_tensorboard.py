@@ -11,7 +11,7 @@ from fedfm.runtime.trackers.tracker import Tracker, figures, models, settings
 
 
 class TensorBoard(Tracker):
-    """Scalars by round, the settings and the result as texts."""
+    """Logs scalars by round, and settings and result as texts."""
 
     extra: ClassVar[str] = "tensorboard"
 
@@ -22,7 +22,7 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def start(self, run: Run, done: int) -> int:
-        # An earlier process may have written more than the last commit has. So all is purged, and the committed rounds
+        # An earlier process may have written more than the last commit has. So all is removed, and the committed rounds
         # are written again.
         self._writer = self._make(log_dir=str(run.path / "tensorboard"), purge_step=0)
         rows = "\n".join(f"| {key} | {value} |" for key, value in settings(run).items())

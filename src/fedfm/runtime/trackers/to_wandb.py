@@ -1,7 +1,7 @@
-"""Weights & Biases: a run in ``WANDB_DIR``, else in ``wandb/`` of the working directory, as with any program.
+"""Weights & Biases: a run in ``WANDB_DIR``, or else in ``wandb/`` of the working directory, as with any program.
 
-The data leave the machine only if ``WANDB_MODE=online``. The library makes links among its files. A run directory must
-not have links, so the files are not in it.
+Data leave the machine only if ``WANDB_MODE=online``. The library's files include links. A run directory must not
+contain links, so these files are outside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedfm.runtime.trackers.tracker import Tracker, figures, models, settings
 
 
 class WandB(Tracker):
-    """Configuration, figures by round, and the result with the models' folders in the summary."""
+    """Logs the configuration, figures by round, and as summary the result with the models' folders."""
 
     extra: ClassVar[str] = "wandb"
 
@@ -36,10 +36,10 @@ class WandB(Tracker):
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=settings(run),
-            # Do not store standard output, the user's code or its git state.
+            # Store neither standard output nor the user's code or git state.
             settings=self._wandb.Settings(console="off", disable_code=True, disable_git=True),
         )
-        return done - 1  # the last round may be missing; a round that is logged twice counts once
+        return done - 1  # the last round may be missing, and a round that is logged twice counts once
 
     def log(self, t: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=t)

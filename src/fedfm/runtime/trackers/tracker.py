@@ -1,4 +1,4 @@
-"""Trackers: their interface, and a Progress that feeds them."""
+"""The interface of trackers, and a Progress that passes data on to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.runtime.run_directory import Run
 
 
 class Tracker(ABC):
-    """One service; a subclass imports its library when it is made.
+    """One tracking service. A subclass imports its library when an object of it is made.
 
     Attributes:
         extra: name of the extra of fedfm that installs the library.
@@ -27,21 +27,23 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: Run, done: int) -> int:
-        """Open the run, or continue it after ``done`` rounds; returns the last round that it has, -1 for none."""
+        """Open the run, or continue it after ``done`` rounds; returns the last round that the service has, -1 for
+        none.
+        """
 
     @abstractmethod
     def log(self, t: int, figures: Mapping[str, float]) -> None:
-        """Figures of round t."""
+        """Log the figures of round t."""
 
     @abstractmethod
     def finish(self, run: Run, result: Mapping[str, Any] | None) -> None:
-        """Close it; without a result the run was stopped, and a resume continues it."""
+        """Close the run. Without a result the run was stopped, and a resume may continue it."""
 
 
 class Tracked(Progress):
     """Passes every callback on to a progress display and to the trackers.
 
-    The run does not depend on a tracker. If one fails, a notice says so, and it gets no more calls.
+    The run does not depend on trackers. If one fails, there is a notice, and that tracker gets no more calls.
     """
 
     def __init__(self, progress: Progress, trackers: Mapping[str, Tracker]) -> None:
@@ -75,7 +77,7 @@ class Tracked(Progress):
         run = self._run
         if run is None:
             return
-        try:  # another process may have written it
+        try:  # another process may have written the result
             result = json.loads((run.path / "manifest.json").read_text(encoding="utf-8"))["result"]
         except (OSError, ValueError, KeyError):
             result = None
@@ -84,7 +86,7 @@ class Tracked(Progress):
                 self._try(name, tracker.finish, run, result)
 
     def _begin(self, tracker: Tracker, run: Run, done: int) -> None:
-        """Open the run in a tracker, and log the rounds that were committed before a kill and that it lacks."""
+        """Open the run in a tracker, and log committed rounds that the tracker lacks because a process was killed."""
         known = tracker.start(run, done)
         for line in run.metrics():
             if known < line["round"] <= done:
@@ -101,20 +103,20 @@ class Tracked(Progress):
 
 
 def with_trackers(run: Run, progress: Progress) -> Progress:
-    """The progress, with the trackers that ``run.track`` names.
+    """The progress display, extended by the trackers that ``run.track`` names.
 
     Raises:
-        InputError: a library is missing; it names the extra that installs it.
+        InputError: a library is missing; the error names the extra that installs it.
     """
     names = run.experiment.run.track
     return Tracked(progress, {name: open_tracker(name) for name in dict.fromkeys(names)}) if names else progress
 
 
 def open_tracker(name: str) -> Tracker:
-    """A tracker by name.
+    """Make the tracker of this name.
 
     Raises:
-        InputError: its library is missing.
+        InputError: the tracker's library is missing.
     """
     module = import_module(f"fedfm.runtime.trackers.to_{name}")
     own = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Tracker) and v is not Tracker)
@@ -128,7 +130,7 @@ def open_tracker(name: str) -> Tracker:
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl; those of a client as ``client_accuracy/<client>``."""
+    """The finite numbers in a line of metrics.jsonl; a client's accuracy is ``client_accuracy/<client>``."""
     found = {name: value for name, value in _flat("", line) if name != "round"}
     found["excluded"] = float(len(line.get("excluded") or ()))
     return found
@@ -143,12 +145,12 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def to_metric_name(key: str) -> str:
-    """A name that all services accept: other characters than letters, digits, ``_ - .`` and spaces become ``_``."""
+    """A name that all services accept: characters except letters, digits, ``_ - .`` and spaces become ``_``."""
     return re.sub(r"[^\w\-. ]", "_", str(key), flags=re.ASCII)
 
 
 def settings(run: Run) -> dict[str, str]:
-    """Settings of the experiment as text, by dotted key, with fedfm's version and the run's directory."""
+    """Settings of the experiment as texts by dotted key, with fedfm's version and the run directory."""
     found = dict(_texts("", run.manifest["experiment"]))
     found |= {"fedfm": str(run.manifest["fedfm"]), "run": str(run.path.resolve())}
     return found
@@ -163,7 +165,7 @@ def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Folders of the final models, and their round: the best one under ``run.patience``, else the last one.
+    """Folders of the final models, and their round, which is the best one under ``run.patience`` and else the last one.
 
     If the best round is not the last one, ``last_model`` names the model of the last round.
     """
