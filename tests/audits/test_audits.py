@@ -266,7 +266,7 @@ def test_runs_that_cannot_be_audited_are_refused(copy, tmp_path, capsys):
         assert main(["audit", str(path)]) == 2
         assert said in capsys.readouterr().err
 
-    refused("no run here", tmp_path / "nothing")
+    refused("no such folder", tmp_path / "nothing")
     change(copy, split=None)
     refused("silos' own data")
     change(copy, split={}, fingerprints__data="0" * 64)
@@ -281,7 +281,7 @@ def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     execute.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
     assert main(["audit", str(tmp_path / "avg"), "--attack", "reconstruction"]) == 2
     said = capsys.readouterr().err
-    assert "--attack reconstruction: it does not read the messages of this run of fedavg; attacks on this run: " in said
+    assert "--attack reconstruction: it does not read the messages of fedavg; attacks on this run: " in said
     assert all(f'"{name}"' in said for name in ("model_membership", "update_membership", "label_counts"))
 
 

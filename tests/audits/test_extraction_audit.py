@@ -158,7 +158,7 @@ def test_one_active_client(default):
     told = found["extraction.active_client"].detail["variants"]
     assert told["cap = none"]["pull"] > 3 * told["cap = reference"]["pull"]
     assert told["cap = none"]["as_sent"] < told["cap = reference"]["as_sent"]
-    watching, checked = told["had it only watched this round"], told["cap = reference and a norm check at the server"]
+    watching, checked = told["if it had sent its honest update"], told["cap = reference and a norm check at the server"]
     assert checked["as_sent"] == pytest.approx(watching["as_sent"], rel=0.2)
     assert watching["upload"] == 1.0 < told["cap = none"]["upload"]
 
@@ -262,7 +262,7 @@ def test_no_finding_tells_a_draw_of_alpha(default, monkeypatch):
     curve = [r["pull"] for r in found["extraction.all_colluding"].detail["curve"]]
     assert curve == pytest.approx(lines.guess, rel=1e-6)
     variants = active.detail["variants"]
-    watching = variants["had it only watched this round"]
+    watching = variants["if it had sent its honest update"]
     assert watching["pull"] == pytest.approx(lines.guess[active.detail["round"] - 1], rel=1e-6)
     monkeypatch.setattr(fedbaf_coalition, "secret", lambda *_: bytes(32))
     other = {f.name: f for f in perform(path, ["extraction"])}["extraction.active_client"].detail["variants"]
@@ -310,7 +310,7 @@ def test_every_variant_is_audited_to_the_end(folder, harden):
     active = found["extraction.active_client"]
     assert (active.estimate is None) == (harden == "first_round")
     if harden == "first_round":
-        assert "whatever is uploaded" in active.says
+        assert "whatever clients send" in active.says
 
 
 def test_noise_drawn_once_is_a_floor(folder):

@@ -328,7 +328,7 @@ def test_an_adapter_of_a_smaller_rank_is_judged_at_its_own_scale(tmp_path):
 def test_a_run_without_rounds_is_refused(tmp_path):
     path = run(tmp_path, rounds=0)
     with pytest.raises(
-        InputError, match=r"no audit fits this run: .*no round was run, so that no task vector was sent"
+        InputError, match=r"no audit fits this run: .*the run has no rounds, so no task vector was sent"
     ):
         choose(open_finished(path))
 

@@ -1,1 +1,1 @@
-"""Attacks on a replay of one finished run. Each gives a finding: an estimate, an interval, a verdict."""
+"""Attacks on the replay of a finished run. Each attack gives findings: an estimate, an interval, a verdict."""

@@ -1,6 +1,6 @@
-"""Audits: the base class, the list of all audits, and how they are run.
+"""Audits: their base class, the list of all audits, and how audits are run.
 
-Each file of this folder that has a subclass of :class:`Audit` is an audit.
+Each file of this folder that contains a subclass of :class:`Audit` is an audit.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
 
-VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # fields of a finding that the manifest repeats
+VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # fields of a finding that the manifest contains, too
 Notice = Callable[[str], None]
 
 
 class Audit(ABC):
-    """Base class of audits. Each has a file of its own, whose name ``--attack`` takes.
+    """Base class of audits. Each audit has its own file, whose name is the value of ``--attack``.
 
     Attributes:
         methods: names of the methods whose messages the audit reads.
-        by_default: whether it runs if the user names no attack; such an audit takes only seconds.
-        replies: whether it reads ``Replay.replies``, for which every reply is kept in memory.
-        replays: whether it needs the run's own rounds; if not, it only gets the population.
-        takes: seconds that it may take after the replay, if they do not depend on the run.
+        by_default: whether the audit runs if the user names no attack; such an audit takes only seconds.
+        replies: whether the audit reads ``Replay.replies``; if so, all replies are kept in memory.
+        replays: whether the audit needs the run's own rounds; if not, it only gets the population.
+        takes: seconds that the audit may take after the replay, if this time does not depend on the run.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
@@ -48,15 +48,15 @@ class Audit(ABC):
     takes: ClassVar[float] = 2.0
 
     def seconds(self, run: Run, population: Partitioned) -> float:
-        """Seconds that it may take on one core, without the replay of the run."""
+        """Seconds that the audit may take on one core, without the replay of the run."""
         return self.takes
 
     def reads(self, run: Run) -> bool:
-        """Whether it can read runs of this kind."""
+        """Whether the audit can read runs of this kind."""
         return run.experiment.method_name in self.methods
 
     def unfit(self, run: Run) -> str | None:
-        """Why the audit does not apply to this run, of a kind that it :meth:`reads`; None if it applies."""
+        """The reason why the audit does not apply to this run, which it :meth:`reads`; None if it applies."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
@@ -81,21 +81,23 @@ def audits() -> dict[str, Audit]:
 
 
 def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
-    """The named audits, or all cheap ones that apply.
+    """The audits of these names; without names, all cheap audits that apply.
 
     Raises:
-        InputError: a name is unknown, its audit does not apply, or none applies; the message lists those that do.
+        InputError: a name is unknown, its audit does not apply, or no audit applies; the error lists those that do.
     """
     there, method = audits(), run.experiment.method_name
     known = {name: a for name, a in there.items() if a.reads(run)}
     if not known:
-        raise InputError(f"{run.path}: no audit reads this run of {method}; `fedfm audit --help` says which fit what")
+        raise InputError(
+            f"{run.path}: no audit reads runs of {method}; `fedfm audit --help` lists the runs that each audit reads"
+        )
     unfit = {name: a.unfit(run) for name, a in known.items()}
     fitting = {name: a for name, a in known.items() if unfit[name] is None}
     for name in names:
         if name not in there:
             raise InputError(f"--attack {name}: expected {quote_names(fitting)}{close(name, fitting)}")
-        why = unfit.get(name) if name in known else f"it does not read the messages of this run of {method}"
+        why = unfit.get(name) if name in known else f"it does not read the messages of {method}"
         if why is not None:
             instead = f"; attacks on this run: {quote_names(fitting)}" if fitting else ""
             raise InputError(f"--attack {name}: {why}{instead}")
@@ -112,11 +114,11 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit found, and what it skipped.
+    """The result of an audit: its findings, and the attacks that it skipped.
 
     Attributes:
         findings: findings of the attacks that ended.
-        left_out: names of chosen attacks that did not run, because the time was up.
+        left_out: names of chosen attacks that did not run, because the time limit was reached.
         seconds: estimated seconds of the attacks in ``left_out``.
     """
 
@@ -147,26 +149,26 @@ def perform_within(
     given: Any = None,
     **options: Any,
 ) -> Audited:
-    """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces one of the same name.
+    """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces an old one of its name.
 
-    The manifest gets their verdicts. Both files are written after each step, so that Ctrl-C loses no finding.
+    The manifest gets the verdicts. Both files are written after each step, so Ctrl-C loses no finding.
 
     Args:
         limit: seconds after which the running attack is stopped [no limit].
-        names: which attacks [all cheap ones that apply].
-        notice: receives texts on progress.
-        progress: gets a call for each attack.
+        names: names of the attacks [all cheap ones that apply].
+        notice: receives texts about the progress.
+        progress: its methods are called for each attack.
         given: only for a run of ``fedfm.federate``: a dict with the arguments for model and rows of that call.
         options: options of single attacks, e.g. ``pictures``.
 
     Raises:
         InputError: the run cannot be replayed, or a named attack does not apply.
-        RunError: the time was up before the first finding.
+        RunError: the time limit was reached before the first finding.
     """
     end, progress = deadline(limit), progress or AuditProgress()
     run = open_finished(path, given)
     if not os.access(run.path, os.W_OK):
-        raise InputError(f"{run.path} cannot be written, and an audit keeps its findings there; audit a copy")
+        raise InputError(f"{run.path} cannot be written, but an audit writes its findings there; audit a copy")
     chosen = choose(run, names)
     found, waiting, seconds = dict[str, list[Finding]](), list(chosen), 0.0
     try:
@@ -188,12 +190,12 @@ def perform_within(
     except TimeUpError:
         assert limit is not None  # noqa: S101 - nothing else raises it
         if not found:
-            whole = f"; all {len(chosen)} may take {duration_text(seconds)}" if seconds else ""
-            raise RunError(f"{path}: no attack ended within {limit:g} s{whole}: give a longer --time-limit") from None
+            whole = f"; all {len(chosen)} attacks may take {duration_text(seconds)}" if seconds else ""
+            raise RunError(f"{path}: no attack ended within {limit:g} s{whole}; give a longer --time-limit") from None
     except KeyboardInterrupt as stopped:
         if found:
             kept = f"the findings of {', '.join(found)} are kept"
-            stopped.args = (f"{kept}; the rest: {command(path, waiting)}",)
+            stopped.args = (f"{kept}; for the rest run: {command(path, waiting)}",)
         raise
     finally:
         progress.finished()
@@ -201,7 +203,7 @@ def perform_within(
 
 
 def _in_order(found: Mapping[str, list[Finding]], chosen: Iterable[str]) -> list[Finding]:
-    """Findings in the order in which the attacks were asked for."""
+    """The findings, in the order in which the user named the attacks."""
     return [f for name in chosen for f in found.get(name, ())]
 
 
@@ -215,12 +217,12 @@ def _run_attacks(
     given: Any,
     options: Mapping[str, Any],
 ) -> Iterator[tuple[str, list[Finding]]]:
-    """(name, findings) of each attack of a step."""
+    """For each attack of a step, its name and its findings."""
     attacks = {name: chosen[name] for name in step.names}
     names, several = ", ".join(attacks), len(attacks) > 1
     progress.begins(names, step.seconds)
     if several:
-        notice(f"the run again, with a recorder at the server, for {names}: about {duration_text(step.seconds)}")
+        notice(f"replaying the run, with a recorder at the server, for {names}: about {duration_text(step.seconds)}")
     else:
         notice(f"attack: {names}, about {duration_text(step.seconds)}")
     watches = {name: audit.watch(run) for name, audit in attacks.items()}
@@ -242,9 +244,9 @@ def _run_attacks(
 
 
 def _keep(run: Run, found: Sequence[Finding]) -> None:
-    """Add the findings to those of earlier audits of the same model."""
+    """Add these findings to those of earlier audits of the same model."""
     fresh = {f.name for f in found}
-    with run.lock(wait=True):  # two audits of a run add to one list
+    with run.lock(wait=True):  # another audit of the run may add findings at the same time
         of = run.manifest["result"]["params_sha256"]
         everything = [f for f in earlier(run.path, of) if f["name"] not in fresh] + [f.to_dict() for f in found]
         text = to_json({"run": str(run.path), "params_sha256": of, "findings": everything}, indent=1, ascii=True)
@@ -264,8 +266,8 @@ def duration_text(seconds: float) -> str:
 
 
 def earlier(path: Path, of: str | None = None) -> list[dict[str, Any]]:
-    """Findings in ``audit.json``; none if the file is missing, invalid, or about other parameters than ``of``."""
+    """Findings in ``audit.json``; empty if the file is missing, invalid, or about other parameters than ``of``."""
     content = findings_file.read(path) or {}
-    if of is not None and not findings_file.is_about(content, of):  # the run went on after that audit
+    if of is not None and not findings_file.is_about(content, of):  # the run was continued after that audit
         return []
     return [dict(f) for f in findings_file.findings(content) if isinstance(f.get("name"), str)]

@@ -1,4 +1,4 @@
-"""Test a client-level epsilon: repeat the run with new noise, and with canaries in place of all clients."""
+"""Test a client-level epsilon: repeat the run with new noise, and with a canary in place of each client."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
-STRANGERS = 1000  # canaries that take no part
+STRANGERS = 1000  # number of canaries that take no part
 _MOST = 4e8  # largest number of entries of all directions in memory
 
 
 class Canaries(Audit):
-    """The attacker knows each canary's update, and reads the means that the method gets.
+    """The attacker knows the update that each canary sends, and reads the means that the method gets.
 
     The noise is drawn anew. So the audit tests the implementation of the mechanism, with the run's numbers of clients,
     rounds and parameters.
@@ -52,9 +52,9 @@ class Canaries(Audit):
         if mechanism.fraction is not None or mechanism.adaptive is not None:
             return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
         if not result["rounds"] or clients < 2:
-            return "it needs a round and two clients"
+            return "it needs at least one round and two clients"
         numbers = int(run.manifest["model"]["trainable"]) * (result["rounds"] + clients)
-        return f"its directions are {numbers:.1g} numbers, more than {_MOST:.0g}" if numbers > _MOST else None
+        return f"its directions would have {numbers:.1g} entries, more than {_MOST:.0g}" if numbers > _MOST else None
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         experiment, result = replay.run.experiment, replay.run.manifest["result"]
@@ -78,10 +78,10 @@ class Canaries(Audit):
 def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
     """The finding on a stated epsilon, from the scores of canaries and of strangers.
 
-    The size of the noise is estimated from ``dim`` numbers.
+    The size of the noise is estimated from ``dim`` entries.
     """
     low, strict = lower_bounds(lambda level: canaries.epsilon_bound(found, dim, delta, level), stated)
-    # If one client counts more than the others, the mean of the scores underestimates its epsilon.
+    # If one client has more weight than the others, the mean of the scores underestimates its epsilon.
     estimate = max(canaries.epsilon_at(float(found.mean()), delta), low)
     high = max(canaries.epsilon_most(found, dim, delta, CONFIDENCE), estimate)
     counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
@@ -103,7 +103,7 @@ def finding(found: Array, strangers: Array, dim: int, delta: float, stated: floa
 
 
 class Planted:
-    """An aggregation in which each client sends its canary in place of its update; it records the releases.
+    """An aggregation in which each client sends its canary instead of its update. It records the releases.
 
     Attributes:
         aggregator: the changed copy of the run's aggregator.
@@ -123,7 +123,7 @@ class Planted:
         object.__setattr__(self.aggregator, "mean", self._mean)
 
     def scores(self, strangers: int) -> tuple[Array, Array]:
-        """(scores of the canaries that took part most often, scores of ``strangers`` directions that never did)."""
+        """Scores of the canaries that took part most often, and of ``strangers`` directions that never took part."""
         names = sorted(self._directions)
         signs = np.array([[sent.get(name, 0) for sent in self._signs] for name in names], dtype=np.float64)
         often = (signs != 0).sum(1)
@@ -139,7 +139,7 @@ class Planted:
         layout, at = update.delta, 0
         self.dim = sum(x.numel() for x in layout.values() if x.is_floating_point())
         u = self._directions.setdefault(client.id, self._direction(client.id))
-        # Signs are plus, minus, minus, plus, ...: after any even number of releases half of them are plus.
+        # The signs are plus, minus, minus, plus, and so on, so that after an even number of releases half are plus.
         n = self._count[client.id] = self._count.get(client.id, 0) + 1
         self._signs[-1][client.id] = sign = 1 if n % 4 in (0, 1) else -1
         sent = {}

@@ -1,4 +1,4 @@
-"""The updates of a replay, as an attacker at the server reads them: start and change of each local training."""
+"""The updates of a replay as an attacker at the server reads them: start and change of each local training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedfm.training import TrainsLocally
 
 
 class UpdateAudit(Audit):
-    """An audit of the updates that clients trained with their client optimiser, and sent."""
+    """An audit of the updates that clients send after training with their client optimiser."""
 
     replies: ClassVar[bool] = False
 
@@ -39,10 +39,10 @@ class CrossedUpdate:
     """An update that the server received.
 
     Attributes:
-        clients: one client; if the server only sees sums, all clients of the sum.
-        start, end: the complete model before and after; the attacker can compute with both.
-        delta: the change of the trained tensors as sent, end - start; None for a sum.
-        weight: n_k, or the weight that the method uses instead; None for a sum.
+        clients: one client, or if the server only sees sums, all clients of the sum.
+        start, end: the complete model before and after the training; the attacker can compute with both.
+        delta: the sent change of the trained tensors, end - start; None for a sum.
+        weight: n_k, or the weight that the method uses instead of it; None for a sum.
     """
 
     round: int
@@ -57,7 +57,7 @@ def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = Fal
     """Yield the round's updates that are changes of a complete model.
 
     Args:
-        sums: whether the server only sees their sum. The sum is then the change of the server's own model.
+        sums: whether the server only sees the sum of updates. The change is then that of the server's own model.
     """
     if turn.round == 0:
         return
@@ -81,13 +81,13 @@ def sees_sums_only(run: Run) -> bool:
 
 
 def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -> tuple[Params, Params] | None:
-    """(start, change) of a reply: the model's parameters in the request, and the tensors of that shape in the reply."""
+    """Start and change of a reply: the model in the request, and those tensors of the reply that have its shapes."""
     payload: Mapping[str, Any] = turn.payloads.get(reply.client, {})
     delta: Params = reply.value.delta
     prefixes = dict.fromkeys(name.partition("/")[0] for name in delta if "/" in name)
     changes = [delta, *(delta.part(prefix) for prefix in prefixes)]
     starts = [sent for sent in payload.values() if isinstance(sent, Params)]
-    if isinstance(method, FLoRA) and "restart" in payload:  # clients draw the adapter from a seed that all know
+    if isinstance(method, FLoRA) and "restart" in payload:  # clients draw the adapter from a seed that everyone knows
         starts = [fresh(model.layout, payload["head"], payload["rank"], payload["restart"])]
     for start in starts:
         for change in changes:
@@ -99,7 +99,7 @@ def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -
 def _complete(
     reply: RecordedReply, turn: Turn, method: Method[Any], w: Params, trained: Params
 ) -> tuple[Params, Params]:
-    """Start and end with what the method has added to the frozen weights."""
+    """Start and end, with what the method has added to the frozen weights so far."""
     shift = turn.payloads.get(reply.client, {}).get("shift")
     if isinstance(method, Merging) and isinstance(turn.before, Merged) and isinstance(shift, Params) and len(shift):
         frozen, alpha = as_factors(shift), turn.before.alpha

@@ -1,4 +1,4 @@
-"""Test the epsilon of a FedPFT run: the attacker knows everything except one coin for each pair of rows."""
+"""Test the epsilon of a FedPFT run. The attacker knows all except one coin for each pair of rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fedfm.methods.fedpft.fedpft import FedPFT
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
-CONFIDENCE = 0.99  # confidence of a refutation; it is high because audits are repeated
-ROUNDING = 2.0**-11  # rounding error of float16, which takes the place of the noise if a sum has no noise
+CONFIDENCE = 0.99  # confidence of a refutation; high, because audits are repeated
+ROUNDING = 2.0**-11  # rounding error of float16; it counts as the noise of a sum without noise
 
 
 class Epsilon(Audit):
-    """Pairs each training row with a row that no client trained on. The coin says which of the two was used.
+    """Pairs each training row with a row that no client trained on. A coin decides which of the two was used.
 
-    The audit assumes that test rows of a class have the same distribution as its training rows.
+    The audit assumes that test rows of a class have the same distribution as the class's training rows.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
@@ -36,7 +36,7 @@ class Epsilon(Audit):
         if claim(run) is None:
             return "the manifest of this run claims no epsilon"
         method = run.experiment.method_as(FedPFT)
-        return None if method.topology == "star" else "in a chain a sum holds other clients' rows too"
+        return None if method.topology == "star" else "in a chain a sum contains other clients' rows, too"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view, promise = View(replay), claim(replay.run)
@@ -59,7 +59,7 @@ class Epsilon(Audit):
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
-    """Yield (cell, those of its rows that have a partner, the partners); no row is in two pairs."""
+    """For each cell, yield those of its rows that have a partner, and the partners; no row is in two pairs."""
     pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)

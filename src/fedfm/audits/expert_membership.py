@@ -1,4 +1,4 @@
-"""Membership inference on FedMS's experts and FedPGP's prompts: does a row's loss disclose that it was trained on?
+"""Membership inference on FedMS's experts and FedPGP's prompts: does a row's loss reveal whether it was trained on?
 
 Yeom, Giacomelli, Fredrikson, Jha. Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting. CSF 2018.
 arXiv:1709.01604, Section 3: the attacker scores a row by the negative of its loss.
@@ -25,8 +25,8 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_directory import Run
 
-GLOBAL = "Does the global expert or prompt, which every client gets, disclose who was trained on?"
-OWN = "Does a client's own model, which leaves it at the end unless its silo refuses, disclose who was trained on?"
+GLOBAL = "Does the global expert or prompt, which every client gets, disclose which rows it was trained on?"
+OWN = "Does a client's own model, which the server gets unless the silo refuses, disclose which rows it was trained on?"
 
 
 class LastState(Watch):
@@ -39,7 +39,7 @@ class LastState(Watch):
 
 
 class ExpertMembership(Audit):
-    """Compares the losses of each client's training rows and test rows, under the global and under its own model."""
+    """Compares losses of each client's training rows and test rows, under the global model and under its own."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedms", "fedpgp")
     replies: ClassVar[bool] = False
@@ -64,14 +64,14 @@ class ExpertMembership(Audit):
             if len(data.train) and len(data.test):
                 cells.append(CellScores(self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
         if not cells:
-            return nothing(name, question, "No client has a model here, training rows and test rows.")
+            return nothing(name, question, "No client has all three: a model here, training rows and test rows.")
         seed = replay.run.experiment.run.seed
         scores = MemberScores(cells, lambda level: seeds.generator(seed, "audit", name), digits=2)
         says = "A training row has a lower loss than a test row of the same client"
         return scores.finding(name, question, says, scores.of_clients())
 
     def _scores(self, replay: Replay, w: Params, rows: Rows) -> Array:
-        """Minus the loss of each row."""
+        """The negative loss of each row."""
         outputs = logits(replay.run.experiment.method, replay.population.model, w, rows)
         scores: Array = -F.cross_entropy(outputs, rows.labels, reduction="none").numpy()  # type: ignore[arg-type]
         return scores

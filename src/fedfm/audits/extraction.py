@@ -29,23 +29,23 @@ from fedfm.methods.fedbaf.fedbaf import LOG_RANGE, FedBaF
 from fedfm.privacy.gaussian import sigma_for
 from fedfm.runtime.run_directory import Run
 
-LINE = 0.1  # with a relative error below this the model counts as disclosed
-ALIKE = 0.9  # with a cosine of the features above this it counts as disclosed, whatever the error
-FAR, UNLIKE = 0.5, 0.5  # with an error above the first and a cosine below the second it counts as secret
-EXACT = 1e-3  # relative error that rounding explains
+LINE = 0.1  # below this relative error the model counts as disclosed
+ALIKE = 0.9  # above this cosine of the features the model counts as disclosed at any error
+FAR, UNLIKE = 0.5, 0.5  # if the error is above the first and the cosine below the second, the model counts as secret
+EXACT = 1e-3  # a smaller relative error is due to rounding
 SHARES = (0.5, 0.2, 0.1)
-DRAWS = 5  # number of random coalitions for each share of the clients
-ALONE = 10  # largest number of clients that attack alone
-GUARANTEE = (1.0, 1e-5)  # (epsilon, delta) of the statement on noise that is drawn only once
+DRAWS = 5  # number of random coalitions for each fraction of the clients
+ALONE = 10  # largest number of single clients whose attacks are tried
+GUARANTEE = (1.0, 1e-5)  # (epsilon, delta) of the statement about noise that is drawn only once
 
 ALL = "Can all clients together compute the server's foundation model?"
-SUMS = "Does it help if updates are hidden in their sum?"
-ONE = "Can one passive client compute it?"
-ACTIVE = "Can one client that reverses its update?"
+SUMS = "Does it protect the foundation model if the server sees only sums of updates?"
+ONE = "Can one passive client compute the foundation model?"
+ACTIVE = "Can one client that sends a reversed update compute the foundation model?"
 
 
 class Extraction(Audit):
-    """Relative error of the foundation model that coalitions of clients compute, and the scores of their model."""
+    """Relative error of the foundation model that coalitions of clients compute, and scores of the computed model."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedbaf",)
     replies: ClassVar[bool] = False
@@ -63,8 +63,10 @@ class Extraction(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         rounds = replay.watch(Rounds)
         if not any(r["pull"] for r in rounds.curve):
-            return [nothing("extraction.all_colluding", ALL, "Nothing was mixed in: the model never moved.")]
-        # With long vectors and small matrices, threads would wait far longer than they compute.
+            return [
+                nothing("extraction.all_colluding", ALL, "No foundation model was mixed in: the model never moved.")
+            ]
+        # Vectors are long and matrices small, so threads would wait far longer than they compute.
         with torch_threads(1), one_thread():
             attack = _Attack(replay, rounds)
             found = [everyone := attack.everyone(), sums(everyone)]
@@ -76,28 +78,28 @@ class Extraction(Audit):
 
 
 def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
-    """Range of c_t = 1 + 1/a_t, given ``guess``, which is l_t."""
+    """Range of c_t = 1 + 1/a_t; ``guess`` is l_t."""
     least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
     return extraction.place(least * guess, most * guess)
 
 
 def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: bool) -> tuple[Array, str]:
-    """(estimate of w_pre, name of the estimator) from a coalition's lines; the estimator fits the run's variant.
+    """Estimate w_pre from a coalition's lines; returns the estimate and the name of the estimator.
 
-    The attacker knows method, psi and variant, but not alpha.
+    The estimator depends on the run's variant. The attacker knows method, psi and variant, but not alpha.
 
     Args:
-        exact: whether u is w' itself, and not only an estimate.
+        exact: whether u is w' itself, rather than an estimate.
 
     Raises:
         NoIntersectionError: there is no line.
     """
     u, v, guess = lines.u, lines.v, lines.guess
     if not len(u):
-        raise NoIntersectionError("no round in which anything was mixed in")
+        raise NoIntersectionError("in no round was anything mixed in")
     low, high = _range(method, guess)
-    # A coalition that is only a part of the cohort does not know which half a round mixed. If alpha differs by
-    # coordinate, intervals around a wrong aggregate would err more than one scalar for each round.
+    # A coalition that is only a part of the cohort does not know which half of the tensors a round mixed. If alpha
+    # differs by coordinate, intervals around a wrong aggregate have larger errors than one scalar for each round.
     log = method.harden == "log_uniform"
     if log or method.harden == ("per_coordinate" if exact else "half"):
         x = extraction.coordinatewise(u, v, low, high, "log" if log else "uniform")
@@ -129,7 +131,7 @@ class _Attack:
         self.replay, self.rounds, self.method, self.target = replay, rounds, rounds.method, rounds.target
         self.seed = replay.run.experiment.run.seed
         self.clients = tuple(replay.population.clients)
-        self.frame = rounds.last  # entries that do not mix are known to every client
+        self.frame = rounds.last  # every client knows the entries that are not mixed
         true = self.target.into(self.frame, self.target.truth)
         self.fidelity = Fidelity(replay.population, true, complete=self.target.complete, seed=self.seed)
         self.true = self.fidelity.ability(true)
@@ -137,7 +139,7 @@ class _Attack:
 
     # --- coalitions ---------------------------------------------------------------------------------------------------
     def everyone(self) -> Finding:
-        """All clients together know w' itself."""
+        """The finding if all clients collude, which know w' itself."""
         name, lines = "extraction.all_colluding", self.rounds.lines(self.clients)
         try:
             x, how = recover(lines, self.method, self.target.groups, exact=True)
@@ -149,7 +151,7 @@ class _Attack:
         says = f"All {len(self.clients)} clients together compute {self._sentence(x, lines, how)}"
         says += f" Without any attack, the run's final model is {end:.3g} away from it."
         if self.method.harden == "noise_once":
-            # All messages follow from one noisy model w_pre + sigma N; sigma follows from the start weights.
+            # All messages are functions of one noisy model w_pre + sigma N; the start weights determine sigma.
             w_0 = self.rounds.first.only(self.rounds.server.names)
             sigma = self.method.noise * w_0.norm() / math.sqrt(sum(t.numel() for t in w_0.values()))
             detail["hidden_change"] = change = sigma / sigma_for(*GUARANTEE)
@@ -161,18 +163,18 @@ class _Attack:
         return self._finding(name, ALL, x, says, detail)
 
     def share(self, share: float) -> Finding | None:
-        """The finding of random coalitions of a share of the clients; None for fewer than two clients."""
+        """The finding for random coalitions of a fraction of the clients; None if they have fewer than two clients."""
         size = math.floor(share * len(self.clients) + 1e-9)
         if size < 2:
             return None
         name = f"extraction.colluding_{100 * share:.0f}"
         rng = seeds.generator(self.seed, "audit", "extraction", size)
         drawn = [tuple(sorted(rng.choice(self.clients, size, replace=False).tolist())) for _ in range(DRAWS)]
-        question = f"Can {100 * share:.0f} % of the clients together compute it?"
+        question = f"Can {100 * share:.0f} % of the clients together compute the foundation model?"
         return self._some(name, question, drawn, f"{size} of {len(self.clients)} clients together")
 
     def alone(self) -> Finding:
-        """The finding of one passive client, repeated for several clients."""
+        """The finding for one passive client, repeated for several clients."""
         took = {c: sum(any(s.client == c for s in turn.replies) for turn in self.rounds.turns) for c in self.clients}
         chosen = sorted(self.clients, key=lambda c: (-took[c], c))[:ALONE]
         return self._some("extraction.one_client", ONE, [(c,) for c in sorted(chosen)], "One passive client")
@@ -200,10 +202,10 @@ class _Attack:
 
     # --- one client that does not follow the method -------------------------------------------------------------------
     def active(self) -> Finding:
-        """The finding of one reversed upload, with both caps, and with a norm check at the server."""
+        """The finding for one reversed update, with each of the two caps, and with a norm check at the server."""
         name, chosen = "extraction.active_client", self._when()
         if self.method.harden == "first_round":
-            says = "The only round that mixes has a_t = psi U, whatever is uploaded."
+            says = "The only round that mixes has a_t = psi U, whatever clients send."
             return nothing(name, ACTIVE, says)
         if chosen is None:
             return nothing(name, ACTIVE, "No client took part in two rounds and received the model after the second.")
@@ -213,7 +215,7 @@ class _Attack:
             f"cap = {own}": (self.method, None, True),
             f"cap = {other}": (replace(self.method, cap=other), None, True),
             f"cap = {own} and a norm check at the server": (self.method, Clipped(), True),
-            "had it only watched this round": (self.method, None, False),
+            "if it had sent its honest update": (self.method, None, False),
         }
         found = {label: self._uploads(client, t, share, *v) for label, v in variants.items()}
         x, measured = found[f"cap = {own}"]
@@ -231,7 +233,7 @@ class _Attack:
         return self._finding(name, ACTIVE, x, says, detail)
 
     def _when(self) -> tuple[ClientId, int, float] | None:
-        """(client, round, share of the weight): a client of median weight, and its second round or a later one."""
+        """(client, round, fraction of the weight): a client of median weight, in its second round or a later one."""
         known: set[ClientId] = set()
         for turn in self.rounds.turns:
             weights = {s.client: s.value.weight for s in turn.replies}
@@ -245,7 +247,9 @@ class _Attack:
     def _uploads(
         self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None, turn_around: bool
     ) -> tuple[Array, dict[str, float]]:
-        """(the client's estimate, figures) after its upload of round t; repeats the server's steps on the replies."""
+        """The client's estimate and figures after its update in round t; repeats the server's steps on the run's
+        replies.
+        """
         turns = [turn for turn in self.rounds.turns if turn.round <= t]
         w, names = self.rounds.model(turns[-1].before), self.rounds.server.names
         honest = next(s for s in turns[-1].replies if s.client == client)
@@ -253,8 +257,8 @@ class _Attack:
         turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
-        # The client makes two assumptions. The other clients send what it would have sent itself. A norm check shortens
-        # its update to the median length: that of an honest update, or its own in a cohort of one.
+        # The client assumes two things. The other clients send what it would have sent itself. A norm check shortens
+        # its update to the median norm, which is that of an honest update, or of its own update in a cohort of one.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
             if any(s.client == client for s in turn.replies):
@@ -313,7 +317,7 @@ class _Attack:
 
 
 def sums(everyone: Finding) -> Finding:
-    """The finding of all clients if updates are hidden in their sum: the sum is enough for w'."""
+    """The finding on all clients if only the sum of updates is visible: the sum is enough for w'."""
     same = "nothing was computed"
     if everyone.estimate is not None:
         same = f"the relative error is the same {everyone.estimate:.3g}"
@@ -334,19 +338,19 @@ class Clipped(Aggregator):
 
 
 def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
-    """The update by which a client with this share of the weight reverses the mean.
+    """The update by which a client with the fraction ``share`` of the weight reverses the mean.
 
-    Running statistics stay unchanged.
+    It leaves running statistics unchanged.
     """
-    joined = "y/" if any(n.startswith("y/") for n in update.delta) else ""  # scaffold sends a second vector, too
+    joined = "y/" if any(n.startswith("y/") for n in update.delta) else ""  # scaffold sends a second vector in addition
     away = {joined + n: torch.from_numpy(extraction.turned_around(w[n].numpy(), share)) - w[n] for n in names}
     return replace(update, delta=update.delta.replace(away))
 
 
 def disclosure_rule(cosine: float) -> VerdictRule:
-    """The rule for disclosure of the true model, by its weights or by its features.
+    """The rule for whether the true model is disclosed, either by its weights or by its features.
 
-    The estimate is the relative error of the weights; ``cosine`` is the mean cosine of the features.
+    The estimate is the relative error of the weights, ``cosine`` the mean cosine of the features.
     """
     name = "cosine of the features"
     leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")

@@ -1,4 +1,4 @@
-"""What colluding clients of a FedBaF run know: the aggregates before mixing, and the models after it."""
+"""What colluding clients of a FedBaF run know: the aggregates before mixing, and the models after mixing."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from fedfm.runtime.client_memory import secret
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-ROUNDS, MEMORY = 12, 1 << 30  # rounds to keep, if they fit into this many bytes
-ROUNDING = 1e-3  # an aggregate with an error below this share of the round's step counts as exact
+ROUNDS, MEMORY = 12, 1 << 30  # number of rounds that are kept, if they fit into this many bytes
+ROUNDING = 1e-3  # an aggregate counts as exact if its error is below this fraction of the round's step
 
 
 class Target:
-    """The target of the attack: those entries of the foundation model that the server mixes in.
+    """The target of the attack: the entries of the foundation model that the server mixes in.
 
     Attributes:
         truth: (P,) float32, the entries.
-        groups: the slice of each tensor in these entries.
+        groups: for each tensor, its slice of these entries.
         names: the names of these tensors.
         complete: whether all trainable entries are mixed.
     """
@@ -54,7 +54,7 @@ class Target:
         self.complete = len(self.truth) == sum(tensor.numel() for tensor in model.live().values())
 
     def of(self, w: Params) -> Array:
-        """(P,) float32: the entries of w that are mixed."""
+        """The entries of w that are mixed, (P,) float32."""
         return _flat([w[name][region] for name, region in self._regions.items()])
 
     def into(self, w: Params, x: Array) -> Params:
@@ -71,7 +71,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> Array:
 
 
 class Pull:
-    """Line 9 of FedBaF's Algorithm 1, computed round by round from known aggregates.
+    """Line 9 of FedBaF's Algorithm 1, computed round by round from the aggregates that the attacker knows.
 
     Args:
         names: names of the trainable tensors, over which the norms are computed.
@@ -83,9 +83,9 @@ class Pull:
         self._calls = 0
 
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
-        """(tau_t as printed, l_t = psi tau_t / tau_ref as used) of round t = 1, 2, ...; the paper counts from 0.
+        """For round t = 1, 2, ...: tau_t as printed, and l_t = psi tau_t / tau_ref as used. The paper counts from 0.
 
-        A client that joins late takes the first tau that it can compute for that of round 1.
+        A client that joins late takes the first tau that it can compute for the tau of round 1.
         """
         self._calls += 1
         length = direction_distance(mean, w, self._names)
@@ -103,7 +103,7 @@ class Pull:
 
 
 class BaseStep:
-    """The base method's server step, on replies that some clients know.
+    """The base method's server step, on the replies that some clients know.
 
     Args:
         aggregator: the run's aggregator; None: the plain one.
@@ -120,11 +120,11 @@ class BaseStep:
         self.names = tuple(population.model.live())
 
     def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
-        """(the members' estimate of w', its state) in a round; exact if ``members`` are all clients, or None.
+        """The members' estimate of w' in a round, and their state. It is exact if ``members`` are all clients, or None.
 
         Args:
-            own: the state as the members know it. Parts that the round sent are exact; others, e.g. the server's
-                moments, are estimates.
+            own: the state as the members know it. Its parts that the round sent are exact. Other parts, e.g. the
+                server's moments, are estimates.
         """
         known = {(s.call, s.client): s for s in turn.replies if members is None or s.client in members}
         fed = Federation(
@@ -140,14 +140,14 @@ class BaseStep:
     def again(
         self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
     ) -> tuple[Any, float]:
-        """(state, a_t / U) after the server's steps of these rounds, with the run's own alpha.
+        """The state and a_t / U after the server's steps of these rounds, with the run's own alpha.
 
-        U is the server's secret; it is not returned.
+        U is the server's secret; the function does not return it.
 
         Args:
-            method: used in place of the run's method.
-            last: used in place of the run's aggregator in the last round.
-            turns: rounds from the first on; their replies may differ from the run's.
+            method: replaces the run's method.
+            last: replaces the run's aggregator in the last round.
+            turns: the rounds, beginning with the first; their replies may differ from the run's.
             w_0: the server's model before the first round.
         """
         self._population.model.load(w_0)
@@ -171,12 +171,12 @@ class BaseStep:
             return state, method.psi * method.tau(fed, aggregate, before, turns[-1].round - 1)
 
     def by_controls(self, turn: Turn, members: Collection[ClientId]) -> Params:
-        """The aggregate w' as a client of SCAFFOLD computes it from the control variates before and after a round.
+        """The aggregate w' that a client of SCAFFOLD computes from the control variates before and after a round.
 
         Option II sets c_k <- c_k - c + (x - y_k) / (s_k eta_l), and c moves by |S|/K times the mean of the changes
         (arXiv:1910.06378, lines 12 and 17). So c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). If all
-        clients take the same number of steps s_k, this gives w' up to rounding. Else the members assume that all
-        clients take as many steps as they do on average.
+        clients take the same number of steps s_k, this gives w' up to rounding. Otherwise the members assume that every
+        client takes as many steps as they do on average.
         """
         base, rows = self._method.base, self._population.sizes()
         assert isinstance(base, Scaffold)  # noqa: S101 - lines() checks it
@@ -190,7 +190,7 @@ class BaseStep:
 
 
 class _ReplayedLink:
-    """A link that returns known replies."""
+    """A link that returns the recorded replies."""
 
     def __init__(self, replies: Mapping[tuple[int, ClientId], RecordedReply], clients: Sequence[ClientId]) -> None:
         self.replies, self.clients = replies, clients
@@ -202,7 +202,7 @@ class _ReplayedLink:
 
 
 def _known_state(turn: Turn, own: Any) -> Any:
-    """The state as clients know it, with the parts that the round sent to them."""
+    """The state as clients know it: its parts that the round sent to them are exact."""
     if isinstance(turn.before, Params):
         return turn.before
     sent = {id(value) for value in next(iter(turn.payloads.values()), {}).values()}
@@ -212,14 +212,14 @@ def _known_state(turn: Turn, own: Any) -> Any:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a coalition knows: one line for each of T rounds, on which the foundation model lies.
+    """What a coalition knows: T lines, one for each round. The foundation model lies on each of them.
 
     Attributes:
         rounds: the rounds in which a member took part and after which a member received the new model.
-        u: (T, P) its estimate of the aggregate w'; exact if all clients of the cohort are members.
+        u: (T, P) the coalition's estimate of the aggregate w'; exact if all clients of the cohort are members.
         v: (T, P) the new model.
-        guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it; a_t is in [l_t, 2 l_t].
-        exact: whether u is w' up to rounding. The coalition notices it, because the lines meet in one point.
+        guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it; a_t is between l_t and 2 l_t.
+        exact: whether u is w' up to rounding. The coalition notices this, because the lines meet in one point.
         controls: whether u comes from SCAFFOLD's control variates.
     """
 
@@ -232,27 +232,27 @@ class Lines:
 
 
 def rounds_to_keep(fraction: float, clients: int, trainable: int) -> int:
-    """Number of rounds to keep with their replies."""
+    """Number of rounds of which models and replies are kept."""
     cohort = max(math.floor(fraction * clients), 1)
     fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
     return max(2, min(max(ROUNDS, math.ceil(3 / fraction)), fits))
 
 
 class Rounds:
-    """Watch of a replay: keeps the models of the first rounds, and tau and the distances of all rounds.
+    """A watch of a replay. It keeps the models of the first rounds, and tau and the distances of all rounds.
 
     Args:
-        clients, rounds: numbers of the run.
+        clients, rounds: the run's numbers of clients and rounds.
         trainable: number of trained values of the model.
-        evaluate_every: of the run; every client evaluates the model that it then receives.
-        aggregator: the run's, or None for the plain one.
+        evaluate_every: the run's setting; every client evaluates the model in such a round, and so receives it.
+        aggregator: the run's aggregator; None: the plain one.
 
     Attributes:
-        turns: kept rounds, with the replies.
-        curve: for each round: ``angle``, tau_t as printed; ``pull``, l_t as used; ``error`` and ``dist``, two measures
-            of the distance of w_{t+1} from w_pre. No other file of the run has them.
+        turns: the kept rounds, with their replies.
+        curve: for each round ``angle``, tau_t as printed; ``pull``, l_t as used; ``error`` and ``dist``, two measures
+            of the distance of w_{t+1} from w_pre. No other file of the run has these figures.
         target: the entries of the foundation model that the attack computes.
-        first, last: the model before the first round, and after the last.
+        first, last: the model before the first round, and the model after the last.
     """
 
     def __init__(
@@ -272,11 +272,11 @@ class Rounds:
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
         self.asked: dict[int, set[ClientId]] = {}
-        self._sent: dict[int, Array] = {}  # the target's entries of the models of kept rounds
+        self._sent: dict[int, Array] = {}  # for each kept round, the target's entries in the model
 
     @classmethod
     def of_run(cls, run: Run) -> Rounds:
-        """The watch of a finished run."""
+        """The watch for a finished run."""
         experiment, manifest = run.experiment, run.manifest
         return cls(
             experiment.method_as(FedBaF),
@@ -313,15 +313,15 @@ class Rounds:
         return w
 
     def sees(self, members: Collection[ClientId], t: int) -> bool:
-        """Whether a member receives the model after round t: in the next round, or for evaluation.
+        """Whether a member receives the model after round t, either in the next round or for evaluation.
 
-        With ``run.evaluate_every`` every client evaluates the model, sampled or not.
+        With ``run.evaluate_every`` every client evaluates the model, whether it is in the cohort or not.
         """
         scored = t == self._rounds or (self._every and t % self._every == 0)
         return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))
 
     def lines(self, members: Collection[ClientId]) -> Lines:
-        """What these clients know together."""
+        """The lines that these clients know together."""
         own, full, pull = self.start, self.start, Pull(self.method, self.server.names)
         known = list[tuple[int, Array, float, bool, bool]]()
         for turn in self.turns:
@@ -332,12 +332,12 @@ class Rounds:
             if there.isdisjoint(members):
                 continue
             mean, own = self.server.step(turn, own, members)
-            # A member that takes part in the next round receives SCAFFOLD's control variate; evaluation has none.
+            # Members in the next cohort receive SCAFFOLD's control variate; evaluation does not send it.
             next_asked = self.asked.get(turn.round + 1, set())
             controls = isinstance(self.method.base, Scaffold) and not exact and not next_asked.isdisjoint(members)
             if controls:
                 mean = self.server.by_controls(turn, members)
-                # This aggregate is only an estimate under a robust rule, with attackers, or if clients' steps differ.
+                # With a robust rule, attackers, or different numbers of steps, this aggregate is only an estimate.
                 names = self.server.names
                 off, far = (float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before)))
                 exact = off <= ROUNDING * far
@@ -346,7 +346,7 @@ class Rounds:
                 known.append((turn.round, self.target.of(mean), used, exact, controls))
         best = [line for line in known if line[3]] or [line for line in known if line[4]]
         if 1 < len(best) < len(known):
-            known = best  # the other lines would only add error
+            known = best  # the other lines would only add errors
         size = len(self.target.truth)
         return Lines(
             tuple(t for t, *_ in known),

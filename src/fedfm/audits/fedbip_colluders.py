@@ -1,4 +1,4 @@
-"""An attack by all clients but one: they compute its task vector from their own vectors and aggregates."""
+"""An attack by all clients but one. They compute its task vector from their own vectors and aggregates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.layers import layers
 
 MOST = 1 << 28  # largest number of entries of all task vectors together
-VICTIMS, SOLVERS = 8, 6  # largest number of victims, and of colluders that solve for each
-AGREES = 1e-4  # a relative error of an aggregate below this counts as rounding
+VICTIMS, SOLVERS = 8, 6  # largest number of victims, and of colluders that solve for each victim
+AGREES = 1e-4  # a smaller relative error of an aggregate counts as rounding
 EXACT = 0.99  # a vector with at least this cosine counts as recovered
 RECOVERED = VerdictRule((f"estimate > {EXACT}",), ("estimate <= bound",))
-SHOWN = "If clients received their weights, could all but one compute that one's task vector?"
-UNSHOWN = "Can they without the weights, as in this run?"
+SHOWN = "If clients received their weights, could all clients but one compute that client's task vector?"
+UNSHOWN = "Can they compute it without the weights, as in this run?"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Full:
 
 
 def colluders(replay: Replay, full: Full | None) -> list[Finding]:
-    """Two findings: with known weights, and without.
+    """Two findings: one if clients know the weights, and one if they do not.
 
     Args:
         full: the last round in which all clients took part and received their aggregates afterwards.
@@ -47,11 +47,11 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
     method = replay.run.experiment.method
     why = ""
     if not isinstance(method, FedBip):
-        why = "The attack solves FedBip's sums only."
+        why = "The attack can only solve FedBip's sums."
     elif full is None or len(full.tau) < 2:
-        why = "There is no round of all clients after which they received their aggregates."
+        why = "In no round did all clients take part and receive their aggregates afterwards."
     elif method.aggregate != "task_vector" or method.norm_cap is not None or method.space != "factors":
-        why = "The attack does not solve aggregates of parameters, of clipped vectors or of products of factors."
+        why = "The attack cannot solve aggregates of parameters, of clipped vectors or of products of factors."
     elif len(full.tau) * sum(x.numel() for x in next(iter(full.tau.values())).values()) > MOST:
         why = "All vectors together are too long for the memory of the attack."
     if why or full is None or not isinstance(method, FedBip):
@@ -62,7 +62,12 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
     attack = _Coalition(full, pieces, clients, method)
     found = [_summary(shown, SHOWN, full, clients, [attack.reconstruct(v) for v in victims])]
     if method.similarity != "cosine" or method.weights_from != "task_vector":
-        return [*found, nothing(unshown, UNSHOWN, "The attack solves weights by cosines of task vectors only.")]
+        return [
+            *found,
+            nothing(
+                unshown, UNSHOWN, "The attack can only solve weights that are computed from cosines of task vectors."
+            ),
+        ]
     return [*found, _summary(unshown, UNSHOWN, full, clients, [attack.reconstruct_without_weights(v) for v in victims])]
 
 
@@ -70,7 +75,7 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
 class _Read:
     """A coalition's estimate of one client's vector.
 
-    ``own`` is the largest cosine that one of the coalition's own vectors has with the true vector.
+    ``own`` is the largest cosine between one of the coalition's own vectors and the true vector.
     """
 
     cosine: float
@@ -80,7 +85,7 @@ class _Read:
 
 
 class _Coalition:
-    """All clients but one, layer by layer in float64."""
+    """All clients but one. They solve each layer by itself, in float64."""
 
     def __init__(
         self, full: Full, pieces: Sequence[Sequence[str]], clients: Sequence[ClientId], method: FedBip
@@ -88,7 +93,7 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:
-        """Reconstruct with known weights. In each layer, the colluder that weighs the victim most solves for it."""
+        """Reconstruct with known weights. In each layer, the colluder with the largest weight of the victim solves."""
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):
@@ -104,15 +109,15 @@ class _Coalition:
         return _read_of(parts, 1)
 
     def reconstruct_without_weights(self, victim: ClientId) -> _Read:
-        """Reconstruct without known weights, by their formula.
+        """Reconstruct without known weights, by the formula of the weights.
 
-        One colluder's equation may have several solutions; the other colluders choose among them.
+        The equation of one colluder may have several solutions. The other colluders choose among them.
         """
         v = self._clients.index(victim)
         parts, most = [], 0
         for names in self._pieces:
             truth, others, rows = self._vectors(names, v)
-            able = [at for at in range(len(rows)) if others[at].any()]  # a zero vector has no cosine
+            able = [at for at in range(len(rows)) if others[at].any()]  # leave out zero vectors, which have no cosine
             able = sorted(able, key=self._explained_share(names, others, able, rows))
             known = others[able]
             changes = [self._change(names, rows[at]) for at in able[:SOLVERS]]
@@ -125,7 +130,7 @@ class _Coalition:
                     break
             if len(able) > 1:
                 best = min(solved, key=lambda x: self._error(x, known, changes), default=None)
-            else:  # no other colluder can choose: take the worst solution
+            else:  # no other colluder can choose, so take the worst solution
                 best, most = min(solved, key=lambda x: _cosine(x, truth), default=None), max(most, len(solved))
             parts.append((truth, np.zeros_like(truth) if best is None else best, others))
         return _read_of(parts, max(most, 1))
@@ -133,9 +138,9 @@ class _Coalition:
     def _explained_share(
         self, names: Sequence[str], others: Array, able: Sequence[int], rows: Sequence[int]
     ) -> Callable[[int], float]:
-        """Sort key: the share of a colluder's change that the colluders' own vectors explain.
+        """A sort key: the fraction of a colluder's change that the colluders' own vectors explain.
 
-        It is 1 if the victim's vector has no weight in the change.
+        The fraction is 1 if the victim's vector has no weight in the change.
         """
         x = others[able]
         norms = np.linalg.norm(x, axis=1)
@@ -160,7 +165,7 @@ class _Coalition:
         return float(np.mean(wrong))
 
     def _vectors(self, names: Sequence[str], v: int) -> tuple[Array, Array, list[int]]:
-        """(the victim's vector (P,), the other clients' vectors (K - 1, P), indices of these clients)."""
+        """The victim's vector (P,), the other clients' vectors (K - 1, P), and the indices of these clients."""
         rows = [k for k in range(len(self._clients)) if k != v]
         tau = [_vector(self._full.tau[c], names) for c in self._clients]
         return tau[v], np.stack([tau[k] for k in rows]), rows
@@ -171,7 +176,7 @@ class _Coalition:
 
 
 def _read_of(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
-    """The result over all layers, from (true vector, estimate, the colluders' vectors) of each layer."""
+    """Join the layers; each part has true vector, estimate and the colluders' vectors of one layer."""
     truth, guess = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     others = np.concatenate([o for _, _, o in parts], axis=1)
     error = float(np.linalg.norm(guess - truth) / max(float(np.linalg.norm(truth)), 1e-30))

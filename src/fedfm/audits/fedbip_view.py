@@ -1,4 +1,4 @@
-"""What a server that receives task vectors can compute: scores of rows by these vectors, and the clients' weights."""
+"""What a server that receives task vectors can compute from them: scores of rows, and the clients' weights."""
 
 from __future__ import annotations
 
@@ -27,36 +27,41 @@ from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-CLIENTS, ROWS = 40, 150  # number of clients whose rows are scored; largest number of members, and of strangers, of each
-ALIGNED = 300  # number of rows whose gradient is computed, each by a backward pass
-PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # number of the server's own rows; points between theta_bar and theta
+CLIENTS, ROWS = 40, 150  # clients whose rows are scored; most members, and most strangers, of each client
+ALIGNED = 300  # number of rows whose gradients are computed, with one backward pass each
+PUBLIC, WAY = (
+    200,
+    (0.0, 0.25, 0.5, 0.75, 1.0),
+)  # number of the server's own rows; points between theta_bar (0) and theta (1)
 
 
 @dataclass
 class Scored:
-    """Training rows of a client, and rows of the same classes that it did not train on."""
+    """Training rows of a client, and rows of the same classes that the client did not train on."""
 
     members: Rows
     strangers: Rows
-    drop: list[Array] = field(default_factory=lambda: [np.zeros(0), np.zeros(0)])  # of the loss, summed over rounds
+    drop: list[Array] = field(
+        default_factory=lambda: [np.zeros(0), np.zeros(0)]
+    )  # drops of the loss, summed over rounds
     last: tuple[Params, Params] | None = None  # theta_bar, tau
 
 
 class Eye:
-    """Watch of a replay.
+    """A watch of a replay.
 
-    It scores rows in every round. It keeps the head of each client's first task vector, the weights, and one round in
+    It scores rows in every round. It keeps the head in each client's first task vector, the weights, and one round in
     which all clients took part.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._scored: dict[ClientId, Scored] | None = None
-        self._first: Params | None = None  # the first vector that was sent
+        self._first: Params | None = None  # the first start vector that was sent
         self.heads: dict[ClientId, Params] = {}  # head in the first tau of each client
         self.p: list[Array] = []  # (L, K, K) a round
         self.full: Full | None = None
-        self.predicted: dict[ClientId, Array] = {}  # Q of class_shares, by client
+        self.predicted: dict[ClientId, Array] = {}  # the argument ``predicted`` of class_shares, by client
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if not turn.round:
@@ -81,11 +86,11 @@ class Eye:
         if (p := method.arrays(turn.after).get("weights")) is not None:
             self.p.append(np.asarray(p, dtype=np.float64))
         every = len(sent) == len(population.clients) and turn.round < method.rounds
-        if every and isinstance(method, FedBip):  # the colluders solve its formula
+        if every and isinstance(method, FedBip):  # the colluders' attack solves FedBip's formula
             self.full = Full(turn.round, sent, before, turn.after.theta_bar, self.p[-1])
 
     def scored_rows(self, population: Partitioned) -> dict[ClientId, Scored]:
-        """The rows that are scored, drawn once."""
+        """The rows to score; they are drawn once."""
         if self._scored is None:
             rng, clients = self.rng("rows"), list(population.clients)
             drawn = sorted(rng.permutation(clients)[:CLIENTS].tolist())
@@ -94,7 +99,7 @@ class Eye:
         return self._scored
 
     def rng(self, *purpose: str) -> np.random.Generator:
-        """Generator that depends on the run's seed and the purpose."""
+        """A generator that depends on the run's seed and on the purpose."""
         return seeds.generator(self._run.experiment.run.seed, "audit", "task_vector", *purpose)
 
     def _score(self, model: Model, s: Scored, theta_bar: Params, tau: Params) -> None:
@@ -116,7 +121,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
     if rows.labels is not None and not model.is_language_model:
         return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
     found = []
-    if model.task.loss_is_opaque:  # the user's loss only gives the mean over a batch
+    if model.task.loss_is_opaque:  # the user's loss only returns the mean over a batch
         with torch.no_grad(), model.evaluating():
             return np.array([float(model.loss(batch)) for batch in rows.batches(1)], dtype=np.float64)
     with torch.no_grad(), model.evaluating():
@@ -131,7 +136,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
 
 @contextmanager
 def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
-    """Context manager: yields both vectors in the model's shapes; the model has the scale of their rank."""
+    """Context manager: yields both vectors in the model's shapes, with the model's LoRA scale set for their rank."""
     rank = lora.rank_of(theta_bar)
     if theta_bar.layout is model.layout or rank is None:
         yield theta_bar, tau
@@ -141,7 +146,7 @@ def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Para
 
 
 def alignments(model: Model, rows: Rows, theta_bar: Params, tau: Params) -> Array:
-    """(n,): for each row, the cosine of tau with the direction in which the row's loss falls at theta_bar."""
+    """For each row (n,): the cosine of tau with the negative gradient of the row's loss at theta_bar."""
     model.load(theta_bar)
     live = model.live()
     at = torch.cat([tau[name].reshape(-1).double() for name in live])
@@ -170,7 +175,7 @@ def _rows(population: Partitioned, client: ClientId, own: bool, rng: np.random.G
 def _mean_probabilities(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
     """``Q`` (C, C): mean predicted probabilities for the server's own rows of each class.
 
-    The mean is over several points between theta_bar and theta.
+    The mean is also over several points between theta_bar and theta.
     """
     model, rows = population.model, public(population)
     classes = len(model.classes)
@@ -195,7 +200,7 @@ def public(population: Partitioned) -> Rows:
 
 
 def _vector(payload: Mapping[str, Any]) -> Params:
-    """The model from which the client's local pass starts: theta_bar_i, or FedAMP's u_i, or FedAWA's w."""
+    """The model from which the client's local training starts: theta_bar_i, FedAMP's u_i or FedAWA's w."""
     return next(value for value in payload.values() if isinstance(value, Params))
 
 

@@ -1,4 +1,4 @@
-"""What the server of a FedPFT run receives: mixtures by client and class. For audits, also the rows behind them."""
+"""What the server of a FedPFT run receives: mixtures by client and class. Audits also need the rows behind them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from fedfm.methods.fedpft.summary import Summary, gaussian, mixtures_of
 
 @dataclass(frozen=True)
 class SentClass:
-    """One class of one client (a *cell*), as the message has it.
+    """One class of one client (a *cell*) as its message has it.
 
     Attributes:
-        count: number of rows in the message: noisy under differential privacy, invented if counts are withheld.
+        count: number of rows in the message. It is noisy under differential privacy, and made up if counts are
+            withheld.
         size: number of rows that the mixture was fitted to, as far as the server knows it.
-        mixture: the mixture; None if the server makes none, because the cell's count does not exceed its noise.
-        total: (d,) sum of the rows, as far as the message gives it; in a chain the sum over all clients so far.
-        sigma: standard deviation of the noise on each number of ``total``.
+        mixture: the mixture; None if the server makes none, because the count does not exceed its noise.
+        total: (d,) sum of the rows, as far as the message reveals it; in a chain, the sum over all clients so far.
+        sigma: standard deviation of the noise on each entry of ``total``.
         rows: the client's training rows of the class, as row numbers of the table.
     """
 
@@ -47,8 +48,8 @@ class View:
     """A replayed run of FedPFT.
 
     Attributes:
-        plan: noise of the messages, or None.
-        cells: all cells that were sent, in order of clients.
+        plan: the plan of the noise in the messages, or None.
+        cells: all cells in the messages, in order of clients.
         classes: names of all classes.
     """
 
@@ -64,29 +65,30 @@ class View:
         self.cells: Sequence[SentClass] = [cell for s in replay.replies for cell in self._cells(s.client, s.value)]
 
     def features(self, rows: Array) -> Array:
-        """(n, d) features of rows of the table, as the method uses them: of norm 1 under differential privacy."""
+        """Features (n, d) of rows of the table, as the method uses them: with norm 1 under differential privacy."""
         return np.asarray(self._features[self._place[rows]])
 
     def as_used(self, x: Array) -> Array:
-        """Features as the method uses them."""
+        """Change features to those that the method uses."""
         return noisy_moments.unit_rows(x) if self.plan else x
 
     def held_out(self, client: ClientId, label: int) -> Array:
-        """Test rows of a class with the distribution of this client's rows.
+        """Test rows of a class that have the same distribution as this client's rows.
 
-        They are the client's own test rows if clients have sources of their own, else all test rows of the class.
+        If clients have sources of their own, these are the client's own test rows; otherwise all test rows of the
+        class.
         """
         rows = self.federated.clients[client].test if own_sources(self.replay.run) else self.federated.test
         return np.asarray(rows[self.labels[rows] == label])
 
     def of_class(self, label: int, *, without: ClientId = "") -> Array:
-        """Training rows of a class at all clients but one."""
+        """Training rows of a class, of all clients except ``without``."""
         rows = [c.train for name, c in sorted(self.federated.clients.items()) if name != without]
         every: Array = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
         return np.asarray(every[self.labels[every] == label])
 
     def rng(self, *purpose: str | int) -> np.random.Generator:
-        """Generator that depends on the run's seed and the purpose."""
+        """A generator that depends on the run's seed and on the purpose."""
         return seeds.generator(self.replay.run.experiment.run.seed, "audit", *purpose)
 
     @cached_property
@@ -102,7 +104,7 @@ class View:
 
     @cached_property
     def _features(self) -> Array:
-        """(n, d) features of all used rows; the replay has already computed those of the clients."""
+        """Features (n, d) of all rows that the audit uses; the replay has already computed those of the clients."""
         population, out = self.replay.population, None
         blocks = [(c.train, population.data(name).train) for name, c in sorted(self.federated.clients.items())]
         blocks.append((self.federated.test, population.test))
@@ -131,13 +133,13 @@ class View:
 
     def _sent_class(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
-        # After an M step a mixture has the mean of its rows; with withheld counts only nearly.
+        # After an M step a mixture's mean is that of its rows; if counts are withheld, only nearly.
         total = size * (g.weights @ g.means.astype(np.float64))
         sigma = 0.0 if self.plan is None else self.plan.sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)
 
     def _class_of_sums(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
-        """A cell from a client's noisy sums, or from exact sums that the server only averages."""
+        """A cell from a client's noisy sums, or from exact sums of which the server only sees a mean."""
         plan, second = self.plan, None
         if isinstance(value, Noised) and plan is not None:
             count, total = float(value.counts[label]), value.totals[label].double().numpy()

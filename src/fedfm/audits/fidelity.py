@@ -14,17 +14,21 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.runtime.partitioned import Partitioned
 
-TESTED, FITTED, PASSAGES = 300, 400, 8  # numbers of test rows, of rows for the probe, of a language model's passages
-RIDGE = 1e-3  # ridge penalty, as a share of the mean variance of the features
+TESTED, FITTED, PASSAGES = (
+    300,
+    400,
+    8,
+)  # numbers of test rows, of rows to fit the probe, and of a language model's passages
+RIDGE = 1e-3  # ridge penalty, as a fraction of the mean variance of the features
 
 
 class Ability(NamedTuple):
     """Scores of one model on this run's rows.
 
     Attributes:
-        cosine: mean cosine of its centred features (of a language model: its logits) with the true model's, over test
-            rows.
-        probe: accuracy of a linear classifier of its features, fitted to clients' training rows; None without classes.
+        cosine: mean over test rows of the cosine between the model's centred features and the true model's; for a
+            language model, logits take the place of features.
+        probe: accuracy of a linear classifier on the features, fitted to clients' training rows; None without classes.
         accuracy, perplexity: scores of the model itself; None if the server does not mix the head.
     """
 
@@ -40,7 +44,7 @@ class Fidelity:
     Args:
         population: the models are scored on its test rows, and the probe is fitted to its training rows.
         true: the true model.
-        complete: whether the server mixes all trainable entries, so that ``true`` is the foundation model itself.
+        complete: whether the server mixes all trainable entries. Then ``true`` is the foundation model itself.
     """
 
     def __init__(self, population: Partitioned, true: Params, *, complete: bool, seed: int) -> None:
@@ -60,7 +64,7 @@ class Fidelity:
         return _center(self._features(self._true_model, self._test))
 
     def ability(self, w: Params) -> Ability:
-        """Scores of a model with these parameters; the cosine of constant features is 0."""
+        """Score a model with these parameters. If its features are constant, the cosine is 0."""
         scores: dict[str, Any] = {}
         if self._complete:
             self._model.load(w)

@@ -15,21 +15,22 @@ from fedfm.core.text import finite
 Verdict = Literal["holds", "leaks", "inconclusive"]
 _SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _COMPARISON = re.compile(r"(.+?) (<=|>=|<|>) (.+)")
-_DIGITS = range(4, 18)  # digits of a number in a rule: as many as show on which side of the other number it lies
+_DIGITS = range(4, 18)  # numbers of digits to try, until a printed number shows on which side of the other one it lies
 
 
 @dataclass(frozen=True)
 class VerdictRule:
-    """How the numbers of a finding decide its verdict.
+    """The rule by which the numbers of a finding decide its verdict.
 
-    A comparison is a text such as ``"low > bound"``. A side is ``estimate``, ``low``, ``high`` or ``bound`` of the
-    finding, a key of ``numbers``, or a number. A comparison with an unknown side is not true.
+    A comparison is a text such as ``"low > bound"``. Each side is a number, a key of ``numbers``, or one of
+    ``estimate``, ``low``, ``high`` and ``bound`` of the finding. A comparison with an unknown side counts as false.
 
     Attributes:
-        leaks: comparisons that are checked first; the verdict is ``leaks`` if one of them is true.
-        holds: comparisons; the verdict is ``holds`` if all of them are true, and never if there are none.
-        otherwise: the reason of the verdict ``inconclusive``, which is given in all other cases.
-        numbers: further numbers that comparisons name.
+        leaks: comparisons that are checked first. If one of them is true, the verdict is ``leaks``.
+        holds: comparisons that are checked next. If all of them are true, the verdict is ``holds``; an empty list never
+            gives it.
+        otherwise: the reason for the verdict ``inconclusive``, which is given in all other cases.
+        numbers: further numbers that comparisons may name.
 
     Raises:
         ValueError: a text is not a comparison.
@@ -47,7 +48,7 @@ class VerdictRule:
     def __post_init__(self) -> None:
         for text in (*self.leaks, *self.holds):
             if _COMPARISON.fullmatch(text) is None:
-                raise ValueError(f'"{text}" compares nothing; expected e.g. "low > bound"')
+                raise ValueError(f'"{text}" is not a comparison; expected e.g. "low > bound"')
 
     def with_numbers(self, numbers: Mapping[str, float | None]) -> VerdictRule:
         """The rule with further numbers."""
@@ -96,17 +97,24 @@ def _comparison_text(text: str, known: Mapping[str, float | None]) -> str:
     return f"{shown[0]} {sign} {shown[1]}: {'yes' if true else 'no'}"
 
 
-ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # for figures that are large if much is disclosed
-BELOW = VerdictRule(("high < bound",), ("low >= bound",))  # for errors of an attack: small if much is disclosed
-COUNT = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # as ABOVE, for an exact figure without interval
-CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # for a claimed epsilon, if low is already at a strict level
-_ROUNDING = 1e-6  # relative error of a calibrated epsilon
+ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # for a figure that is large if much is disclosed
+BELOW = VerdictRule(
+    ("high < bound",), ("low >= bound",)
+)  # for the error of an attack, which is small if much is disclosed
+COUNT = VerdictRule(
+    ("estimate > bound",), ("estimate <= bound",)
+)  # as ABOVE, for an exact figure, which has no interval
+CLAIM = VerdictRule(
+    ("low > bound",), ("low <= bound",)
+)  # for a claimed epsilon, if the confidence of low is already strict
+_ROUNDING = 1e-6  # relative error in the calibration of an epsilon
 
 
 def twice(strict: float, confidence: float) -> VerdictRule:
     """The rule for a claimed epsilon with two lower bounds: ``low`` at 95 %, and ``strict`` at a higher confidence.
 
-    Audits are repeated, and at 95 % one audit in twenty refutes a true claim. So only ``strict`` contradicts the run.
+    Audits are repeated, and at 95 % one audit in twenty refutes a true claim. So only ``strict`` can contradict the
+    run.
 
     Args:
         strict: the lower bound on epsilon at ``confidence``.
@@ -117,12 +125,12 @@ def twice(strict: float, confidence: float) -> VerdictRule:
         ['holds', 'inconclusive', 'leaks']
     """
     name = f"low at {100 * confidence:g} %"
-    why = "of true claims one audit in twenty has a low above the claim; audit the run again"
+    why = "for a true claim, one audit in twenty has a low above the claim; audit the run again"
     return VerdictRule((f"{name} > bound",), ("low <= bound",), why).with_numbers({name: strict})
 
 
 def absorb_rounding(low: float, stated: float) -> float:
-    """The lower bound ``low`` on an epsilon, or ``stated`` if ``low`` exceeds it by rounding only.
+    """The lower bound ``low`` on an epsilon; ``stated`` if ``low`` exceeds it only by a rounding error.
 
     Example:
         >>> absorb_rounding(8.000001, 8.0), absorb_rounding(8.1, 8.0), absorb_rounding(3.0, 8.0)
@@ -142,10 +150,10 @@ def refutes(low: float) -> str:
 
 
 def against(verdict: Verdict) -> str:
-    """The end of a sentence on a claimed epsilon."""
+    """End a sentence about a claimed epsilon, depending on the verdict."""
     if verdict == "leaks":
         return ": it does not hold."
-    return "." if verdict == "holds" else ", which is less; of true claims one audit in twenty says so."
+    return "." if verdict == "holds" else ", which is less; for a true claim, one audit in twenty finds this."
 
 
 @dataclass(frozen=True)
@@ -155,16 +163,16 @@ class Finding:
     Attributes:
         name: a name that is unique in an audit.
         question: the question, as a user would ask it.
-        estimate: the measured figure; None if the run is too small for one.
+        estimate: the measured figure; None if the run is too small to measure it.
         low, high: the figure's interval, at 95 % unless ``says`` names another level.
-        bound: what the figure is compared with: the figure of a random guess, or the run's promise.
-        rule: how these numbers decide the verdict.
+        bound: the figure's limit: the figure of a random guess, or what the run promises.
+        rule: the rule by which these numbers decide the verdict.
         says: the answer in a sentence.
         contradicts: whether the measurement refutes a claim of the manifest.
         detail: further figures, as values for JSON.
 
     Raises:
-        ValueError: a claim is contradicted, and the verdict is not ``leaks``.
+        ValueError: a claim is contradicted, but the verdict is not ``leaks``.
     """
 
     name: str
@@ -180,7 +188,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.contradicts and self.verdict != "leaks":
-            raise ValueError(f"{self.name} contradicts a claim, and its verdict is {self.verdict}")
+            raise ValueError(f"{self.name} contradicts a claim, but its verdict is {self.verdict}")
 
     @property
     def verdict(self) -> Verdict:
@@ -210,7 +218,7 @@ def nothing(name: str, question: str, why: str) -> Finding:
 
 
 def lines(findings: Sequence[Finding]) -> str:
-    """The findings as a table for the terminal, then a sentence and the rule of the verdict for each."""
+    """The findings as a table for the terminal; then for each finding its sentence and the rule of its verdict."""
     head = ("finding", "verdict", "estimate", "interval", "bound")
     rows = [head, *((f.name, *cells(f.to_dict())) for f in findings)]
     widths = [max(len(row[j]) for row in rows) for j in range(len(head))]
@@ -230,7 +238,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def plural(n: int, one: str) -> str:
-    """``1 client``, ``2 clients``."""
+    """A number and a noun, e.g. ``1 client`` or ``2 clients``."""
     return f"{n} {one}{'' if n == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""``audit.json`` in a run's directory: the findings of its audits."""
+"""Read ``audit.json`` in a run directory: the findings of the run's audits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = "audit.json"
 
 
 def read(run_dir: Path) -> Mapping[str, Any] | None:
-    """The content of the file; None if there is no file, {} if ``fedfm audit`` did not write it."""
+    """The content of the file; None if it does not exist, {} if ``fedfm audit`` did not write it."""
     try:
         content = from_json((run_dir / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -23,7 +23,7 @@ def read(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def is_about(content: Mapping[str, Any], params_sha256: str | None) -> bool:
-    """Whether the findings are about these parameters; they are not if the run continued after its audit."""
+    """Whether the findings are about these parameters. They are not if the run was continued after its audit."""
     return bool(content.get("params_sha256", params_sha256) == params_sha256)
 
 

@@ -25,9 +25,11 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
 BY_CHANCE = VerdictRule(("low > bound",), ("estimate <= bound",))
 NO_BIAS = (
-    "clients train a head without a bias. Of one row with features x the weights of class c change by (y_c - p_c) x, "
-    "the bias by y_c - p_c, and their quotient is x; without the bias x is known up to an unknown factor only, and of "
-    "several rows any mixture of their features explains the change as well"
+    "clients train a head without a bias. A row with features x changes the weights of class c by (y_c - p_c) x and "
+    "the "
+    "bias by y_c - p_c, and their quotient is x. Without the bias, x is known only up to an unknown factor, and if "
+    "there "
+    "are several rows, any mixture of their features explains the change as well"
 )
 
 
@@ -36,9 +38,9 @@ class Rebuilt(Watch):
 
     Attributes:
         hits: (client, row of the table) for each row that an update discloses.
-        by_chance: test rows that an update seems to disclose, although it cannot contain them.
-        ratios: for each computed feature, its distance to the nearest training row over the typical distance between
-            neighbours.
+        by_chance: test rows that an update seems to disclose, although no update can contain them.
+        ratios: for each computed feature vector, its distance to the nearest training row, divided by the typical
+            distance between neighbours.
         compared: the test rows that were compared.
     """
 
@@ -49,7 +51,7 @@ class Rebuilt(Watch):
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
         self.compared, self.rows, self.updates = 0, 0, 0
-        self.why = "no update of a client is a change of the whole model"  # no update was read
+        self.why = "no update of a client is a change of the whole model"  # until an update is read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method = self._run.experiment.method
@@ -73,7 +75,7 @@ class Rebuilt(Watch):
             with apply_model(method, model, crossing.start, pool.compared_rows(client)) as rows:
                 known: Array = model.features(rows).double().numpy()
             self._compare(client, x, known, pool)
-        model.load(before)  # later rounds are those of the run
+        model.load(before)  # so that later rounds equal those of the run
 
     def _compare(self, client: ClientId, x: Array, known: Array, pool: RowPool) -> None:
         split, gap = len(pool.members[client]), copies.typical_gap(known)
@@ -87,7 +89,9 @@ class Rebuilt(Watch):
 
 
 class HeadRows(HeadAudit):
-    """Share of training rows whose features an update discloses. The share of test rows shows what chance gives."""
+    """Fraction of training rows whose features an update discloses. The fraction of test rows shows the effect of
+    chance.
+    """
 
     def watch(self, run: Run) -> Rebuilt:
         return Rebuilt(run)

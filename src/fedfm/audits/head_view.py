@@ -1,4 +1,4 @@
-"""The head in the updates that a server sees. An attacker at the server also knows the model and test rows."""
+"""The head in the updates that a server sees. An attacker at the server also has the model and test rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names(NamedTuple):
 
 
 def head_names(model: Model) -> Names | None:
-    """The names; None if no classification head is trained. A bias that is missing or frozen has the name None."""
+    """The names, or None if no classification head is trained. If a bias is missing or frozen, its name is None."""
     head = model.head
     if head is None or model.is_language_model:
         return None
@@ -37,12 +37,14 @@ class HeadAudit(UpdateAudit):
 
     def unfit(self, run: Run) -> str | None:
         if sees_sums_only(run):
-            return "the server saw sums of updates only; update_membership attacks these"
+            return "the server saw only sums of updates; the attack update_membership reads these"
         return super().unfit(run)
 
 
 def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:
-    """(change of the weight (C, d), of the bias (C,)) in an update of one client; None if it does not have both."""
+    """Changes of the weight (C, d) and of the bias (C,) in one client's update; None if the update lacks one of
+    them.
+    """
     if crossing.delta is None or names.bias is None or names.bias not in crossing.delta:
         return None
     return crossing.delta[names.weight].double().numpy(), crossing.delta[names.bias].double().numpy()

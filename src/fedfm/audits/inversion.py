@@ -21,9 +21,13 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 
-TARGETS, OWN, DRAWS = 100, 1000, 16  # numbers of attacked images, of the attacker's images, of draws from a mixture
-LEAST = 50  # smallest number of images to train on
-CLEAR = 60.0  # dB: largest PSNR that is reported, since equal images have infinite PSNR
+TARGETS, OWN, DRAWS = (
+    100,
+    1000,
+    16,
+)  # numbers of images under attack, of the attacker's images, and of draws from a mixture
+LEAST = 50  # smallest number of images to train the inverter on
+CLEAR = 60.0  # largest PSNR that is reported, in dB, since equal images have infinite PSNR
 _ASKED: Mapping[str, tuple[str, str]] = {
     "inversion_features": (
         "Which images would raw features disclose? For comparison: this run sends none.",
@@ -35,7 +39,9 @@ _ASKED: Mapping[str, tuple[str, str]] = {
 
 
 class Inversion(Audit):
-    """SSIM of the true image with the best computed one, compared with the best of the attacker's own images."""
+    """SSIM of the true image with the best computed one, compared with that of the best of the attacker's own
+    images.
+    """
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
     by_default: ClassVar[bool] = False
@@ -64,7 +70,7 @@ class Inversion(Audit):
 
 
 def _own(view: View, path: Path | None) -> tuple[Array, Array]:
-    """(features, images) of the attacker, from a file or from the rows that nobody trained on."""
+    """Features and images that the attacker has, from a file or from the rows that nobody trained on."""
     population = view.replay.population
     if path is None:
         rows = view.rng("own").permutation(view.federated.test)[:OWN]
@@ -83,7 +89,7 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array]:
 
 
 def _invert(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, int]]) -> dict[str, list[Array]]:
-    """Source -> the images that an attacker computes for each target from it."""
+    """For each source, the images that the attacker computes for each target from this source."""
     raw = inverter(view.features(np.array([row for _, row in targets])))
     means: dict[int, Array] = {}
     draws: dict[int, Array] = {}
@@ -99,7 +105,7 @@ def _invert(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, i
 
 
 def _best(some: Array, true: Array) -> tuple[float, float]:
-    """(largest SSIM, largest PSNR) of some images with the true one."""
+    """Largest SSIM and largest PSNR of some images with the true one."""
     clear = np.minimum(similarity.psnr(some, true[None]), CLEAR)
     return float(similarity.ssim(some, true[None]).max()), float(clear.max())
 
@@ -109,12 +115,12 @@ def _finding(
 ) -> Finding:
     question, source = _ASKED[name]
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
-    # The baseline has the same targets, so the interval is that of the paired differences.
+    # The baseline is of the same targets, so the interval is that of the paired differences.
     low, high = rates.mean_interval(np.array(found)[:, 0], np.array(baseline)[:, 0])
     rule = (
         ABOVE
         if name != "inversion_features"
-        else VerdictRule(otherwise="it is for comparison, and no client sends these")
+        else VerdictRule(otherwise="the finding is a comparison, since no client sends raw features")
     )
     says = (
         f"The best image computed from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "

@@ -29,17 +29,16 @@ from fedfm.training.scheduler import train_client
 
 QUESTION = "Can the server tell from a client's update how many rows of each class it has?"
 OWN = 300  # number of the attacker's own rows, which are test rows at the server
-MOST, LEAST = 150, 30  # number of local passes that the attacker tries for each client
+MOST, LEAST = 150, 30  # largest and smallest number of local trainings that the attacker tries for each client
 
 
 class Shares(Watch):
-    """The attack on the first update of each client.
+    """The attack on each client's first update.
 
-    Attributes:
-        found: client -> estimated label shares (C,).
-        public: (C,): label shares of the attacker's own rows; empty if it has no rows.
-        tried: number of local passes that the attacker tried for each client.
-        bias: whether the head of the clients has a bias.
+    found: for each client, the estimated fractions of the labels (C,).
+    public: (C,): fractions of the labels in the attacker's own rows; empty if it has no rows.
+    tried: number of local trainings that the attacker tried for each client.
+    bias: whether the clients' head has a bias.
     """
 
     def __init__(self, run: Run) -> None:
@@ -47,7 +46,7 @@ class Shares(Watch):
         self.found: dict[ClientId, Array] = {}
         self.public: Array = np.zeros(0)
         self.tried, self.bias = 0, True
-        self.why = "no update of a client is a change of the whole model"  # no update was read
+        self.why = "no update of a client is a change of the whole model"  # until an update is read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
@@ -56,7 +55,7 @@ class Shares(Watch):
             self.why = "no client trains a linear head of the model"
             return
         if not len(federated.test):
-            self.why = "the server has no rows of its own to compare with"
+            self.why = "the server has no rows of its own to train on"
             return
         if turn.round == 0:
             return
@@ -74,28 +73,28 @@ class Shares(Watch):
         self.public = np.bincount(labels, minlength=len(model.classes)) / len(labels)
         if self.tried < LEAST:
             self.why = (
-                f"the attack repeats a client's local pass at least {LEAST} times for each of "
-                f"{len(population.clients)} clients, and a pass takes about {one:.2g} s: over {BUDGET:.0f} s in all"
+                f"the attack repeats a client's local training at least {LEAST} times for each of "
+                f"{len(population.clients)} clients, and one takes about {one:.2g} s: over {BUDGET:.0f} s in all"
             )
             return
         before, attacker = model.params(), _Attacker(self._run, population, population.rows(own), labels, names)
         for crossing in fresh:
             (client,) = crossing.clients
-            n = len(federated.clients[client].train)  # the attacker knows it: it is the update's weight
+            n = len(federated.clients[client].train)  # the attacker knows this number, which is the update's weight
             if n:
                 self.found[client] = attacker.shares(crossing, n, self.tried)
-        model.load(before)  # later rounds are those of the run
+        model.load(before)  # so that later rounds equal those of the run
 
 
 def passes(run: Run, population: Partitioned) -> tuple[int, float]:
-    """(number of local passes for each client that fit the budget, seconds of one pass)."""
+    """Number of local trainings per client that fit the budget, and seconds that one takes."""
     rounds, clients = max(int(run.manifest["result"]["rounds"]), 1), max(len(population.clients), 1)
     one = cost(run, population) / rounds / clients
     return (min(MOST, int(BUDGET / (one * clients))) if one else MOST), one
 
 
 class _Attacker:
-    """Repeats a client's training on rows of its own, whose label counts it knows."""
+    """Repeats a client's training on the attacker's own rows, whose label counts it knows."""
 
     def __init__(self, run: Run, population: Partitioned, rows: Rows, labels: Array, names: Names) -> None:
         self._run, self._method, self._model = run, run.experiment.method, population.model
@@ -103,7 +102,7 @@ class _Attacker:
         self._by_class = [np.flatnonzero(labels == c) for c in range(len(population.model.classes))]
 
     def shares(self, crossing: CrossedUpdate, n: int, number: int) -> Array:
-        """Estimated label shares (C,) of an update of n rows."""
+        """Estimated fractions of the labels (C,) behind an update that was trained on n rows."""
         seed, client = self._run.experiment.run.seed, crossing.clients[0]
         rng = seeds.generator(seed, "audit", "label counts", client)
         local = self._run.experiment.method_as(TrainsLocally).local.plain
@@ -125,7 +124,7 @@ class _Attacker:
         return label_shares(np.stack(tried), np.stack(behind), observed)
 
     def _draw(self, counts: Array, rng: np.random.Generator) -> Array:
-        """Rows with these label counts; any rows for a class that the attacker does not have."""
+        """Rows with these label counts; for a class that the attacker does not have, any rows."""
         every = np.arange(len(self._labels))
         return np.concatenate(
             [rng.choice(own if len(own) else every, k) for own, k in zip(self._by_class, counts, strict=True)]
@@ -138,9 +137,9 @@ class _Attacker:
 
 
 class LabelCounts(HeadAudit):
-    """Total variation distance between estimated and true label shares.
+    """Total variation distance between estimated and true fractions of the labels.
 
-    It is compared with that of a guess: every client has the label shares of the test rows.
+    It is compared with that of a guess, namely that every client has the fractions of the test rows.
     """
 
     def seconds(self, run: Run, population: Partitioned) -> float:

@@ -1,10 +1,10 @@
-"""A watch of a replay that measures how much each update lowered the loss of single rows.
+"""A watch of a replay that measures by how much each update lowered the loss of single rows.
 
-The drop is the loss at the start of an update minus the loss at its end. It costs two forward passes. Nasr, Shokri and
+The drop is the loss at the start of an update minus the loss at its end, and costs two forward passes. Nasr, Shokri and
 Houmansadr (IEEE S&P 2019, arXiv:1812.00910) use the inner product of an update with the negative gradient of the row's
-loss, which is the first-order approximation of the drop. A difficult row has a large loss in both models, so the
-difference does not depend on the row's difficulty. Watson et al. (arXiv:2111.08440) use a reference model for this;
-here it is the start of the update, which all clients have trained.
+loss, which approximates the drop to first order. A difficult row has a large loss in both models, so the drop does not
+depend on the row's difficulty. Watson et al. (arXiv:2111.08440) use a reference model for this purpose. Here the
+reference is the start of the update, which all clients have trained.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from fedfm.core.client import ClientId
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-NO_UPDATE = "No update was a change of the complete model, so this method's messages give no model to score rows with."
+NO_UPDATE = (
+    "No update is a change of the complete model, so this method's messages give no model that could score rows."
+)
 
 
 class LossDrops(Watch):
     """Drops of the loss, summed over the rounds.
 
     Attributes:
-        found: client -> drops (n,) of its members and strangers (see :class:`~fedfm.audits.shadow_runs.RowPool`).
+        found: for each client the drops (n,) of its members and strangers (see
+            :class:`~fedfm.audits.shadow_runs.RowPool`).
         updates: number of updates that were read; a sum counts as one.
-        sums: whether the server only sees the round's sum.
+        sums: whether the server only sees the sum of a round.
     """
 
     def __init__(self, run: Run) -> None:
@@ -55,4 +58,4 @@ class LossDrops(Watch):
                     drop = losses(start, labelled) - losses(end, labelled)
                     self.found[client] = self.found.get(client, np.zeros(len(drop))) + drop
         finally:
-            model.load(before)  # later rounds are those of the run
+            model.load(before)  # so that later rounds equal those of the run

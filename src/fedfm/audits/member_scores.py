@@ -1,7 +1,7 @@
 """The findings of all membership attacks, from scores of rows that were trained on and of rows that were not.
 
-Attacks differ in what the attacker sees (mixtures, the final model, an expert, updates), and in how it scores a row
-from that. The rest is here: the area under the ROC curve (AUC) with its interval, the largest AUC that a stated epsilon
+Attacks differ in what the attacker sees (mixtures, the final model, an expert, updates) and in how it scores a row from
+that. All else is here: the area under the ROC curve (AUC) with its interval, the largest AUC that a stated epsilon
 allows, and the rate of true positives at a low rate of false positives.
 """
 
@@ -21,19 +21,19 @@ Detail = Mapping[str, Any]
 
 
 class CellScores(NamedTuple):
-    """Scores of one client, or of one class of a client; a higher score says "trained on"."""
+    """Scores of one client, or of one class of a client; a higher score means "trained on"."""
 
     members: Array
-    strangers: Array  # of similar rows that nobody trained on
+    strangers: Array  # scores of similar rows that nobody trained on
 
 
 class MemberScores:
     """The scores of an attack.
 
     Args:
-        generator: random generator of the bootstrap, by confidence.
+        generator: returns the random generator of the bootstrap for a confidence.
         strangers: number of different strangers in all cells; cells may share them [each cell has its own].
-        digits: number of digits behind the point to which the normal quantile is rounded [no rounding].
+        digits: number of decimal places to which the normal quantile is rounded [no rounding].
 
     Attributes:
         aucs: the AUC of each cell.
@@ -53,11 +53,11 @@ class MemberScores:
         self.strangers = sum(len(cell.strangers) for cell in cells) if strangers is None else strangers
 
     def of_clients(self) -> dict[str, Any]:
-        """Numbers for the detail of a finding whose cells are clients."""
+        """Numbers for the detail of a finding if the cells are clients."""
         return {"clients": len(self.cells), "members": int(self.sizes.sum()), "strangers": self.strangers}
 
     def interval(self, confidence: float, index: Array | slice = slice(None)) -> tuple[float, float, float]:
-        """(mean AUC over cells, low, high); ``index`` selects cells."""
+        """Mean AUC over cells, and the low and high end of its interval; ``index`` selects cells."""
         from scipy.stats import norm
 
         z = float(norm.ppf((1 + confidence) / 2))
@@ -82,13 +82,13 @@ class MemberScores:
         more: str = "",
         unit: str = "",
     ) -> Finding:
-        """The finding on the AUC.
+        """The finding about the AUC.
 
         Args:
             says: start of the answer, e.g. "A training row scores above a test row"; the AUC follows.
-            claim: a guarantee that bounds the AUC; only an interval at the confidence ``strict`` contradicts it.
+            claim: a guarantee that bounds the AUC. Only an interval at the confidence ``strict`` can contradict it.
             more: text after the interval.
-            unit: text at the end: what a row is.
+            unit: text for the end, which says what a row is.
         """
         mean, low, high = self.interval(0.95)
         says += f" with chance {mean:.3f} {interval(low, high)}{more}; 0.5 is guessing"
@@ -104,12 +104,12 @@ class MemberScores:
 def finding_on_rate(
     name: str, question: str, rate: Rate, detail: Detail, by: str = "", strangers: str = "strangers", unit: str = ""
 ) -> Finding:
-    """The finding on the rate of true positives.
+    """The finding about the rate of true positives.
 
     Args:
         by: the attack, in words.
         strangers: the rows that nobody trained on, in words.
-        unit: text at the end: what a row is.
+        unit: text for the end, which says what a row is.
     """
     says = f"{f'By {by}, ' if by else ''}{100 * rate.tpr:.1f} % of the training rows "
     says += f"[{100 * rate.low:.1f}, {100 * rate.high:.1f}] are above a threshold that "

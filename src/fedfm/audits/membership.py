@@ -1,4 +1,4 @@
-"""Membership inference on the mixtures that clients sent."""
+"""Membership inference on the mixtures that clients send."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
 QUESTION_TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
-SIZES = (1, 10, 20, 50, 200)  # cells are grouped by the number of rows of a class at a client: lower ends of the groups
-LEAST = 20  # smallest number of rows of a group that counts in the verdict
+SIZES = (1, 10, 20, 50, 200)  # cells form groups by their number of rows; these are the lower ends of the groups
+LEAST = 20  # a group counts in the verdict if it has at least this many rows
 MOST = 1000  # largest number of rows that a shadow is fitted to
-STRICT = 0.999  # confidence of a contradiction
+STRICT = 0.999  # confidence that is needed to contradict a claim
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Scored:
 
 
 class Membership(Audit):
-    """AUC, and the rate of true positives at 1 % false positives."""
+    """Finds the AUC, and the rate of true positives at 1 % false positives."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -46,7 +46,7 @@ class Membership(Audit):
         view = View(replay)
         scored = [s for s in _score(view) if all(map(len, s.scores))]
         if not scored:
-            why = "No class that was sent has rows that nobody trained on: there is nothing to compare with."
+            why = "No class in the messages has rows that nobody trained on, so there is nothing to compare with."
             return [nothing("membership", QUESTION, why), nothing("membership_tpr", QUESTION_TPR, why)]
         cells = [s.scores for s in scored]
         strangers = len({int(i) for s in scored for i in view.held_out(s.cell.client, s.cell.label)})
@@ -55,7 +55,7 @@ class Membership(Audit):
 
 
 def _score(view: View) -> list[_Scored]:
-    """Scores of each cell's members and strangers, from its mixture and from a shadow that is fitted to other rows."""
+    """Score each cell's members and strangers by its mixture and by a shadow that is fitted to other rows."""
     shadows = _Shadows(view)
     out = []
     for cell in view.cells:
@@ -70,11 +70,11 @@ def _score(view: View) -> list[_Scored]:
 
 
 class _Shadows:
-    """Shadows: the same fit as the client's, to other rows of the class.
+    """Shadows: mixtures fitted like the client's, to other rows of the class.
 
-    The clients that have a class are divided into two halves. A mixture that is fitted to the rows of one half is the
-    shadow of all clients of the other half: two fits for a class, not one for each client. If only one client has the
-    class, its shadow is fitted to half of the rows that nobody trained on.
+    The clients that have a class are divided into two halves. A mixture fitted to the rows of one half is the shadow
+    for all clients of the other half. This takes two fits for a class, not one for each client. If only one client has
+    the class, its shadow is fitted to half of the rows that nobody trained on.
     """
 
     def __init__(self, view: View) -> None:
@@ -103,7 +103,7 @@ class _Shadows:
 
 
 def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density:
-    """The fit that the clients use."""
+    """The fit that clients make."""
     if view.plan is None or components > 1:
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
         em = fit_without_singles if view.plan is None else fit
@@ -119,11 +119,11 @@ def _auc(view: View, scores: MemberScores) -> Finding:
         if not len(index):
             continue
         label = f"{first} or more" if beyond == np.inf else f"{first} to {int(beyond) - 1}"
-        auc, low, high = scores.interval(0.99, index)  # 99 %, because there are five tests
+        auc, low, high = scores.interval(0.99, index)  # at 99 %, because there are five tests
         groups[label] = {"auc": auc, "low": low, "high": high, "rows": int(scores.sizes[index].sum())}
         if groups[label]["rows"] >= LEAST:
             lows.append(low)
-    # The AUC of a few rows may be large by chance, so small groups do not count, as in the verdict.
+    # The AUC of a few rows may be large by chance, so the sentence leaves out small groups, as the verdict does.
     large = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
     top = max(large, key=lambda k: large[k])
     rule = ABOVE

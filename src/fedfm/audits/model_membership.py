@@ -1,7 +1,7 @@
-"""Membership inference on the final model of any run: does the model tell whether a row was trained on?
+"""Membership inference on the final model of any run: does the model reveal whether a row was trained on?
 
-If shadow runs are cheap, the attack is the likelihood ratio of Carlini et al. (arXiv:2112.03570). Else it is the loss
-threshold of Yeom et al. (arXiv:1709.01604), with one threshold for each class as in Song and Mittal (arXiv:2003.10595).
+If shadow runs are cheap, the attack is the likelihood ratio of Carlini et al. (arXiv:2112.03570). Otherwise it is the
+loss threshold of Yeom et al. (arXiv:1709.01604), with one threshold per class as in Song and Mittal (arXiv:2003.10595).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Models = Mapping[ClientId, Params]
 
 
 class ModelMembership(Audit):
-    """Compares each client's training rows with test rows of the same distribution, by the model that it uses."""
+    """Compares each client's training rows with test rows of the same distribution, by the client's final model."""
 
     replays: ClassVar[bool] = False
     replies: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class ModelMembership(Audit):
         return max(affordable(run, population) * cost(run, population), self.takes)
 
     def reads(self, run: Run) -> bool:
-        # For these methods another audit asks the same question about what they release.
+        # For these methods another audit asks the same question about their messages.
         others = {*Membership.methods, *ExpertMembership.methods}
         return unreadable(run) is None and run.experiment.method_name not in others
 
@@ -60,7 +60,7 @@ class ModelMembership(Audit):
             population = replay.fresh()
             cells, how = attack(run, population, final_models(run, population), notice)
         if not cells:
-            why = "No client has training rows, a model here and test rows to compare with."
+            why = "No client has all three: training rows, a model here, and test rows to compare with."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
         seed, of = run.experiment.run.seed, unit(population)
         purpose = ("audit", "model membership")
@@ -69,7 +69,7 @@ class ModelMembership(Audit):
 
 
 def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
-    """The final models in the run directory: by client if each has its own, else one under the key ""."""
+    """The final models in the run directory: one per client if each has its own, otherwise one under the key ""."""
     method = run.experiment.method
     state = run.state(method.state_type)
     if not personal(method):
@@ -88,10 +88,10 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
 def attack(
     run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
 ) -> tuple[list[CellScores], str]:
-    """(scores of each client, the attack in words).
+    """Scores of each client, and the attack in words.
 
     Args:
-        population: rows, and the model at the start of the run.
+        population: the rows, and the model as it was at the start of the run.
     """
     seed, pooled = run.experiment.run.seed, run.experiment.method.needs.pooled
     pool = RowPool(population, seed, pooled=pooled)
@@ -120,7 +120,7 @@ def attack(
         else:
             scores = by_class(target[c], pool.labels(c))
         cells.append(CellScores(scores[:split], scores[split:]))
-    each = "" if pool.labels(clients[0]) is None else ", with a threshold a class"
+    each = "" if pool.labels(clients[0]) is None else ", with one threshold for each class"
     if population.trains_on_blocks:
         each = ", with one threshold for whole blocks and one for shorter ones"
     return cells, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"

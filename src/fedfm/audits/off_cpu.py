@@ -1,4 +1,4 @@
-"""How far a replay on a GPU is from its run: there, sums have no fixed order, so bits differ."""
+"""How far a replay on a GPU is from its run. Sums on a GPU have no fixed order, so bits differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def distance(
 ) -> float:
     """Largest L2 distance of a client's replayed parameters from the recorded ones, relative to the run's change.
 
-    It is infinite if names or shapes differ, or if parameters differ that the run did not change.
+    It is infinite if names or shapes differ, or if parameters differ that the run left unchanged.
     """
     found = 0.0
     for client, was in recorded.items():

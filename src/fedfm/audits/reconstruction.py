@@ -1,4 +1,4 @@
-"""Find rows that a mixture discloses, because the mean of one of its components equals a single row."""
+"""Find rows that a mixture discloses because the mean of one of its components equals a single row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedfm.audits.replay import Replay
 from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures disclose single rows?"
-LONE = ALONE - 0.005  # a component with fewer examples equals one example; the margin is float16's rounding
-STRANGERS = 2000  # number of unused rows to compare with
+LONE = ALONE - 0.005  # a component with fewer examples stands for one example; the margin is for float16's rounding
+STRANGERS = 2000  # largest number of rows to compare with that nobody trained on
 
 
 class Reconstruction(Audit):
-    """Distances of component means to training rows, compared with distances between neighbours and to unused rows."""
+    """Distances of components' means to training rows, compared with those between neighbours and to unused rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view = View(replay)
-        test, gaps = view.federated.test, dict[int, float]()  # typical distance between neighbours of a class
+        test, gaps = view.federated.test, dict[int, float]()  # for each class, the typical distance between neighbours
         for c in sorted({cell.label for cell in view.cells}):
             every = np.concatenate([view.of_class(c), test[view.labels[test] == c]])
             gaps[c] = copies.typical_gap(view.features(every))
@@ -40,7 +40,7 @@ class Reconstruction(Audit):
             ratios += near
             components += cell.mixture.components
         if not components:
-            return [nothing("reconstruction", QUESTION, "The messages give no mixture.")]
+            return [nothing("reconstruction", QUESTION, "The messages contain no mixture.")]
         total = sum(len(c.rows) for c in view.cells)
         hit = len({leak["row"] for leak in named})
         low, high = rates.clopper_pearson(hit, total)
@@ -53,7 +53,7 @@ class Reconstruction(Audit):
 
 
 def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], list[float]]:
-    """(components that equal one row, distances to the nearest row divided by the typical distance ``gap``)."""
+    """The components that equal a single row, and all distances to the nearest row, divided by ``gap``."""
     assert cell.mixture is not None  # noqa: S101 - the caller skips the others
     strangers = [view.held_out(cell.client, cell.label)]
     if view.method.topology == "star":  # in a chain the fit includes other clients' rows
@@ -64,7 +64,7 @@ def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], 
     index, distance = copies.nearest(means, view.features(cell.rows))
     _, by_chance = copies.nearest(means, view.features(never))
     carried = cell.mixture.weights * cell.size
-    # Noisy counts and rounded weights do not give the number of a component's examples.
+    # Noisy counts and rounded weights do not determine the number of a component's examples.
     exact = view.plan is None and view.method.counts == "exact"
     alone = carried < LONE if exact else np.zeros(len(means), dtype=bool)
     leaks = [

@@ -1,4 +1,4 @@
-"""Does the run's message log show that the server sent a client the same question twice in a round?"""
+"""Check in the run's message log whether the server asked a client for the same thing twice in a round."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Was a client asked more than once for the same thing in one round?"
 EXPECTED = (
-    "Expected for each client in a round: one question for its scores on each part of its rows, one for its own model, "
-    "and the same number of questions for an update as for other clients"
+    "Expected for each client in a round: one request for its scores on each part of its rows, one for its own model, "
+    "and as many requests for an update as for other clients"
 )
-ONE_A_ROUND = ("train", "scores", "reveal")  # kinds of messages; a method may send others batch by batch
+ONE_A_ROUND = (
+    "train",
+    "scores",
+    "reveal",
+)  # kinds of messages that are checked; a method may send other kinds batch by batch
 
 
 class RepeatedQuestions(Audit):
-    """Counts messages by round, handler, part of the rows and client; needs no replay."""
+    """Counts messages by round, handler, part of the rows and client. It needs no replay."""
 
     replies: ClassVar[bool] = False
     replays: ClassVar[bool] = False
@@ -30,19 +34,17 @@ class RepeatedQuestions(Audit):
         return True
 
     def unfit(self, run: Run) -> str | None:
-        return (
-            None if run.experiment.method.rounds else "the run has no rounds, so no question could be repeated in one"
-        )
+        return None if run.experiment.method.rounds else "the run has no rounds, so no request could be repeated in one"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         return [finding_of(replay.run)]
 
 
 def finding_of(run: Run) -> Finding:
-    """The finding of a run's messages.jsonl.
+    """The finding from a run's messages.jsonl.
 
-    A method may train its clients several times in a round, all clients equally often. If a run ends with the model
-    of an earlier round, the last round asks for the scores of that model, too.
+    A method may train its clients several times in a round if it trains all of them equally often. If a run ends with
+    the model of an earlier round, the last round also asks for the scores of that model.
     """
     calls: dict[tuple[int, str, str, str], set[int]] = {}
     for _, line, _ in logs.lines(run.path / logs.MESSAGES):
@@ -64,7 +66,7 @@ def finding_of(run: Run) -> Finding:
         if len(times) > most:
             again[f"{handler} {part}".strip()] += len(times) - most
     asked = sum(map(len, calls.values()))
-    shown = "; ".join(f"{name}: {count} more" for name, count in sorted(again.items())) or "none was asked again"
+    shown = "; ".join(f"{name}: {count} more" for name, count in sorted(again.items())) or "none was repeated"
     return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, COUNT,
-                   f"{asked} questions to {len({c for *_, c in calls})} clients: {shown}. {EXPECTED}.",
+                   f"{asked} requests to {len({c for *_, c in calls})} clients: {shown}. {EXPECTED}.",
                    detail={"asked": asked, "again": dict(again)})  # fmt: skip

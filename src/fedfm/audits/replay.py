@@ -1,9 +1,9 @@
 """Replay of a finished run in this process, with a recorder at the server (:mod:`fedfm.audits.recorded_run`).
 
-A run is determined by its experiment, its seed and its secrets, so no messages need to be stored. A replay on a CPU
-gives the same bits. On other devices sums have no fixed order, and it differs by at most :data:`TOLERANCE`. The replay
-only reads the run directory. It copies the secrets to a temporary folder, to draw the same noise. If the messages are
-too large to keep, an audit has a watch, which reads every round and keeps what it needs.
+Experiment, seed and secrets determine a run, so no messages need to be stored. On a CPU a replay gives the same bits.
+On other devices sums have no fixed order, and a replay differs by at most :data:`TOLERANCE`. A replay does not change
+the run directory. It copies the secrets to a temporary folder, so that it draws the same noise. If the messages are too
+large to keep, an audit has a watch, which reads every round and keeps what it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watch(Protocol):
     """Observer of the rounds of a replay."""
 
     def see(self, turn: Turn, population: Partitioned) -> None:
-        """Called after each round."""
+        """Observe a round; called after each round."""
 
 
 W = TypeVar("W", bound=Watch)
@@ -51,9 +51,9 @@ class Replay:
     """A replayed run.
 
     Attributes:
-        population: every client's rows. No attacker has them; they serve to evaluate the attack.
-        replies: all replies, in the order of the run; none if only watches read them.
-        watched: name of an audit -> its watch.
+        population: every client's rows. No attacker has them; they serve to judge the attack.
+        replies: all replies, in the order of the run; empty if only watches read them.
+        watched: for each audit, its watch.
         given: the arguments of a run of ``fedfm.federate``.
     """
 
@@ -64,7 +64,7 @@ class Replay:
     given: Any = None
 
     def watch(self, kind: type[W]) -> W:
-        """The watch of this kind."""
+        """The watch of this class."""
         return next(watch for watch in self.watched.values() if isinstance(watch, kind))
 
     def fresh(self) -> Partitioned:
@@ -85,29 +85,32 @@ def open_finished(path: str | Path, given: Any = None) -> Run:
         given: the arguments of a run of ``fedfm.federate``.
 
     Raises:
-        InputError: the run is unfinished, or its data and model came from Python and are not passed again.
+        InputError: the run is not finished, or its data and model came from Python and are not given again.
     """
     run = Run.open(path)
     if run.experiment.in_memory and given is None:
         raise InputError(
-            f"{path}: data and model of this run were given from Python, and an audit runs it again: give them, from "
+            f"{path}: data and model of this run came from Python, and an audit runs it again; pass them to the "
+            f"audit, from "
             'Python, as given={"model": ..., "clients": ..., ...}'
         )
     if run.manifest["result"] is None:
-        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+        raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     spec = run.experiment.run
     if spec.asynchronous is not None and spec.engine == "deployment":
         raise InputError(
-            f"{path}: its updates arrived in a random order, which cannot be repeated: audit the same "
-            "experiment on the local engine, where arrival is simulated"
+            f"{path}: its updates arrived in a random order, which cannot be repeated; audit the same "
+            "experiment on the local engine, which simulates arrival"
         )
     if run.manifest["split"] is None:
-        raise InputError(f"{path}: the silos' own data are not here: audit the run on a machine that has all rows")
+        raise InputError(
+            f"{path}: the silos' own data are not on this machine; audit the run on a machine that has all rows"
+        )
     return run
 
 
 def own_sources(run: Run) -> bool:
-    """Whether clients have sources of their own. Then only a client's own test rows resemble its training rows."""
+    """Whether clients have sources of their own. If so, only a client's own test rows resemble its training rows."""
     data = run.experiment.data
     return bool(data.clients) or data.partition.name == "by_column"
 
@@ -123,13 +126,13 @@ def replay(
     """Run a finished run again, with a recorder at the server.
 
     Args:
-        watched: observers, which see every round.
+        watched: watches, by the name of their audit; they see every round.
         keep: whether all replies stay in memory.
         given: as in :func:`open_finished`.
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
-        RunError: the replay ends with other parameters; on devices other than a CPU, further away than
+        RunError: the replay ends with other parameters; on devices other than a CPU, at a distance above
             :data:`TOLERANCE`.
     """
     experiment, result = run.experiment, run.manifest["result"]
@@ -139,7 +142,7 @@ def replay(
     with torch_threads(1), devices.restore_determinism():
         population = population_of(run, given)
         check_unchanged(run, population)
-        notice(f"running {run.path} again, with a recorder at the server")
+        notice(f"replaying {run.path}, with a recorder at the server")
         for turn in play(run, population):
             replies += turn.replies if keep else ()
             first = turn.after if turn.round == 0 else first
@@ -161,26 +164,27 @@ def replay(
                 f"{marks[0]['file']}; audit a run that lost no file"
             )
         raise RunError(
-            f"{run.path}: the replay ends with other parameters than the result line; audit the run on its machine and "
-            f"with the versions of its manifest: {run.manifest['versions']}"
+            f"{run.path}: the replay ends with other parameters than the result states; audit the run on its machine "
+            f"and "
+            f"with the versions in its manifest: {run.manifest['versions']}"
         )
     return Replay(run, population, tuple(replies), watched, given)
 
 
 def population_of(run: Run, given: Any = None) -> Partitioned:
-    """Rows and model of the run at its start, read again or taken from ``given``.
+    """Rows and model as they were at the start of the run, read again or taken from ``given``.
 
     Raises:
-        InputError: they differ from the run's, or the file of the start is missing.
+        InputError: rows or model differ from the run's, or the file with the start model is missing.
     """
     if not run.experiment.in_memory:
         return populate(run.experiment)
     population = of_brought(read_inputs(given), run.experiment.data, run.experiment.run.seed)
     start = storage.load(run.path / START)
     if start is None:
-        raise InputError(f"{run.path / START} is missing or damaged: it holds the weights that the run began with")
+        raise InputError(f"{run.path / START} is missing or damaged; it has the weights with which the run began")
     if start["w"].layout is not population.model.layout:
-        raise InputError(f"{run.path} was trained with another model than the given one")
+        raise InputError(f"{run.path} was trained with another model than the one given")
     population.model.load(start["w"])
     return population
 
@@ -219,7 +223,7 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
 
 @contextmanager
 def secrets(run: Run) -> Iterator[Path]:
-    """A folder with copies of the run's secrets only: memories start empty, as in the run.
+    """Context manager: a folder with copies of the run's secrets. Memories start empty, as in the run.
 
     Raises:
         Lost: a secret is damaged.
@@ -236,22 +240,22 @@ def secrets(run: Run) -> Iterator[Path]:
 
 
 def _here(path: Path) -> Path:
-    """The path of a run's secret in the folder of a replay, which all clients share."""
+    """The path of a run's secret in a replay's folder, which all clients share."""
     return Path(*path.parts[-3:])  # each silo on loopback has a memory/ of its own
 
 
 def _parties(private: Path) -> set[str]:
-    """Owners of the secrets in the folder."""
+    """The owners of the secrets in the folder."""
     return {path.parent.name for path in private.rglob("*.secret")}
 
 
 def check_unchanged(run: Run, population: Partitioned) -> None:
-    """Check that rows and model are those of the run.
+    """Check that rows and model are the same as in the run.
 
     Raises:
-        InputError: they are not; it says what changed.
+        InputError: they differ; the error says what changed.
     """
     own = run.experiment.data.name == IN_MEMORY
-    more = ", with test and classes as fedfm.federate got them" if own else ""
+    more = ", with test and classes as they were given to fedfm.federate" if own else ""
     now = fingerprints(run, population.federated.table, population.model)
     check_same(run, now, f"an audit needs the original{more}")

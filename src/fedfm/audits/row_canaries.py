@@ -38,18 +38,18 @@ from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
 QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
-DIMENSION = 4096  # size of the trained vector; the guarantee does not depend on it
+DIMENSION = 4096  # length of the trained vector; the guarantee does not depend on it
 CANARIES, TRAININGS = 1000, 20  # largest number of canaries, and of trainings
-ENOUGH = 400  # number of canaries from which the training is not repeated again
+ENOUGH = 400  # the training is repeated until there are this many canaries
 _MOST = 2e4  # largest number of steps
-_SATURATED = 1e30  # a logit for which the softmax is exactly 1
+_SATURATED = 1e30  # a logit that makes the softmax exactly 1
 
 
 class RowCanaries(Audit):
-    """Repeats the training of the client that spends most; the attacker sees each step.
+    """Repeats the training of the client that spends most privacy; the attacker sees each step.
 
-    Number of rows, batch size, steps, noise and clipping are those of the run. The audit tests the mechanism: coins,
-    clipping, noise and their accounting. ``row_norms`` tests the gradients of the run's own model.
+    Number of rows, batch size, steps, noise and clipping are as in the run. The audit tests the mechanism: its coins,
+    clipping and noise, and their accounting. ``row_norms`` tests the gradients of the run's own model.
     """
 
     replays: ClassVar[bool] = False
@@ -63,14 +63,14 @@ class RowCanaries(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
-        mechanism = cast(DpSgd, run.experiment.aggregation.mechanism)  # see reads
+        mechanism = cast(DpSgd, run.experiment.aggregation.mechanism)  # reads() checks this
         client = costliest(replay.population, mechanism)
         if client is None:
             return [nothing("row_canaries", QUESTION, "No client has training rows.")]
         n, plan = len(replay.population.data(client).train), mechanism.plan
         claimed = plan.releases(n, mechanism.batch_size, mechanism.steps(n))
         if claimed.times > _MOST:
-            why = f"A client takes {claimed.times} steps, more than {_MOST:.0f}: too many to repeat."
+            why = f"A client takes {claimed.times} steps, more than {_MOST:.0f}, which is too many to repeat."
             return [nothing("row_canaries", QUESTION, why)]
         trainings = Trainings(plan, n, mechanism.batch_size, mechanism.steps(n), run.experiment.run.seed)
         with torch_threads(1):
@@ -96,7 +96,7 @@ class RowCanaries(Audit):
         coins = row_canaries.coins_differ([t.in_step for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
-        # If the coins are not those that the claim assumes, the claimed epsilon does not hold.
+        # If the coins differ from those that the claim assumes, the claimed epsilon does not hold.
         strict = math.inf if coins else strict
         says = (
             f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
@@ -114,7 +114,7 @@ class RowCanaries(Audit):
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
-    """The client that spends most, and among equals the one with the most rows; None if no client has rows."""
+    """The client that spends most privacy; of several, the one with the most rows. None if no client has rows."""
     sizes = {client: n for client, n in population.sizes().items() if n}
     plan = mechanism.plan
     if plan.target_epsilon is None:
@@ -125,12 +125,12 @@ def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
 
 
 class CanaryTraining:
-    """The observations of one training.
+    """What the attacker observes in one training.
 
     Attributes:
-        steps: (T, d): the noisy sum of each step, computed from the change of the model.
+        steps: (T, d): the noisy sum of each step, computed from the model's change.
         in_step: (n, T): whether each row was in each step.
-        directions: (K, d): directions of the canaries, which are the first K rows.
+        directions: (K, d): directions of the canaries; these are the first K rows.
     """
 
     def __init__(self, steps: Array, in_step: Array, directions: Array) -> None:
@@ -143,7 +143,7 @@ class CanaryTraining:
 
 
 class Trainings:
-    """Private trainings of a client with n rows, the first of which are canaries. Each training has its own secret."""
+    """Private trainings of a client with n rows, of which the first are canaries. Each training has its own secret."""
 
     def __init__(self, plan: DescentPlan, n: int, batch_size: int, steps: int, seed: int) -> None:
         self.plan, self.canaries = plan, min(n, CANARIES)
@@ -190,7 +190,7 @@ class Trainings:
 
 
 class _Directions(Model):
-    """A model with a linear loss: each canary has a constant gradient of its own, and other rows have gradient 0.
+    """A model with a linear loss. Each canary has its own constant gradient, and other rows have gradient 0.
 
     Attributes:
         asked: rows whose loss was computed.
@@ -214,5 +214,5 @@ class _Directions(Model):
         return self.module(x)  # type: ignore[no-any-return]
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        # The wrong one of the two classes has probability 1, so the derivative of the cross-entropy is 1.
+        # The wrong one of two classes has probability 1, so the derivative of the cross-entropy is 1.
         return torch.cat([logits + _SATURATED, torch.zeros_like(logits)], 1), torch.ones(len(logits), dtype=torch.int64)

@@ -16,31 +16,31 @@ from fedfm.models.model import Model
 from fedfm.runtime.predictions import apply_model, logits
 from fedfm.runtime.run_directory import Run
 
-BATCH = 16  # texts that are computed at once
+BATCH = 16  # number of texts that are computed at once
 
 
 def unreadable(run: Run) -> str | None:
-    """Why no attacker can compare single rows of this run; None if it can."""
+    """Why no attacker can compare single rows of this run; None if an attacker can."""
     method, task = run.experiment.method, run.experiment.model.task
     if method.needs.model == "server":
-        return "the model stays at the server, and clients' rows are read by nobody else"
+        return "the model stays at the server, and only clients read their rows"
     if task is not None and not tasks.find(task).compared_by_row:
         known = ", ".join(tasks.names(lambda task: task.compared_by_row))
-        return f"it compares rows of tasks {known}, and this run's is {task}"
+        return f"it compares rows of the tasks {known}, but this run's task is {task}"
     return None
 
 
 def no_round(run: Run) -> str | None:
-    """Why no row was attacked."""
+    """Why there is no row to attack; None if there is one."""
     return None if run.manifest["result"]["rounds"] else "the run has no round"
 
 
 def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
-    """Scores (n,) of rows; a higher score says "trained on".
+    """Scores (n,) of rows; a higher score means "trained on".
 
     - Rows with labels: phi = log(p_y / (1 - p_y)).
-    - Texts: minus the mean loss of a token.
-    - A user's module that is no classifier: minus its loss.
+    - Texts: the negative mean loss of a token.
+    - A user's module that is not a classifier: its negative loss.
 
     Yeom et al. (arXiv:1709.01604) compare the loss, which is a monotone function of phi.
     """
@@ -66,7 +66,7 @@ def losses(found: Array, labelled: bool) -> Array:
 def by_class(scores: Array, labels: Array | None) -> Array:
     """Scores minus the median of their class.
 
-    The median is over members and strangers together, so that it favours neither. Without labels, all rows count as one
+    The median is over members and strangers together, so it favours neither. Without labels, all rows count as one
     class.
     """
     labels = np.zeros(len(scores)) if labels is None else labels

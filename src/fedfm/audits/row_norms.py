@@ -1,4 +1,4 @@
-"""Test the sensitivity that DP-SGD assumes: the largest effect of a row on the sum of a step."""
+"""Test the sensitivity that DP-SGD assumes: the largest effect of a single row on the sum of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedfm.runtime.run_directory import Run
 from fedfm.training import private
 
 QUESTION = "Does a row move the sum of a step by more than clip_norm?"
-ROWS = 16  # number of measured rows, which form one batch
+ROWS = 16  # number of rows that are measured; they form one batch
 
 
 class RowNorms(Audit):
-    """Measures the sum with a row minus the sum without it, for the model at the start and at the end of the run."""
+    """Measures the sum with a row minus the sum without it, with the model at the start and the one at the end."""
 
     replays: ClassVar[bool] = False
 
@@ -31,7 +31,7 @@ class RowNorms(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run, population = replay.run, replay.population
-        mechanism = cast(DpSgd, run.experiment.aggregation.mechanism)  # see reads
+        mechanism = cast(DpSgd, run.experiment.aggregation.mechanism)  # reads() checks this
         client, method, model = costliest(population, mechanism), run.experiment.method, population.model
         if client is None:
             return [nothing("row_norms", QUESTION, "No client has training rows.")]

@@ -1,10 +1,10 @@
-"""Shadow runs: the experiment is repeated on random halves of the clients' rows.
+"""Shadow runs: repetitions of the experiment on random halves of the clients' rows.
 
-Attacks compare models that were trained with a row and without it. A shadow run has the method, settings, rounds,
-clients and start model of the run, and another seed. A coin for each row decides whether the client has the row in this
-shadow run; test rows have a coin, too. In running text a row is a block of joined lines: lines are joined before coins
-are drawn, so that no block is split. The attacker knows the distribution of the rows and the settings, as in Carlini et
-al. (arXiv:2112.03570). It knows neither the clients' rows nor the run's messages.
+Attacks compare models that were trained with a row and models that were trained without it. A shadow run has the run's
+method, settings, rounds, clients and start model, but another seed. A coin for each row decides whether the client has
+the row in this shadow run; test rows have coins, too. A row of running text is a block of joined lines. Lines are
+joined before coins are drawn, so that no coin splits a block. The attacker knows the distribution of the rows and the
+settings, as in Carlini et al. (arXiv:2112.03570). It knows neither the clients' rows nor the run's messages.
 """
 
 from __future__ import annotations
@@ -32,28 +32,33 @@ from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
-MOST, LEAST = 16, 8  # number of shadow runs; fewer than LEAST do not determine a row's two distributions
-BUDGET = 40.0  # seconds of one core for all shadow runs, by an estimate from counts: results must not depend on a clock
-MACS = 5e9  # multiply-accumulates of a core in a second
-STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step in addition to its multiplications: of a complete model, of a head
+MOST, LEAST = 16, 8  # largest and smallest number of shadow runs; fewer do not determine a row's two distributions
+BUDGET = (
+    40.0  # seconds of one core for all shadow runs, estimated from counts, since results must not depend on a clock
+)
+MACS = 5e9  # multiply-accumulates per second of a core
+STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step beyond its multiplications: for a complete model, for a head
 MASKING = 0.05  # seconds that a client needs to hide an update
 
 
 class RowPool:
-    """Rows that the attack compares: each owner's training rows (members), and rows that nobody trained on (strangers).
+    """The rows that an attack compares: training rows of each owner (members), and rows that nobody trained on
+    (strangers).
 
-    In running text a row is a block of joined lines, as clients train on it. An owner's training lines, its validation
-    lines and its strangers are joined separately, so that no block mixes them.
+    A row of running text is a block of joined lines, on which clients train. An owner's training lines, validation
+    lines and strangers are joined separately, so that no block mixes them.
 
     Attributes:
-        owners: those who train: the clients, or POOLED.
-        members, strangers, val: owner -> places (n,) of its rows. A place is a row's index in the table, or the number
-            of a block. Strangers come from the same distribution as members.
-        own: whether strangers are the client's own test rows; if not, they are random global test rows.
+        owners: the parties that train: the clients, or POOLED.
+        members, strangers, val: for each owner, the places (n,) of its rows. A place is a row's index in the table, or
+            the number of a block. Strangers have the same distribution as members.
+        own: whether strangers are the client's own test rows; otherwise they are random global test rows.
     """
 
     def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
-        """Collect the rows. With ``pooled`` a single owner has all training rows, and its blocks mix clients' lines."""
+        """Collect the rows. With ``pooled`` one owner has all training rows, and its blocks mix lines of several
+        clients.
+        """
         self.population = population
         clients = population.federated.clients
         honest = honest_clients(population)
@@ -88,7 +93,7 @@ class RowPool:
 
     @functools.cached_property
     def order(self) -> Array:
-        """Places of all rows of the pool, also of validation rows, in ascending order."""
+        """Places of all rows of the pool, including validation rows, in ascending order."""
         return np.unique(np.concatenate([*self.members.values(), *self.strangers.values(), *self.val.values()]))
 
     @functools.cached_property
@@ -99,7 +104,7 @@ class RowPool:
         return Rows(tokens=Tokens.joining(tokens), pad=self._blocks[0].pad)
 
     def rows(self, index: Array) -> Rows:
-        """The rows at these places as the model reads them; each is prepared once."""
+        """The rows at these places, as the model reads them; each row is prepared once."""
         return self._all.take(np.searchsorted(self.order, index))
 
     def compared_rows(self, client: ClientId) -> Rows:
@@ -113,8 +118,8 @@ class RowPool:
     def labels(self, client: ClientId) -> Array | None:
         """Labels (n,) of :meth:`compared_rows`; None for language models.
 
-        The label of a block says whether it is complete. A text's last block is shorter, and its tokens are harder to
-        predict.
+        The label of a block says whether the block is complete. A text's last block is shorter, and its tokens are
+        harder to predict.
         """
         if self._blocks and (tokens := self._all.tokens) is not None:
             return np.asarray(tokens.length[self.index(client)] == self._all.longest, dtype=np.int64)
@@ -129,7 +134,7 @@ def honest_clients(population: Partitioned) -> list[ClientId]:
 
 
 def unit(population: Partitioned) -> str:
-    """A sentence for the end of a finding that says what a row is; "" if it is a row of the table."""
+    """A sentence for the end of a finding that says what a row is; "" if rows are rows of the table."""
     if not population.trains_on_blocks:
         return ""
     length = population.model.tools.max_length
@@ -137,16 +142,16 @@ def unit(population: Partitioned) -> str:
 
 
 def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
-    """Rows of all clients as one owner's."""
+    """The rows of all clients, as those of one owner."""
     names = ("train", "val", "test")
     return ClientRows(*(np.sort(np.concatenate([getattr(part, name) for part in parts])) for name in names))
 
 
 class Half:
-    """A population in which each client has the rows that its coins selected.
+    """A population in which each client has the rows that their coins selected.
 
     Attributes:
-        taken: client -> (places (m,) of its rows in the pool, members first; whether each was selected).
+        taken: for each client the places (m,) of its rows in the pool, members first, and whether each was selected.
     """
 
     attackers = None
@@ -159,7 +164,7 @@ class Half:
         for c in pool.owners:
             rows = pool.index(c)
             coins = seeds.generator(seed, "audit", "coins", number, c).random(len(rows)) < 0.5
-            if len(rows) and not coins.any():  # without rows the client would not train, although it did in the run
+            if len(rows) and not coins.any():  # without any row the client would not train, although it did in the run
                 coins[:1] = True
             self.taken[c] = rows, coins
 
@@ -179,7 +184,7 @@ class Half:
 
 
 def affordable(run: Run, population: Partitioned) -> int:
-    """How many shadow runs fit the budget, at most :data:`MOST`; 0 if fewer than :data:`LEAST` do."""
+    """How many shadow runs the budget allows, at most :data:`MOST`; 0 if these are fewer than :data:`LEAST`."""
     seconds = cost(run, population)
     number = MOST if not seconds else min(MOST, int(BUDGET / seconds))
     return number if number >= LEAST else 0
@@ -198,7 +203,7 @@ def cost(run: Run, population: Partitioned) -> float:
         noisy = run.experiment.aggregation.mechanism.plan is not None  # DP-SGD computes a gradient for each row
         one = HEAD_STEP if encodes(population.model) and not noisy else STEP
         seconds += rounds * sum(method.local.steps(n, population.model) for n in sizes if n) * one
-    else:  # methods of one round fit heads
+    else:  # methods with one round fit heads
         seconds += trained * 0.05
     if _transport(run.experiment.aggregation).form != "plain":
         seconds += trained * MASKING
@@ -210,7 +215,9 @@ def _transport(aggregator: Aggregator) -> Transport:
 
 
 def _aggregator(run: Run) -> Aggregator:
-    """The run's aggregator; if it only hides the updates, the same mean in the clear, which is faster."""
+    """The run's aggregator; if it only hides updates, an aggregator that computes the same mean in the clear, and
+    faster.
+    """
     ours = run.experiment.aggregation
     if type(ours.mechanism) is not Mechanism or ours.transport.form == "plain":
         return ours
@@ -218,7 +225,7 @@ def _aggregator(run: Run) -> Aggregator:
 
 
 def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params]:
-    """Final models of a shadow run: by client if each has its own, else one under the key ""."""
+    """Final models of a shadow run: one per client if each has its own, otherwise one under the key ""."""
     method = run.experiment.method
     result = run.manifest["result"]
     seed = seeds.derive(run.experiment.run.seed, "audit", "shadow", number)

@@ -1,4 +1,4 @@
-"""What messages disclose about a class that only one client has: they describe this client alone."""
+"""What messages disclose about a class that only one client has. They describe this client alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedfm.audits.replay import Replay
 
 QUESTION = "What do the messages disclose about a class that only one client has?"
 PROMISED = VerdictRule((), ("estimate <= bound",), "a promise about single rows does not cover classes of many rows")
-STANDS_OUT = 4.0  # a count stands out if it exceeds this many standard deviations of its noise
+STANDS_OUT = 4.0  # a count is visible if it exceeds this many standard deviations of its noise
 
 
 class SingleHolder(Audit):
-    """Whether the server learns that the client has the class, its number of rows, and their mean."""
+    """Whether the server learns that the client has the class, how many rows, and their mean."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 

@@ -12,7 +12,7 @@ from fedfm.audits.inference import one_run
 from fedfm.runtime.run_directory import Run
 
 CONFIDENCE = 0.95
-STRICT = 0.9999  # confidence of a contradiction; it is high because audits are repeated
+STRICT = 0.9999  # confidence that is needed to contradict a claim; high, because audits are repeated
 Figures = tuple[float, float, float | None]
 
 
@@ -21,8 +21,8 @@ class Claim:
     """Differential privacy as the ledger states it.
 
     Attributes:
-        steps: number of neighbouring steps that exchange one row for another: 2 if neighbours differ by one row more
-            or less, else 1.
+        steps: number of neighbouring steps that exchange one row for another: 2 if neighbours differ by one row more or
+            less, otherwise 1.
     """
 
     epsilon: float
@@ -31,14 +31,14 @@ class Claim:
 
     @property
     def largest_auc(self) -> float:
-        """The largest AUC that the claim allows to a membership attack, which compares two exchanged rows."""
+        """The largest AUC that the claim allows a membership attack to have, which compares two exchanged rows."""
         return one_run.largest_auc(*one_run.of_steps(self.epsilon, self.delta, self.steps))
 
 
 def claim(run: Run) -> Claim | None:
-    """The guarantee against a server that sees every message, or None."""
+    """The guarantee against a server that sees every message; None if the run states none."""
     if "noise" in secrets_of(run.experiment.method, run.experiment.aggregation):
-        return None  # the server adds the noise: the guarantee only holds against readers of the model
+        return None  # the server adds the noise, so the guarantee holds only against readers of the model
     ledger: dict[str, Any] = run.manifest["ledger"]
     stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]
     if not stated:
@@ -65,11 +65,11 @@ def _deltas(entries: list[dict[str, Any]]) -> list[float]:
 
 
 def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
-    """Add a stated guarantee to a rule: a figure above what the guarantee allows is a leak, even if it is small.
+    """Add a stated guarantee to a rule: a figure above the guarantee's limit is a leak, even if it is small.
 
     Args:
         allowed: the largest figure that the guarantee allows.
-        strict: the low end of the figure's interval at ``confidence``.
+        strict: the low end of the figure's interval at the confidence ``confidence``.
     """
     low, most = f"low at {100 * confidence:g} %", "what epsilon allows"
     return replace(rule, leaks=(*rule.leaks, f"{low} > {most}")).with_numbers({low: strict, most: allowed})
@@ -87,10 +87,10 @@ def finding_on_claim(
     """The finding on a stated epsilon, by row or by client.
 
     Args:
-        figures: estimate, lower bound, and upper bound or None.
-        rule: a rule whose verdict ``leaks`` contradicts the run: ``CLAIM`` if the lower bound is at a strict level,
-            else the one of ``twice``.
-        says: start of the answer: what the attacker measured.
+        figures: estimate, lower bound, and upper bound (or None).
+        rule: a rule whose verdict ``leaks`` contradicts the run: ``CLAIM`` if the confidence of the lower bound is
+            strict already, otherwise the rule of ``twice``.
+        says: start of the answer, which says what the attacker measured.
     """
     estimate, low, high = figures
     verdict = rule.verdict({"low": low, "bound": stated})

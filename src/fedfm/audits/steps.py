@@ -1,4 +1,4 @@
-"""The order of the attacks of an audit (cheap ones first), and the limit on its time."""
+"""The order of an audit's attacks (cheap ones first), and its time limit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-LONG = 10.0  # seconds: an attack that takes longer does not share a replay with others
+LONG = 10.0  # an attack that takes more seconds does not share a replay with others
 
 
 class HasCost(Protocol):
-    """What :func:`steps` needs to know of an attack; attributes as in :class:`~fedfm.audits.audit.Audit`."""
+    """What :func:`steps` needs to know about an attack; attributes as in :class:`~fedfm.audits.audit.Audit`."""
 
     replays: ClassVar[bool]
 
     def seconds(self, run: Run, population: Partitioned) -> float:
-        """Seconds that it may take on one core, without the replay of the run."""
+        """Seconds that the attack may take on one core, without the replay of the run."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Step:
 
     Attributes:
         names: names of the attacks.
-        seconds: estimated seconds on one core, with the replay.
+        seconds: estimated seconds on one core, including the replay.
     """
 
     names: Sequence[str]
@@ -43,7 +43,7 @@ class Step:
 
 
 def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> list[Step]:
-    """The attacks in order of their cost. An attack that takes longer than a replay gets a replay of its own."""
+    """The steps in order of their cost. An attack that takes longer than a replay gets a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]
@@ -58,10 +58,10 @@ def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> l
 
 
 def replay_seconds(run: Run, population: Partitioned) -> float:
-    """Estimated seconds of the rounds of a run in one process.
+    """Estimated seconds that the rounds of a run take in one process.
 
-    The estimate uses the run's measured seconds and the cores in use. A slow network or a pause makes these too large,
-    so an estimate from counts bounds it.
+    The estimate uses the run's measured seconds and the cores in use. A slow network or a pause makes these seconds too
+    large, so an estimate from counts limits it.
     """
     cores = run.experiment.run.workers or int(run.manifest["machine"].get("cores") or 1)
     recorded = float(run.manifest["result"]["seconds"]) * min(cores, max(len(population.clients), 1))
@@ -69,14 +69,15 @@ def replay_seconds(run: Run, population: Partitioned) -> float:
 
 
 class TimeUpError(KeyboardInterrupt):
-    """The time of an audit is up.
+    """The time limit of an audit is reached.
 
-    It is no ``Exception``: clients' code turns exceptions into faults, and this must pass through it, as Ctrl-C does.
+    This is not an ``Exception``: clients' code turns exceptions into faults, but this must pass through, as Ctrl-C
+    does.
     """
 
 
 def deadline(limit: float | None) -> float | None:
-    """The time on the monotonic clock at which an audit that begins now must end; None without a limit.
+    """The time on the monotonic clock at which an audit that begins now has to end; None without a limit.
 
     Raises:
         InputError: the limit is not a positive number of seconds.
@@ -90,9 +91,9 @@ def deadline(limit: float | None) -> float | None:
 
 @contextlib.contextmanager
 def until(end: float | None) -> Iterator[None]:
-    """Context manager: raise :class:`TimeUpError` in the body at the time ``end``.
+    """Context manager: raise :class:`TimeUpError` in its body at the time ``end``.
 
-    Only the main thread can be interrupted. In another thread the time is checked once, before the body begins.
+    Only the main thread can be interrupted. In any other thread the time is checked once, before the body begins.
     """
     if end is None:
         yield

@@ -1,4 +1,4 @@
-"""What task vectors disclose: to the server, which receives them, and to other clients, which receive aggregates."""
+"""What task vectors disclose to the server, which receives them, and to other clients, which receive aggregates."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, TrainsLocally
 
-LABELS = "Can the server tell from a task vector which classes a client holds?"
-SHARES = "And how many rows of each?"
+LABELS = "Can the server tell from a task vector which classes a client has?"
+SHARES = "Can the server tell from a task vector how many rows of each class a client has?"
 MEMBERSHIP = "Can the server tell from a client's task vectors which rows it trained on?"
 TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
-NEIGHBOURS = "Do the weights say which clients hold the same kind of rows?"
+NEIGHBOURS = "Do the weights disclose which clients have the same kind of rows?"
 NAME = "task_vector"
 EACH = 0.975  # confidence of each interval in a finding with two tests
 EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= bound", "high by gradients <= bound"))
 
 
 class TaskVector(Audit):
-    """Infers labels and rows from a task vector, similar clients from the weights, and a client's vector by all others.
+    """Infers labels and rows from a task vector, similar clients from weights, and a client's vector by all other
+    clients.
 
     It reads runs of methods whose clients return the change of the vector that they received, and whose server needs
-    each single reply.
+    single replies.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedbip", "fedamp", "fedawa")
@@ -45,7 +46,7 @@ class TaskVector(Audit):
     takes: ClassVar[float] = 10.0
 
     def unfit(self, run: Run) -> str | None:
-        return None if run.manifest["result"]["rounds"] else "no round was run, so that no task vector was sent"
+        return None if run.manifest["result"]["rounds"] else "the run has no rounds, so no task vector was sent"
 
     def watch(self, run: Run) -> Eye:
         return Eye(run)
@@ -65,7 +66,7 @@ def _labels(replay: Replay, eye: Eye) -> list[Finding]:
     population, model = replay.population, replay.population.model
     names, labels = head_names(model), population.federated.table.labels
     if names is None or labels is None or not eye.heads:
-        why = "No head of classes is trained: the question does not apply."
+        why = "No classification head is trained, so the question does not apply."
         return [nothing(name, LABELS, why), nothing(shares_name, SHARES, why)]
     counts = _counts(population, len(model.classes))
     feature = None
@@ -79,7 +80,7 @@ def _labels(replay: Replay, eye: Eye) -> list[Finding]:
 
 
 def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:
-    """Client -> number of training rows of each class (C,), as it trains on them: an attacker may change labels."""
+    """For each client, its training rows by class (C,) as it trains on them: an attacker may change labels."""
     labels = {c: population.data(c).train.labels for c in population.clients}
     return {c: np.bincount(y.numpy(), minlength=classes) for c, y in labels.items() if y is not None}
 
@@ -87,7 +88,7 @@ def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:
 def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: Mapping[ClientId, Array]) -> Finding:
     mixed = [c for c in evidence if 0 < (counts[c] > 0).sum() < len(counts[c])]
     if not mixed:
-        return nothing(name, LABELS, "Every client has every class: there is nothing to infer.")
+        return nothing(name, LABELS, "Every client has every class, so there is nothing to infer.")
     by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
     mean, (low, high) = float(by_client.mean()), rates.mean_interval(by_client)
     pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
@@ -105,9 +106,9 @@ def _proportions(replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, 
     local = method.local.plain if isinstance(method, TrainsLocally) else None
     why = ""
     if not isinstance(local, SGD) or local.momentum or local.weight_decay:
-        why = "Only plain SGD moves a bias by a known step: the audit cannot compute shares with this optimiser."
+        why = "Only plain SGD moves a bias by a known step; with this optimiser the audit cannot compute shares."
     elif names.bias is None or not eye.predicted:
-        why = "There is no head with a bias, or no row of the server's own: the audit cannot compute shares."
+        why = "Without a head with a bias, and rows of the server's own, the audit cannot compute shares."
     if why:
         return nothing(name, SHARES, why)
     assert isinstance(local, SGD) and names.bias is not None  # noqa: S101, PT018 - above
@@ -137,7 +138,9 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     name, tpr_name = f"{NAME}.membership", f"{NAME}.membership_tpr"
     scored = {c: s for c, s in eye.scored_rows(replay.population).items() if len(s.drop[0]) and len(s.drop[1])}
     if not scored:
-        why = "No client has training rows and similar rows that nobody trained on: there is nothing to compare."
+        why = (
+            "No client has both training rows and similar rows that nobody trained on, so there is nothing to compare."
+        )
         return [nothing(name, MEMBERSHIP, why), nothing(tpr_name, TPR, why)]
     own = own_sources(replay.run)
     drops = [c for s in scored.values() for c in _cells(s, *s.drop)]
@@ -151,7 +154,7 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
         with at_rank(model, *s.last) as last:
             aligned += _cells(few, *(alignments(model, rows, *last) for rows in (few.members, few.strangers)))
     sizes = [len(s.strangers) for s in scored.values()]
-    strangers = sum(sizes) if own else max(sizes)  # global test rows serve every client
+    strangers = sum(sizes) if own else max(sizes)  # every client is compared with the same global test rows
     scores = MemberScores(drops, lambda level: eye.rng("membership"), strangers, digits=4)
     mean, low, high = scores.interval(EACH)
     g_mean, g_low, g_high = mean, low, high
@@ -203,7 +206,7 @@ def _tpr(name: str, scores: MemberScores, rng: np.random.Generator) -> Finding:
 def _neighbours(replay: Replay, eye: Eye) -> Finding:
     name = f"{NAME}.neighbours"
     if not eye.p:
-        return nothing(name, NEIGHBOURS, "This method computes no weights between clients: there is no map.")
+        return nothing(name, NEIGHBOURS, "This method computes no weights between clients, so there is no map.")
     what, group = groups(replay)
     known = [i for i, c in enumerate(replay.population.clients) if c in group]
     asked = sum((p != 0).any((0, 2)).astype(int) for p in eye.p)
@@ -212,9 +215,9 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
     tried = [i for i in known if asked[i] and len(known) > 1]
     chances = [sum(g[k] == g[i] for k in known if k != i) / max(len(known) - 1, 1) for i in tried]
     if not tried or not any(chances):
-        return nothing(name, NEIGHBOURS, f"No two clients have the same {what}: a neighbour cannot disclose it.")
+        return nothing(name, NEIGHBOURS, f"No two clients have the same {what}, so a neighbour cannot disclose it.")
     if min(chances) == 1:
-        return nothing(name, NEIGHBOURS, f"All clients have the same {what}: a neighbour discloses nothing.")
+        return nothing(name, NEIGHBOURS, f"All clients have the same {what}, so a neighbour discloses nothing.")
     off = mean.copy()
     np.fill_diagonal(off, -np.inf)
     right = [g[i] == g[known[int(off[i, known].argmax())]] for i in tried]
@@ -227,9 +230,9 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
 
 
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
-    """(what it is, client -> its group).
+    """What a group is, and the group of each client.
 
-    The group is the client's value in the partition's column if several clients share a value, else its largest class.
+    If several clients share a value in the partition's column, the group is this value, otherwise the largest class.
     """
     table, spec = replay.population.federated.table, replay.run.experiment.data
     clients = replay.population.federated.clients

@@ -21,7 +21,7 @@ QUESTION = "Can the server tell from the updates which rows a client trained on?
 
 
 class UpdateMembership(UpdateAudit):
-    """Compares training rows with test rows by how much their client's updates lowered their loss."""
+    """Compares training rows with test rows by how much their client's updates lowered the loss."""
 
     def watch(self, run: Run) -> LossDrops:
         return LossDrops(run)
@@ -31,7 +31,7 @@ class UpdateMembership(UpdateAudit):
         if not drops.updates:
             return [nothing("update_membership", QUESTION, NO_UPDATE)]
         run, pool = replay.run, drops.pool
-        assert pool is not None  # noqa: S101 - made with the first update
+        assert pool is not None  # noqa: S101 - the first update makes it
         cells = list[CellScores]()
         for client in pool.honest:
             split = len(pool.members[client])

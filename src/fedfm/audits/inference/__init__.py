@@ -1,1 +1,1 @@
-"""Mathematics of inference attacks, on arrays alone."""
+"""The mathematics of inference attacks. This package uses arrays only and knows nothing of runs."""

@@ -1,9 +1,10 @@
 """Canary clients: evidence that a client took part in noisy sums.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
-2024. arXiv:2302.03098, Algorithm 2: a canary sends a random direction of the largest allowed norm, and the attacker
-projects the releases onto it. Here the attacker also knows what all other clients sent, as differential privacy
-assumes. A canary sends its direction as often with a plus as with a minus: then noise that releases share cancels.
+2024. arXiv:2302.03098, Algorithm 2. A canary sends a random direction with the largest allowed norm, and the attacker
+projects the releases onto this direction. Here the attacker also knows what all other clients sent, as differential
+privacy assumes. A canary sends its direction with plus as often as with minus, so that noise which releases share
+cancels.
 """
 
 from __future__ import annotations
@@ -16,38 +17,42 @@ import numpy as np
 from fedfm.audits.inference.rates import Array, clopper_pearson
 from fedfm.privacy import gaussian
 
-THRESHOLDS = (0.5, 0.8, 0.95)  # shares of canaries above a threshold; each is a test with a part of the error level
-TOO_LONG = 10.0  # a canary's update has this multiple of the allowed norm, so that the mechanism must clip it
+THRESHOLDS = (
+    0.5,
+    0.8,
+    0.95,
+)  # fractions of canaries above a threshold; each is one test, with its part of the error level
+TOO_LONG = 10.0  # a canary's update has this many times the allowed norm, so that the mechanism must clip it
 
 
 def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_norm: float) -> Array:
-    """Evidence that each canary took part, in standard deviations of the evidence of an absent canary.
+    """Evidence that each canary took part, in units of the standard deviation that an absent canary's evidence has.
 
     If a direction is drawn independently of a vector x, the projection of x onto it is distributed as N(0, |x|^2 / d).
 
     Args:
-        residuals: (R, d): each release as a sum, minus what all canaries sent.
-        signs: (K, R): the sign with which each canary sent its direction; 0: it sent nothing.
+        residuals: (R, d): each release as a sum, minus all that canaries sent to it.
+        signs: (K, R): the sign with which each canary sent its direction to a release; 0: it sent nothing.
         directions: K vectors (d,) of norm 1.
-        clip_norm: norm of what a canary sent, after clipping.
+        clip_norm: norm of a canary's update after clipping.
 
     Returns:
-        (K,), infinite if the releases have no noise.
+        Evidence (K,); infinite if the releases have no noise.
     """
     own = signs @ residuals  # (K, d)
     shift = clip_norm * (signs != 0).sum(1)
     read = np.array([float(x @ u) for x, u in zip(own, directions, strict=True)]) + shift
     spread = np.linalg.norm(own, axis=1) / math.sqrt(residuals.shape[1])
-    # A spread that rounding explains is no noise.
+    # A spread within rounding errors is not noise.
     return np.asarray(np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift))
 
 
 def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> float:
-    """The smallest epsilon that agrees with these scores, if the noise is normal.
+    """The smallest epsilon that is compatible with these scores, if the noise is normal.
 
-    A canary then shifts the score by some mu, so that the releases are mu-GDP at best (Dong, Roth, Su. Gaussian
-    Differential Privacy. JRSS B 2022). The error level is divided among three estimates: the mean of the scores; the
-    largest score, since one client may count more than others; the size of the noise, from ``dim`` numbers.
+    A canary then shifts the score by some mu, so the releases are at best mu-GDP (Dong, Roth, Su. Gaussian Differential
+    Privacy. JRSS B 2022). Three estimates share the error level: of the mean score; of the largest score, since one
+    client may have more weight than the others; and of the size of the noise, from ``dim`` entries.
 
     Args:
         found: (K,) scores, each N(mu_k, 1) in units of the measured noise.
@@ -66,7 +71,7 @@ def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> fl
 
 
 def epsilon_most(found: Array, dim: int, delta: float, confidence: float) -> float:
-    """The largest epsilon that agrees with the mean of these scores; arguments as in :func:`epsilon_bound`."""
+    """The largest epsilon that is compatible with the mean score; arguments as in :func:`epsilon_bound`."""
     from scipy.stats import chi2, norm
 
     tail = (1 - confidence) / 2
@@ -75,22 +80,22 @@ def epsilon_most(found: Array, dim: int, delta: float, confidence: float) -> flo
 
 
 def epsilon_at(mu: float, delta: float) -> float:
-    """Epsilon of mu-GDP; 0 if mu is not positive."""
+    """The epsilon that mu-GDP gives at this delta; 0 if mu is not positive."""
     return math.inf if mu == math.inf else gaussian.epsilon_of(1.0, mu, delta) if mu > 0 else 0.0
 
 
 def at_least(numbers: int, tail: float) -> float:
-    """Quantile ``tail`` of the ratio of the measured to the true standard deviation of ``numbers`` normal values."""
+    """Quantile ``tail`` of the ratio of measured to true standard deviation, for ``numbers`` normal values."""
     from scipy.stats import chi2
 
     return math.sqrt(float(chi2.ppf(tail, numbers)) / numbers)
 
 
 def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:
-    """A lower bound on epsilon for any noise, by rates of hits and of false alarms (Clopper and Pearson 1934).
+    """A lower bound on epsilon for any noise, from the rates of hits and of false alarms (Clopper and Pearson 1934).
 
-    With m strangers it stays below ln m. The first half of canaries and strangers chooses a threshold; the second half
-    tests it.
+    With m strangers it is less than ln m. The first half of canaries and strangers serves to choose a threshold, and
+    the second half to test it.
     """
     here, there = found[1::2], strangers[1::2]
     level = 1 - (1 - confidence) / len(THRESHOLDS)

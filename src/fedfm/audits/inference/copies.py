@@ -1,4 +1,4 @@
-"""Distances of released means to rows, to find means that equal one row."""
+"""Distances from released means to rows, to find means that equal a single row."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SHARE = 0.05  # a point is a copy of a row if it is nearer than this share of the typical distance between neighbours
-NAMED = 1000  # largest number of copies in the detail of a finding
+SHARE = (
+    0.05  # a point counts as a copy of a row if it is nearer than this fraction of the typical distance of neighbours
+)
+NAMED = 1000  # largest number of copies that the detail of a finding lists
 
 
 def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
-    """For each point (k, d) the nearest row (n, d): (indices (k,), Euclidean distances (k,)); infinite without rows."""
+    """The index (k,) of the row nearest to each point, and their Euclidean distance (k,), which is infinite without
+    rows.
+
+    ``points`` are (k, d), ``rows`` (n, d).
+    """
     if not len(rows):
         return np.zeros(len(points), dtype=np.int64), np.full(len(points), np.inf)
     squares = _squares(points, rows)
     index = squares.argmin(1)
-    # The expanded form of |a - b|^2 loses digits of small distances, so compute the smallest again.
+    # The expanded form of |a - b|^2 loses digits if distances are small, so the smallest one is computed again.
     exact = np.linalg.norm(points.astype(np.float64) - rows[index], axis=1)
     return index, exact
 
 
 def typical_gap(rows: Array, most: int = 1000) -> float:
-    """Median distance from a row (n, d) to the nearest row that differs from it; 0 if there is none.
+    """Median distance from a row (n, d) to the nearest row that differs from it; 0 if no row differs.
 
     It uses at most ``most`` rows, evenly spread.
     """
@@ -39,6 +45,6 @@ def typical_gap(rows: Array, most: int = 1000) -> float:
 def _squares(a: Array, b: Array) -> Array:
     """Squared distances (k, n)."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    middle = b.mean(0)  # subtracted, since features far from the origin would lose digits
+    middle = b.mean(0)  # subtract the mean, since features far from the origin would lose digits
     a, b = a - middle, b - middle
     return np.maximum((a * a).sum(1)[:, None] - 2 * a @ b.T + (b * b).sum(1), 0.0)  # type: ignore[no-any-return]

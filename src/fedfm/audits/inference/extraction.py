@@ -1,8 +1,8 @@
 """Estimators of a foundation model that the server mixes into the models that it sends.
 
 FedBaF sends w_{t+1} = (w' + a_t w_pre) / (1 + a_t) with a secret a_t. Let u_t = w', v_t = w_{t+1} and d_t = v_t - u_t.
-Then w_pre lies on the line u_t + c_t d_t, at c_t = 1 + 1/a_t. So T rounds give T P equations for w_pre and only T more
-unknown scalars. The range of a_t is known, since alpha_t = (psi / tau_ref) U(1, 2) and tau_t follows from w':
+Then w_pre lies on the line u_t + c_t d_t, at c_t = 1 + 1/a_t. So T rounds give T P equations for w_pre with only T more
+unknown scalars. The range of a_t is known: alpha_t = (psi / tau_ref) U(1, 2), and tau_t follows from w', so
 l_t <= a_t <= 2 l_t with l_t = psi tau_t / tau_ref.
 
 A model is a vector (P,) of any floating type, and a sequence of models is (T, P). Sums are in float64. ``groups`` are
@@ -19,13 +19,13 @@ import numpy as np
 from fedfm.audits.inference.rates import Array
 
 Groups = Sequence[slice]
-WORST = 1e12  # lines count as parallel if the condition number of the normal equations is above this
-STILL = 1e-6  # if |d| is below this share of |v|, it is rounding: nothing was mixed in
-SHORT, LONG = 0.8, 2.4  # alternating estimator: range of a_t / l_t, wider than [1, 2] because l_t is an estimate
+WORST = 1e12  # above this condition number of the normal equations, lines count as parallel
+STILL = 1e-6  # below this fraction of |v|, |d| is a rounding error, and nothing was mixed in
+SHORT, LONG = 0.8, 2.4  # range of a_t / l_t in the alternating estimator; wider than [1, 2], since l_t is an estimate
 SWEEPS = 200
 TURN = 1.3  # an active client aims at w' = -(TURN - 1) w_t
 GRID = 65  # points of a numerical integral over an interval
-BLOCK = 1 << 16  # coordinates that are computed at a time
+BLOCK = 1 << 16  # number of coordinates that are computed at a time
 
 
 class NoIntersectionError(ValueError):
@@ -36,7 +36,7 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
     """The point nearest to T lines u_t + c_t (v_t - u_t), in closed form.
 
     Solve G c = r with G_ij = <d_i, d_j> (1[i = j] - 1/T) and r_i = -<d_i, u_i - mean u>; then x = mean_t (u_t +
-    c_t d_t). If a round mixes only some groups, a group counts only in the rounds in which it moved; T is their number.
+    c_t d_t). If a round mixes only some groups, a group uses only the rounds in which it moved; T is their number.
 
     Args:
         u: (T, P), models before mixing.
@@ -44,7 +44,7 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
         groups: slices, each of which a round mixes completely or not at all; None: all entries are one group.
 
     Raises:
-        NoIntersectionError: fewer than two lines, or no two that are not parallel (condition of G above 1e12).
+        NoIntersectionError: there are fewer than two lines, or all are parallel (condition of G above 1e12).
 
     Example:
         >>> import numpy as np
@@ -73,8 +73,8 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
 def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
     """As :func:`intersection`, but each group has scalars c_t of its own, in [low_t, high_t].
 
-    Some groups' lines do not determine a point, e.g. those of a tensor with one entry, or a single line. Then c is the
-    harmonic mean of its range, and x the mean over the lines.
+    The lines of some groups do not determine a point, e.g. those of a tensor with one entry, or a single line. Then c
+    is the harmonic mean of its range, and x the mean over the lines.
 
     Args:
         low, high: (T,), the range of c_t.
@@ -102,13 +102,13 @@ def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> t
 def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["uniform", "log"] = "uniform") -> Array:
     """Estimate w_pre if each coordinate has an a_t of its own.
 
-    A coordinate x of w_pre lies in the intersection of T intervals u_t + [low_t, high_t] d_t. The estimate is its mean
-    over the intersection. From a_t = d_t / (x - v_t), its density is prod_t |x - v_t|^-2 if a_t is uniform, and
-    prod_t |x - v_t|^-1 if a_t is log-uniform.
+    A coordinate x of w_pre lies in the intersection of the T intervals u_t + [low_t, high_t] d_t. The estimate is the
+    mean of x over this intersection. Because a_t = d_t / (x - v_t), the density of x is prod_t |x - v_t|^-2 if a_t is
+    uniform, and prod_t |x - v_t|^-1 if a_t is log-uniform.
 
     Args:
         low, high: (T,), the range of c_t.
-        prior: the distribution of a_t in its range.
+        prior: distribution of a_t within its range.
     """
     x = np.empty(u.shape[1])
     power = 2.0 if prior == "uniform" else 1.0
@@ -118,14 +118,14 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
         a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
         d = b - a
         ends = np.stack([a + low[:, None] * d, a + high[:, None] * d])  # (2, T, p)
-        still = np.abs(d) <= STILL * np.abs(b)  # a coordinate that was not mixed says nothing about x
+        still = np.abs(d) <= STILL * np.abs(b)  # a coordinate that was not mixed gives no information about x
         least = np.where(still, -np.inf, ends.min(0)).max(0)
         most = np.where(still, np.inf, ends.max(0)).min(0)
         known = np.isfinite(least)
         middle = b.mean(0)
         least, most = np.where(known, least, middle), np.where(known, most, middle)
         least, most = np.minimum(least, most), np.maximum(least, most)  # rounding may swap them
-        sign = np.where(d.sum(0) >= 0, 1.0, -1.0)  # x lies beyond v: the near end is more likely
+        sign = np.where(d.sum(0) >= 0, 1.0, -1.0)  # x lies beyond v, and the end near v is more likely
         near, far = np.where(sign > 0, least, most), np.where(sign > 0, most, least)
         logs = np.zeros((GRID, x[g].size))
         points = near + (far - near) * s**2  # denser at the near end
@@ -138,7 +138,7 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
 
 
 def harmonic(low: Array | float, high: Array | float) -> Any:
-    """The c in a range with the smallest possible relative error, which is at most (high - low) / (high + low)."""
+    """The c of a range whose largest possible relative error is smallest: at most (high - low) / (high + low)."""
     return 2 * low * high / (low + high)
 
 
@@ -162,7 +162,7 @@ def one_round(u: Array, v: Array, low: float, high: float) -> Array:
 
 
 def alternating(u: Array, v: Array, guess: Array) -> Array:
-    """Alternating estimate of a_t and w_pre by a part of the cohort, with its own mean u_t in place of w'.
+    """Alternating estimate of a_t and w_pre by a part of the cohort, whose own mean u_t takes the place of w'.
 
     E_t = v_t - u_t; start with a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
     a_t = clip(<E_t, p - v_t> / |p - v_t|^2, 0.8 l_t, 2.4 l_t).
@@ -175,10 +175,10 @@ def alternating(u: Array, v: Array, guess: Array) -> Array:
     """
     used = np.flatnonzero(guess > 0)
     if not len(used):
-        raise NoIntersectionError("no round in which anything was mixed in")
+        raise NoIntersectionError("in no round was anything mixed in")
     l = guess[used]  # noqa: E741 - the symbol of the specification
     n = len(used)
-    # p is a linear combination of the E_t and the v_t, so the repetitions only need their inner products.
+    # p is a linear combination of the E_t and v_t, so the iterations need only their inner products.
     inner = np.zeros((2 * n, 2 * n))
     for start in range(0, u.shape[1], BLOCK):
         z = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])
@@ -204,10 +204,10 @@ def alternating(u: Array, v: Array, guess: Array) -> Array:
 
 
 def turned_around(w: Array, share: float) -> Array:
-    """What an active client with this share p of the cohort's weight uploads in place of w_t: -((1.3 - p) / p) w_t.
+    """The vector that an active client with the fraction p of the weight sends in place of w_t: -((1.3 - p) / p) w_t.
 
-    The others stay near w_t, so w' is near -0.3 w_t. That is the opposite direction, for which tau_t and a_t are as
-    large as possible.
+    The others stay near w_t, so w' is near -0.3 w_t. That is the opposite direction, which makes tau_t and a_t as large
+    as possible.
 
     Raises:
         ValueError: share is not in (0, 1].
@@ -218,20 +218,20 @@ def turned_around(w: Array, share: float) -> Array:
 
 
 def relative_error(x: Array, truth: Array) -> float:
-    """|x - w_pre| / |w_pre|, Euclidean; infinite for w_pre = 0 unless x is 0, too."""
+    """|x - w_pre| / |w_pre|, Euclidean. If w_pre = 0 it is infinite, or 0 if x is 0, too."""
     off, norm = float(np.linalg.norm(x.astype(np.float64) - truth)), float(np.linalg.norm(truth.astype(np.float64)))
     return off / norm if norm else (np.inf if off else 0.0)
 
 
 def dist(w: Array, truth: Array) -> float:
-    """Appendix G's Dist: the mean of |w - w_pre| / |w| over coordinates with w != 0; small |w| dominate it."""
+    """Appendix G's Dist: the mean of |w - w_pre| / |w| over coordinates with w != 0. Small |w| dominate it."""
     w = w.astype(np.float64)
     on = w != 0
     return float((np.abs(w - truth)[on] / np.abs(w[on])).mean()) if on.any() else np.nan
 
 
 def _lines(u: Array, v: Array, g: slice) -> tuple[Array, Array, Array]:
-    """(u, d, rounds) of a group, for the rounds in which it moved."""
+    """u, d and the rounds of a group, restricted to the rounds in which the group moved."""
     a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
     d = b - a
     on = np.flatnonzero(np.linalg.norm(d, axis=1) > STILL * np.linalg.norm(b, axis=1))
@@ -249,9 +249,9 @@ def _on_lines(u: Array, v: Array, g: slice, c: Array) -> Array:
 
 def _solve(gram: Array, right: Array, lines: int) -> Array:
     if len(gram) < 2:
-        raise NoIntersectionError(f"{lines} line{'' if lines == 1 else 's'}: two are needed")
+        raise NoIntersectionError(f"{lines} line{'' if lines == 1 else 's'}; at least two are needed")
     condition = float(np.linalg.cond(gram))
-    if not condition <= WORST:  # NaN fails too
+    if not condition <= WORST:  # also true for NaN
         raise NoIntersectionError(
             f"the lines are parallel: the condition of their equations is {condition:.1e}, above {WORST:.0e}"
         )
@@ -273,7 +273,9 @@ def _solve_in_box(gram: Array, right: Array, start: Array, low: Array, high: Arr
 
 
 def _from_middle(u: Array, v: Array) -> Array:
-    """(2 T, p) float64: E_t, then v_t minus the mean of all v_t, since large equal parts would lose digits in sums."""
+    """(2 T, p) float64: E_t, then v_t minus the mean of all v_t, since a large common part would cost digits in
+    sums.
+    """
     z = np.empty((2 * len(u), u.shape[1]))
     z[: len(u)] = v
     z[len(u) :] = z[: len(u)] - z[: len(u)].mean(0)

@@ -17,11 +17,11 @@ ALPHAS = (0.1, 0.3, 1.0, 5.0)  # parameters of the Dirichlet distributions of th
 
 
 def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabilities: Array) -> Array:
-    """Figures of an update of the head that depend on its label counts: (5 C,), or (4 C,) for a head without a bias.
+    """Statistics of a head's update that depend on label counts: (5 C,), or (4 C,) for a head without a bias.
 
-    If there is no bias, W m takes its place, where m is the mean of the attacker's rows. A row with features z changes
-    W m by (y - p) z . m. So W m counts labels if z . m is positive, i.e. if rows have a common part. The rest of z . m
-    is noise that the attacker's own updates have, too, so that :func:`label_shares` learns to allow for it.
+    Without a bias, W m takes its place, where m is the mean of the attacker's rows. A row with features z changes W m
+    by (y - p) z . m. So W m counts labels if z . m is positive, which it is if rows have a common part. Otherwise z . m
+    is noise. The attacker's own updates have this noise, too, so :func:`label_shares` accounts for it.
 
     Args:
         weight, bias: (C, d), (C,): changes of the head; None if it has no bias.
@@ -37,21 +37,21 @@ def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabili
 
 
 def guesses(classes: int, n: int, number: int, rng: np.random.Generator) -> Array:
-    """Random label counts (number, C) of n rows that an attacker tries, from a single class to equal counts."""
+    """Random label counts (number, C) of n rows for the attacker to try, from a single class to equal counts."""
     shares = [rng.dirichlet(np.full(classes, ALPHAS[i % len(ALPHAS)])) for i in range(number)]
     return np.stack([rng.multinomial(n, p) for p in shares])
 
 
 def label_shares(tried: Array, shares: Array, observed: Array) -> Array:
-    """Shares of the classes (C,) behind an update, by ridge regression on updates that the attacker made itself.
+    """Fractions of the classes (C,) behind an update, by ridge regression on updates that the attacker made itself.
 
     Melis, Song, De Cristofaro, Shmatikov. Exploiting Unintended Feature Leakage in Collaborative Learning. IEEE S&P
     2019. arXiv:1805.04049, Section 4.3: the attacker trains on rows of its own with and without a property.
 
     Args:
         tried: (M, k): traces of the attacker's own updates.
-        shares: (M, C): label shares behind these updates.
-        observed: (k,): traces of the attacked update.
+        shares: (M, C): fractions of the labels behind these updates.
+        observed: (k,): traces of the update under attack.
     """
     middle, spread = tried.mean(0), tried.std(0) + 1e-12
     x, mean = (tried - middle) / spread, shares.mean(0)
@@ -71,7 +71,7 @@ def distance(a: Array, b: Array) -> float:
 
 
 def features(weight: Array, bias: Array) -> tuple[Array, Array]:
-    """X = dW_c / db_c for each class whose bias moved: (classes (k,), (k, d)).
+    """For each class whose bias moved, X = dW_c / db_c: the classes (k,), and X (k, d).
 
     Phong, Aono, Hayashi, Wang, Moriai. Privacy-Preserving Deep Learning via Additively Homomorphic Encryption. IEEE
     TIFS 2018, ePrint 2017/715, Section 3. X is exact if a single row caused the change. If several rows caused it, X is

@@ -1,7 +1,7 @@
 """Feature inversion: a network that computes 32 x 32 images from features, trained on the attacker's own images.
 
-FedPFT (arXiv:2402.01862, Section 6.3 and Appendix H) uses diffusion models. This is a small decoder, so that a larger
-attack may disclose more.
+FedPFT (arXiv:2402.01862, Section 6.3 and Appendix H) uses diffusion models. This is a small decoder, so a larger attack
+may disclose more.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from fedfm.audits.inference.rates import Array
 
 SIDE = 32
 STEPS, BATCH, RATE = 500, 32, 2e-3
-PROBE, PATIENCE = 50, 3  # steps between validations; number of validations without a better loss that ends training
-JITTER = 0.1  # noise on standardised features in training, since the targets' features differ from these
+PROBE, PATIENCE = (
+    50,
+    3,
+)  # steps between validations; training ends after this number of validations without a better loss
+JITTER = 0.1  # noise on standardised features in training, because the targets' features differ from them
 
 
 class Inverter:
-    """A network that :func:`train` has trained; it maps features (n, d) to images (n, 32, 32, 3) in [0, 1]."""
+    """A network from :func:`train`. It maps features (n, d) to images (n, 32, 32, 3) in [0, 1]."""
 
     def __init__(self, net: nn.Module, mean: Array, scale: Array) -> None:
         self._net, self._mean, self._scale = net, mean, scale
@@ -34,12 +37,12 @@ class Inverter:
 
 
 def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> Inverter:
-    """Train by least squares on the attacker's own pairs of features and images; a tenth of them stop it early.
+    """Train by least squares on the attacker's pairs of features and images; a tenth of the pairs decides when to stop.
 
     Args:
         features: (n, d), n >= 10.
         pictures: (n, 32, 32, 3) in [0, 1].
-        seed: determines the network.
+        seed: determines the network completely.
         steps: largest number of steps of Adam.
     """
     mean, scale = features.mean(0), features.std(0) + 1e-6
@@ -73,7 +76,7 @@ def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> In
 
 
 def _decoder(dim: int, middle: Tensor) -> nn.Module:
-    """A network (n, d) -> (n, 3, 32, 32): 4 x 4 cells are doubled three times, and added to the mean image."""
+    """A network from (n, d) to (n, 3, 32, 32): it doubles 4 x 4 cells three times, and adds the mean image."""
 
     def up(a: int, b: int) -> list[nn.Module]:
         return [nn.Upsample(scale_factor=2.0), nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()]

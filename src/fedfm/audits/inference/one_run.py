@@ -1,12 +1,12 @@
 """A lower bound on epsilon from one run with many coins.
 
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Theorem 5.2 and
-Appendix D. Suppose that a mechanism is (epsilon, delta)-private in each coin. Then the number of right answers among r
-guesses is at most that of heads among r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta. The
-guesses may depend on each other in any way.
+Appendix D. Suppose that a mechanism is (epsilon, delta)-private in each coin. Then up to a term in delta, the number of
+right answers among r guesses is at most the number of heads in r tosses of a coin with bias
+e^epsilon/(1 + e^epsilon). The guesses may depend on each other in any way.
 
-Here a coin decided for each pair of rows (x, x') which of the two went into a sum. The attacker knows all pairs, all
-other rows and the distribution of the noise, as differential privacy assumes.
+Here the coin of a pair of rows (x, x') decides which of the two is in a sum. The attacker knows all pairs, all other
+rows and the distribution of the noise, as differential privacy assumes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SHARES = (1.0, 0.5, 0.2, 0.05)  # shares of the guesses, the surest first; each 
 
 
 def readings(total: Array, known: Array, used: Array, unused: Array, sigma: float) -> Array:
-    """Evidence for each pair: positive if ``used`` seems to be in the released sum, negative for ``unused``.
+    """Evidence for each pair: positive if ``used`` seems to be in the released sum, negative if ``unused`` does.
 
-    The row of a pair that is in the sum is (x + x')/2 + b (x - x')/2 with b = +-1. So after subtraction of what is
-    known, the sum is D b + noise; the columns of D are half the differences. The reading is the posterior mean of b
-    under the prior b ~ N(0, 1), no other linear function of the sum says more on b.
+    The row of a pair that is in the sum is (x + x')/2 + b (x - x')/2 with b = +-1. So after all that is known is
+    subtracted, the sum is D b + noise, where the columns of D are half the differences. The reading is the posterior
+    mean of b under the prior b ~ N(0, 1). No other linear function of the sum gives more information on b.
 
     Args:
         total, known: (d,): the released sum, and the sum of all other rows.
-        used, unused: (m, d): the rows in the sum, and their partners. The attack does not use which is which.
+        used, unused: (m, d): the rows in the sum, and their partners. The attack does not use which of them is which.
         sigma: standard deviation of the noise on each number of the sum.
 
     Returns:
-        (m,).
+        The evidence (m,).
     """
     halves = (used - unused) / 2  # (m, d)
     left = total - known - ((used + unused) / 2).sum(0)  # (d,)
@@ -47,11 +47,11 @@ def readings(total: Array, known: Array, used: Array, unused: Array, sigma: floa
 
 
 def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Probability of at least ``right`` right guesses if the mechanism is (epsilon, delta)-private in each coin.
+    """Probability of at least ``right`` right guesses, if the mechanism is (epsilon, delta)-private in each coin.
 
     Args:
-        coins, guesses, right: three numbers, none above the one before.
-        epsilon: at least 0; infinity promises nothing, and gives the probability 1.
+        coins, guesses, right: three numbers, none larger than the one before.
+        epsilon: at least 0. Infinity promises nothing, and gives probability 1.
         delta: from 0 to 1.
     """
     from scipy.stats import binom
@@ -62,7 +62,7 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
         return 1.0
     bias = 1 / (1 + math.exp(-epsilon))
     beyond = float(binom.sf(right - 1, guesses, bias))
-    # With probability delta privacy may fail, and correct i wrong guesses. The worst i has the largest mean of terms.
+    # With probability delta privacy may fail and make i wrong guesses right; the worst i has the largest mean of terms.
     just_below = np.cumsum(binom.pmf(right - np.arange(1, right + 1), guesses, bias))
     return min(beyond + 2 * coins * delta * float((just_below / np.arange(1, right + 1)).max()), 1.0)
 
@@ -71,7 +71,7 @@ def epsilon_bound(readings: Sequence[float], delta: float, confidence: float = 0
     """The largest epsilon that these readings refute at this confidence; 0 if they refute none.
 
     Args:
-        readings: one for each coin; the guess is right if the reading is positive, and sure if it is large.
+        readings: one for each coin. The guess is right if the reading is positive, and sure if its magnitude is large.
         delta: delta of the claim.
         steps: k, number of neighbouring steps between the two sides of a coin. It is 2 if neighbours differ by one row
             more or less and the coin exchanges two rows. Then each coin is (2 epsilon, delta (1 + e^epsilon))-private.
@@ -101,7 +101,7 @@ def _refutes(coins: int, guesses: int, right: int, epsilon: float, delta: float,
 
 
 def of_steps(epsilon: float, delta: float, steps: int) -> tuple[float, float]:
-    """(epsilon, delta) between two data sets that are ``steps`` neighbouring steps apart.
+    """Epsilon and delta between two data sets that are ``steps`` neighbouring steps apart.
 
     Example:
         >>> of_steps(0.0, 1e-5, 2)
@@ -111,7 +111,7 @@ def of_steps(epsilon: float, delta: float, steps: int) -> tuple[float, float]:
 
 
 def largest_auc(epsilon: float, delta: float) -> float:
-    """Largest AUC of any test of one row's presence under (epsilon, delta)-privacy.
+    """Largest AUC that a test of one row's presence can have under (epsilon, delta)-privacy.
 
     It is the area above the trade-off curve max(0, 1 - delta - e^eps a, e^-eps (1 - delta - a)), where a is the rate of
     false alarms.

@@ -1,6 +1,6 @@
-"""How well scores separate two sets of rows, with intervals.
+"""How well scores separate two sets of rows, with confidence intervals.
 
-The sets are "positives" (rows that were used) and "negatives" (rows that were not); a higher score says "used".
+The sets are "positives" (rows that were used) and "negatives" (rows that were not). A higher score means "used".
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-REPEATS = 2000  # repetitions of a bootstrap
-FEW = 5  # smallest number of negatives from which the spread of a cell's scores is estimated
-NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
+REPEATS = 2000  # number of repetitions of a bootstrap
+FEW = 5  # smallest number of a cell's negatives that gives an estimate of its scores' spread
+NOTABLE, NOTABLE_TPR, ALARMS = (
+    0.55,
+    0.05,
+    0.01,
+)  # bounds on AUC and TPR, and the rate of false alarms; guessing has AUC 0.5 and TPR 0.01
 
 
 def auc(positives: Array, negatives: Array) -> float:
@@ -37,9 +41,9 @@ def auc(positives: Array, negatives: Array) -> float:
 
 
 def threshold_at(negatives: Array, share: float) -> float:
-    """The lowest score above which lies at most a share ``share`` of the negatives.
+    """The lowest threshold above which at most the fraction ``share`` of the negatives lies.
 
-    With fewer than 1/share negatives it is their highest score, so that no negative lies above it.
+    With fewer than 1/share negatives it is the highest score, so that no negative lies above it.
 
     Example:
         >>> threshold_at(np.arange(100.0), 0.01), threshold_at(np.arange(10.0), 0.01)
@@ -50,7 +54,7 @@ def threshold_at(negatives: Array, share: float) -> float:
 
 
 def clopper_pearson(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a rate; the probability of an error is at most (1 - confidence)/2 on each side.
+    """The exact confidence interval of a rate; on each side it errs with probability at most (1 - confidence)/2.
 
     Clopper, Pearson: The use of confidence or fiducial limits. Biometrika 26, 1934.
 
@@ -71,7 +75,7 @@ def clopper_pearson(hits: int, trials: int, confidence: float = 0.95) -> tuple[f
 def bootstrap(parts: Array, weights: Array, rng: np.random.Generator, confidence: float = 0.95) -> tuple[float, float]:
     """Percentile interval of a weighted mean of parts, by a bootstrap that draws parts with replacement.
 
-    Rows of one part (one class of one client) share a fit and its noise, so only parts are independent.
+    Rows of one part (one class of one client) share a fit and its noise, so only different parts are independent.
     """
     values, w = np.asarray(parts, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     drawn = rng.integers(0, len(values), (REPEATS, len(values)))  # (repeats, parts)
@@ -86,8 +90,9 @@ def mean_interval(figures: Array, reference: Array | None = None) -> tuple[float
     It uses Student's t, because a bootstrap over few clients gives a too narrow interval.
 
     Args:
-        reference: figures of the same clients without the attack. If given, the interval is that of the differences,
-            shifted by the mean of the reference. So it excludes this mean if the differences' interval excludes 0.
+        reference: figures of the same clients without the attack. With it the interval is that of the differences,
+            shifted by the mean of the reference. So it excludes this mean if the interval of the differences excludes
+            0.
 
     Example:
         >>> low, high = mean_interval(np.array([0.2, 0.4]))
@@ -106,7 +111,7 @@ def mean_interval(figures: Array, reference: Array | None = None) -> tuple[float
 
 
 def auc_error(value: float, positives: int, negatives: int) -> float:
-    """Standard error of an AUC of independent scores.
+    """Standard error of an AUC whose scores are independent.
 
     Hanley, McNeil: The meaning and use of the area under a receiver operating characteristic curve. Radiology 143,
     1982.
@@ -119,14 +124,14 @@ def auc_error(value: float, positives: int, negatives: int) -> float:
 def auc_interval(
     by_cell: Array, weights: Array, negatives: int, rng: np.random.Generator, confidence: float, z: float
 ) -> tuple[float, float, float]:
-    """(mean AUC over cells, low, high).
+    """Mean AUC over cells, and the low and high end of its interval.
 
-    Two intervals are computed, by a bootstrap over cells and for independent scores; the wider one is returned.
+    Two intervals are computed, one by a bootstrap over cells and one for independent scores; the wider one is returned.
 
     Args:
-        weights: number of positives of each cell.
-        negatives: number of different negatives in all cells.
-        z: normal quantile of the confidence.
+        weights: number of positives in each cell.
+        negatives: number of distinct negatives in all cells.
+        z: normal quantile for the confidence.
     """
     mean = float(np.average(by_cell, weights=weights))
     low, high = bootstrap(by_cell, weights, rng, confidence)
@@ -135,7 +140,9 @@ def auc_interval(
 
 
 class Rate(NamedTuple):
-    """Positives above a threshold: their rate with its 95 % interval; ``alarms`` of ``negatives`` are above it, too."""
+    """The rate of positives above a threshold, its 95 % interval, and how many (``alarms``) of the negatives are above
+    it.
+    """
 
     tpr: float
     low: float
@@ -148,14 +155,14 @@ class Rate(NamedTuple):
 
 
 def tpr_at(cells: Sequence[tuple[Array, Array]], share: float, rng: np.random.Generator) -> Rate | None:
-    """Rate of true positives at a given rate of false positives; None if no cell has FEW negatives.
+    """Rate of true positives at a given rate of false positives; None if every cell has fewer than FEW negatives.
 
     All cells share one threshold. Noisy cells have a larger spread than others, so scores are first divided by the
-    spread of their cell's negatives.
+    spread of the negatives in their cell.
 
     Args:
         cells: (scores of positives, scores of negatives) of each cell.
-        share: largest share of negatives that may lie above the threshold.
+        share: largest fraction of negatives above the threshold.
     """
     pairs = []
     for a, b in cells:

@@ -1,8 +1,8 @@
-"""Canary rows: evidence that DP-SGD trained on a row. Each noisy step draws its rows by independent coins.
+"""Canary rows: evidence that DP-SGD trained on a row, when each noisy step draws its rows by independent coins.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
 2024. arXiv:2302.03098: many canaries along random directions in one training. Here a canary is a row whose gradient
-is its direction, and the attacker sees every step, as the accountant of DP-SGD assumes. If a direction is drawn
+is its direction, and the attacker sees every step, as DP-SGD's accountant assumes. If a direction is drawn
 independently of the steps, the projection of a step onto it is normally distributed.
 """
 
@@ -18,10 +18,10 @@ from fedfm.audits.inference.canaries import at_least, counted_bound, epsilon_at
 from fedfm.audits.inference.rates import Array
 from fedfm.privacy.composition import Releases, epsilon_of
 
-SURE = 1e-7  # rate of false alarms of tests whose alarm must be right
-LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since smaller ones take long to account
-_STRANGERS, _NUMBERS = 20_000, 4e7  # number of rows that took no part; largest number of entries in memory
-_STEPS = 100  # number of steps of a training whose noise is compared
+SURE = 1e-7  # rate of false alarms of tests whose alarms count as proof
+LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since the accountant takes long for smaller ones
+_STRANGERS, _NUMBERS = 20_000, 4e7  # number of rows that took no part; largest number of their entries in memory
+_STEPS = 100  # number of steps of a training whose noise is compared with that of others
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,11 @@ class Readings:
     """Projections of the trainings' steps onto K canaries' directions.
 
     Attributes:
-        x: (K, T), in standard deviations of the noise: N(``shift``, 1) if the canary was in the step, else N(0, 1).
-        shift: the bound C on a row's gradient, in standard deviations of the noise.
+        x: (K, T), in standard deviations of the noise: N(``shift``, 1) if the canary was in the step, otherwise N(0,
+            1).
+        shift: C, the bound on a row's gradient, in standard deviations of the noise.
         in_step: (K, T): whether the canary was in the step.
-        predicted: (K, T): whether another training of the same rows, with another secret, drew the canary in this step.
+        predicted: (K, T): whether another training of the same rows, with another secret, drew the canary in that step.
         numbers: number of entries of noise from which its standard deviation is estimated.
     """
 
@@ -44,7 +45,7 @@ class Readings:
 
 
 def together(readings: Sequence[Readings]) -> Readings:
-    """The canaries of several trainings with the same number of steps, as one."""
+    """Join the canaries of several trainings that have the same number of steps."""
     shift = float(np.mean([r.shift for r in readings]))
     x, in_step, predicted = (
         np.concatenate([getattr(r, name) for r in readings]) for name in ("x", "in_step", "predicted")
@@ -53,13 +54,13 @@ def together(readings: Sequence[Readings]) -> Readings:
 
 
 def read(steps: Array, in_step: Array, predicted: Array, directions: Array, clip_norm: float) -> Readings:
-    """Project each step onto each canary's direction, after subtraction of all other canaries.
+    """Project each step onto each canary's direction, after all other canaries were subtracted.
 
     Args:
-        steps: (T, d), noisy sums.
-        in_step: (K, T).
-        predicted: (K, T).
-        directions: (K, d), of norm 1.
+        steps: (T, d): noisy sums.
+        in_step: (K, T): whether each canary was in each step.
+        predicted: (K, T): whether another training drew the canary in the step.
+        directions: (K, d): with norm 1.
         clip_norm: C.
     """
     noise = steps - clip_norm * (in_step.T.astype(np.float64) @ directions)
@@ -70,11 +71,11 @@ def read(steps: Array, in_step: Array, predicted: Array, directions: Array, clip
 
 
 def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidence: float) -> float:
-    """The smallest epsilon that agrees with these readings, if the noise is normal.
+    """The smallest epsilon that is compatible with these readings, if the noise is normal.
 
-    The error level is divided among two tests and the size of the noise. The first test assumes that the coins are
-    secret: the ends of the intervals of noise multiplier and rate give epsilon. The second test predicts the coins from
-    another training: then the mean score is that of a Gaussian mechanism without sampling.
+    Two tests and the estimate of the size of the noise share the error level. The first test assumes secret coins: the
+    ends of the intervals of noise multiplier and rate give epsilon. The second test predicts the coins from another
+    training; then the mean score is that of a Gaussian mechanism without sampling.
     """
     tail = (1 - confidence) / 3
     size = at_least(readings.numbers, tail)
@@ -121,9 +122,9 @@ def _of_predicted_coins(readings: Readings, delta: float, tail: float, size: flo
 def bound_by_counts(
     readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator
 ) -> float:
-    """A lower bound on epsilon for any noise, by counts of hits and of false alarms (see :func:`counted_bound`).
+    """A lower bound on epsilon for any noise, from counts of hits and of false alarms (see :func:`counted_bound`).
 
-    A score is the log-likelihood ratio of the readings with the row, whose coins are unknown, and without it.
+    A score is the log-likelihood ratio of the readings with the row, whose coins are unknown, and without the row.
     """
     steps = readings.x.shape[1]
     strangers = rng.standard_normal((int(min(_STRANGERS, _NUMBERS / steps)), steps))
@@ -138,7 +139,8 @@ def _ratio(x: Array, shift: float, rate: float) -> Array:
 
 
 def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
-    """Whether rows do not enter the steps by independent coins of this rate, but e.g. in batches of a fixed size.
+    """Whether rows enter the steps in another way than by independent coins of this rate, e.g. in batches of fixed
+    size.
 
     Args:
         trainings: for each training an array (n, T): whether the row was in the step.
@@ -168,7 +170,7 @@ def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
 
 
 def noise_repeats(noises: Sequence[Array]) -> bool:
-    """Whether two steps share noise; they may belong to one training, or to two with different secrets.
+    """Whether two steps share noise. They may belong to one training, or to two with different secrets.
 
     Args:
         noises: for each training an array (T, d).

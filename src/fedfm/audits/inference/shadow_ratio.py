@@ -1,4 +1,4 @@
-"""Likelihood-ratio membership inference with shadow models.
+"""Membership inference by likelihood ratio, with shadow models.
 
 Carlini, Chien, Nasr, Song, Terzis, Tramer. Membership Inference Attacks From First Principles. IEEE S&P 2022.
 arXiv:2112.03570, Algorithm 1. All rows share one variance, as Section VI.C advises for few shadow models.
@@ -10,11 +10,12 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SOFT = 1.0  # number of extra shadows with the mean of all rows: they keep a row's mean near it if shadows are few
+SOFT = 1.0  # number of additional shadows with the mean of all rows; if shadows are few, they keep a row's mean near it
 
 
 def confidence(logits: Array, labels: Array) -> Array:
-    """Phi = log(p_y / (1 - p_y)) of each row, (n,). Over trainings phi is nearly normal, and p_y is not (Section IV.C).
+    """Phi = log(p_y / (1 - p_y)) of each row, (n,). Over trainings phi is nearly normal, while p_y is not (Section
+    IV.C).
 
     Args:
         logits: (n, C), C at least 2.
@@ -35,12 +36,12 @@ def confidence(logits: Array, labels: Array) -> Array:
 def log_ratio(target: Array, shadows: Array, inside: Array) -> Array:
     """Log N(phi | mu_in, s_in^2) - log N(phi | mu_out, s_out^2) of each row, (n,).
 
-    It is 0 for rows that were in the training of all shadows, or of none.
+    It is 0 for rows that were in the training of all shadows, or in that of none.
 
     Args:
         target: (n,): phi of the attacked model.
         shadows: (S, n): phi of the shadow models.
-        inside: (S, n): whether a row was in the training of the shadow.
+        inside: (S, n): whether the row was in the training of the shadow.
     """
     found = []
     for there in (inside, ~inside):

@@ -9,13 +9,13 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-WINDOW = 7  # side in pixels; uniform weights
+WINDOW = 7  # side of a window in pixels; all weights are equal
 K1, K2 = 0.01, 0.03
 LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def psnr(a: Array, b: Array) -> Array:
-    """Peak signal to noise ratio in dB, infinite for equal images; leading axes (...,) are broadcast.
+    """Peak signal-to-noise ratio in dB; infinite for equal images. Leading axes (...,) are broadcast.
 
     Example:
         >>> float(psnr(np.zeros((2, 2, 3)), np.full((2, 2, 3), 0.1)).round(6))
@@ -27,9 +27,9 @@ def psnr(a: Array, b: Array) -> Array:
 
 
 def ssim(a: Array, b: Array) -> Array:
-    """Structural similarity of the luma, mean over all windows inside the image; leading axes (...,) are broadcast.
+    """Structural similarity of the luma, averaged over all windows inside the image; leading axes (...,) are broadcast.
 
-    Variances and covariances are those of the population: sums are divided by 49, not by 48.
+    Variances and covariances are those of a population: sums are divided by 49, not by 48.
 
     Raises:
         ValueError: an image is smaller than a window.

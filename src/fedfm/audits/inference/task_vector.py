@@ -1,10 +1,10 @@
 """Two attacks on a task vector tau = theta - theta_bar.
 
-The first computes the label shares of a client from its tau. Wainakh et al. compute label counts from the last layer's
-update (User-Level Label Leakage from Gradients in Federated Learning, PoPETs 2022, arXiv:2105.09369); here the update
-is over many steps, and the shares of all classes are computed together.
+The first computes the fractions of a client's labels from its tau. Wainakh et al. compute label counts from the last
+layer's update (User-Level Label Leakage from Gradients in Federated Learning, PoPETs 2022, arXiv:2105.09369). Here the
+update is over many steps, and the fractions of all classes are computed together.
 
-The second is by other clients: they compute tau itself, because they know the formula of FedBip's weights.
+The second is by other clients. They compute tau itself, because they know the formula of FedBip's weights.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-GRID = 2000  # number of values of the unknown to try
+GRID = 2000  # number of values that are tried for the unknown
 
 
 def class_evidence(weight: Array, bias: Array | None, feature: Array | None = None) -> Array:
-    """(C,): change of each class's logit. Training can only lower the logit of a class without rows.
+    """(C,): change of each class's logit. Training can only lower the logit of a class that has no rows.
 
-    A step of cross-entropy changes a bias by eta (share of the class in the batch - mean predicted probability).
+    A step of cross-entropy changes a bias by eta (fraction of the class in the batch - mean predicted probability).
 
     Args:
-        weight, bias: (C, d) and (C,): the head in tau; bias is None if the head has none.
-        feature: (d,): a typical feature vector; if there is no bias, the logits of this vector replace it.
+        weight, bias: (C, d) and (C,): the head in tau; bias is None if the head has no bias.
+        feature: (d,): a typical feature vector; without a bias, the change of this vector's logits replaces the bias.
 
     Raises:
         ValueError: neither a bias nor a feature is given.
@@ -36,7 +36,7 @@ def class_evidence(weight: Array, bias: Array | None, feature: Array | None = No
 
 
 def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
-    """(C,): shares pi of the classes among the rows, non-negative and summing to 1.
+    """(C,): fractions pi of the classes among the rows; non-negative, with sum 1.
 
     A bias that moved by tau_c in s steps of size eta satisfies tau_c / (eta s) = pi_c - sum_k pi_k Q_kc, where Q_kc is
     the mean predicted probability of c for rows of class k during training. Non-negative least squares solves this.
@@ -56,7 +56,7 @@ def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
 
 
 def overlap(a: Array, b: Array) -> float:
-    """1 - total variation of two distributions: 1 if they are equal, 0 if they are disjoint."""
+    """1 minus the total variation distance of two distributions: 1 if they are equal, 0 if they are disjoint."""
     return float(np.minimum(a, b).sum())
 
 
@@ -75,20 +75,20 @@ def solve_victim(change: Array, others: Array, p: Array, own: float) -> Array:
 def vectors_without_weights(
     change: Array, others: Array, at: int, negative: str, temperature: float = 1.0
 ) -> list[Array]:
-    """The victim's task vector without known weights: their formula leaves one unknown, and gives one equation for it.
+    """The victim's task vector without known weights. Their formula leaves one unknown and gives one equation for it.
 
     The weights are p_ik = a g_ik, where g_ik depends on the cosine of tau_i and tau_k, and a makes the row sum to 1.
-    The colluders know g_ik for themselves. So a is the only unknown: p_iv = 1 - a sum_k g_ik for the victim v. The
-    victim's vector is (Delta - a s) / p_iv with s = sum_k g_ik tau_k. Its cosine with tau_i must be the cosine that
-    belongs to the weight p_iv = a g_iv, which is the equation for a.
+    The colluders know g_ik for themselves, so a is the only unknown: p_iv = 1 - a sum_k g_ik for the victim v. The
+    victim's vector is (Delta - a s) / p_iv with s = sum_k g_ik tau_k. The cosine of this vector with tau_i must be the
+    cosine that gives the weight p_iv = a g_iv. This is the equation for a.
 
     Args:
         others: (M, P) task vectors of the colluders, not zero.
-        at: index of client i, whose aggregate changed by ``change``.
+        at: index of client i, whose aggregate changes by ``change``.
         negative: FedBip's key: ``clip``, ``raw`` or ``softmax``.
 
     Returns:
-        A vector (P,) for every consistent a; none if the victim has no weight in row i.
+        A vector (P,) for every a that satisfies the equation; none if the victim has no weight in row i.
     """
     from scipy.optimize import brentq
 
@@ -97,7 +97,7 @@ def vectors_without_weights(
     cosines = others @ mine / (np.linalg.norm(others, axis=1) * norm)
     g = weight(cosines, negative, temperature)
     s, total = g @ others, float(g.sum())
-    # All inner products of mine, Delta and s, so that f below needs no vectors.
+    # Compute all inner products of mine, Delta and s, so that f below needs no vectors.
     md, ms, dd, ds, ss = (float(x @ y) for x, y in ((mine, change), (mine, s), (change, change), (change, s), (s, s)))
 
     def f(a: float) -> float:
@@ -106,7 +106,7 @@ def vectors_without_weights(
         cosine = np.sign(own) * (md - a * ms) / (norm * length) if length > 1e-9 * np.sqrt(dd) else 0.0
         return float(cosine - _cosine(own / a, negative, temperature))
 
-    # Clipped weights are not negative; raw sums are at least 0.1.
+    # Clipped and softmax weights are not negative, and raw sums are at least 0.1.
     ends = (1e-3 / total, (1 - 1e-6) / total) if negative != "raw" else (1e-3, 10.0)
     places = np.linspace(*ends, GRID)
     places = places[np.abs(1 - places * total) > 1e-9]
@@ -120,14 +120,14 @@ def vectors_without_weights(
 
 
 def weight(cosine: Array, negative: str, temperature: float) -> Array:
-    """g: the weight that belongs to a cosine, before rows are normalised."""
+    """g: the weight that a cosine gives, before rows are normalised."""
     if negative == "softmax":
         return np.exp((cosine - 1) / temperature)
     return np.maximum(cosine, 0) if negative == "clip" else cosine
 
 
 def _cosine(g: float, negative: str, temperature: float) -> float:
-    """The cosine that belongs to a weight g; NaN if there is none."""
+    """The cosine that gives the weight g; NaN if there is none."""
     if negative == "softmax":
         return float(1 + temperature * np.log(g)) if g > 0 else float("nan")
     return g

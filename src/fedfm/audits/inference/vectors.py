@@ -1,4 +1,4 @@
-"""Tensors as one vector."""
+"""Join tensors into one vector."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from fedfm.audits.inference.rates import Array
 
 
 def vector(tensors: Iterable[Tensor]) -> Array:
-    """All floating-point numbers of the tensors as float64 (d,), in their order."""
+    """All floating-point entries of the tensors, in order, as float64 (d,)."""
     return np.concatenate([x.detach().double().numpy().ravel() for x in tensors if x.is_floating_point()])
