@@ -75,7 +75,7 @@ def test_a_student_is_measured_in_and_out_of_the_clients_rows(masked):
     finding = by_name(masked, "substitute_model")["substitute.student"]
     assert -1 <= finding.detail["cosine_outside"] <= 1
     assert finding.estimate == pytest.approx(finding.detail["cosine"], abs=1e-4)
-    assert "does not promise otherwise" in finding.says
+    assert "does not promise to prevent this" in finding.says
     few = [finding.detail[f"cosine{where}_from_0.25_of_the_rows"] for where in ("", "_outside")]
     assert all(-1 <= cosine <= 1 for cosine in few)
     told = finding.says.partition("From 20 rows the cosines are ")[2].rstrip(".").split(" and ")

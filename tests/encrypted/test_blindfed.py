@@ -168,7 +168,7 @@ def client(n=6, tests=3):
 
 def test_a_client_keeps_its_states_by_batch_and_block():
     held, who = ClientHalf("masked", "clear"), client()
-    with pytest.raises(ClientFault, match="has not opened"):
+    with pytest.raises(ClientFault, match="has not sent a hello"):
         held.rows(who, 0, None, False)
     assert held.open(who, hello()).rows == {"train": 6, "val": 0, "test": 3}
     with pytest.raises(ClientFault, match="is not complete"):

@@ -168,7 +168,7 @@ def test_what_the_holder_refuses():
 def test_orders_and_keys_are_checked():
     with pytest.raises(ClientFault, match="rotation key is missing"):
         Run(public=KeyHolder.new(TOKENS).public())
-    with pytest.raises(InputError, match="expected one more"):
+    with pytest.raises(InputError, match="expected one order more"):
         Run(orders=ORDERS[:2])
     assert all(np.array_equal(a, b) for a, b in zip(orders_of(order_bytes(ORDERS)), ORDERS, strict=True))
     assert split_messages(join_messages(b"abc", b"de")) == (b"abc", b"de")

@@ -163,16 +163,16 @@ def test_what_a_faulty_sender_signs_is_refused_too():
     plain[1, 1] = 0
     with pytest.raises(ClientFault, match="not below its prime"):
         received(client().pack(large, SCALE))
-    with pytest.raises(ClientFault, match="read without a key"):
+    with pytest.raises(ClientFault, match="readable without a key"):
         received(client().pack(plain, SCALE))
     for scale in (float("nan"), float("inf"), 0.5, -1.0, 2.0**200):
         with pytest.raises(ClientFault, match="scale"):
             received(client().pack(RESIDUES, scale), scale=None)
-    with pytest.raises(InputError, match="do not fit"):
+    with pytest.raises(InputError, match="cannot be a message"):
         client().pack(RESIDUES[:0], SCALE)
     with pytest.raises(ClientFault, match="0 ciphertexts came"):
         received(client()._seal(0, 0, 2, SCALE, bytes(32), b""), count=None)
-    with pytest.raises(ClientFault, match="does not hold"):
+    with pytest.raises(ClientFault, match="cannot have"):
         received(client()._seal(0, 2, 2, SCALE, bytes(32), MESSAGE[_HEADER.size : -40]))
     with pytest.raises(ClientFault, match="unknown kind"):
         received(client()._seal(9, 2, 2, SCALE, bytes(32), MESSAGE[_HEADER.size : -32]))
@@ -186,7 +186,7 @@ def test_keys_and_ciphertexts_are_not_mistaken_for_each_other():
     with pytest.raises(ClientFault, match="keys came"):
         there.unpack(here.pack_keys(b"keys"), limbs=1)
     here, there = client(), server()
-    with pytest.raises(ClientFault, match="where keys were expected"):
+    with pytest.raises(ClientFault, match="but keys were expected"):
         there.unpack_keys(here.pack(RESIDUES, SCALE))
     with pytest.raises(ClientFault):
         there.unpack_keys(b"")

@@ -169,7 +169,7 @@ def test_the_papers_polynomials(place, tmp_path):
         ({"distil": {"polynomials": "chebyshev"}}, 'distil.polynomials = "?chebyshev'),
         ({"distil": {"tau": 3.0}}, "distil.tau: unknown key"),
         ({"model": {"adaptation": {"name": "lora"}}}, "distillation trains all parameters"),
-        ({"model": {"weights": "random"}}, "nothing to distil"),
+        ({"model": {"weights": "random"}}, "no knowledge to distil"),
         ({"model": {"name": "nano-gpt2"}}, "model.name: .*reads text"),
         ({"data": {"partition": {"clients": 3}}}, "data.partition: distillation has all rows in one place"),
         ({"method": {"name": "fedavg"}}, "method: unknown key"),
@@ -186,9 +186,9 @@ def test_what_makes_no_sense_is_refused(place, tmp_path, capsys, changes, says):
 def test_a_twin_outside_its_intervals_says_so(whole):
     from fedfm.encrypted.student.distil_table import table
 
-    assert "refused on encrypted rows" not in table(whole[1] | {"outside": 0.001})
-    assert "refused on encrypted rows" in table(whole[1] | {"outside": 0.0011})
-    assert "refused on encrypted rows" in table(whole[1] | {"outside": float("nan")})
+    assert "encrypted runs refuse this student" not in table(whole[1] | {"outside": 0.001})
+    assert "encrypted runs refuse this student" in table(whole[1] | {"outside": 0.0011})
+    assert "encrypted runs refuse this student" in table(whole[1] | {"outside": float("nan")})
     assert "activations overflow" not in table(whole[1])
     assert "activations overflow" in table(whole[1] | {"distance": float("nan")})
 

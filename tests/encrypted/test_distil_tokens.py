@@ -87,7 +87,7 @@ def test_without_class_tokens_the_patches_go_alone(tmp_path, kind, extra):
 
 def test_tokens_that_cannot_change(tmp_path):
     vit = full(tiny("vit", tmp_path / "vit"))
-    with pytest.raises(InputError, match=r"distil.image_size = 10: expected a multiple of the patches, 4 x 4"):
+    with pytest.raises(InputError, match=r"distil.image_size = 10: expected a multiple of the patch size, 4 x 4"):
         with_tokens(vit, 10, True)
     with pytest.raises(InputError, match=r"distil.class_token = false: .*'ijepa' has no class token"):
         with_tokens(full(tiny("ijepa", tmp_path / "ijepa")), 8, False)
@@ -177,7 +177,7 @@ def test_views_of_texts_are_refused(tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"w{i} w{i + 1},{'ab'[i % 2]}\n" for i in range(20)))
     save_bert(tmp_path / "bert")
     table = {"data": {"path": str(tmp_path / "rows.csv")}, "model": {"name": str(tmp_path / "bert")}}
-    with pytest.raises(InputError, match=r"distil.views = 2: .*rows.csv holds no images"):
+    with pytest.raises(InputError, match=r"distil.views = 2: .*rows.csv contains no images"):
         distil(table | {"distil": {"views": 2}}, tmp_path / "twin")
 
 

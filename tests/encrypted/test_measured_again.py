@@ -118,7 +118,7 @@ def test_once_is_enough_and_the_table_says_what_changed(place, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ({"epochs": [1, 0, 0]}, "is a polynomial student already; with distil.epochs = [0, 0, 0]"),
+        ({"epochs": [1, 0, 0]}, "is a polynomial student already; set distil.epochs = [0, 0, 0]"),
         ({"image_size": 16}, "drop distil.image_size"),
         ({"views": 2}, "distil.views"),
     ],

@@ -136,7 +136,7 @@ def test_wrong_input_is_refused(pair, tmp_path):
         compare.table([])
     with pytest.raises(InputError, match="a folder"):
         compare.write(pair, tmp_path)
-    with pytest.raises(InputError, match="missing: no run here"):
+    with pytest.raises(InputError, match="missing: there is no such folder"):
         compare.write([tmp_path / "missing"], tmp_path / "out.html")
     with pytest.raises(InputError, match="cannot be written"):
         compare.write(pair, pair[0] / "manifest.json" / "out.html")

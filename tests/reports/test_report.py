@@ -319,7 +319,7 @@ def test_optional_keys_may_be_absent(tmp_path):
 def test_a_missing_manifest_is_named(tmp_path):
     run = runs.make(tmp_path / "run")
     (run / "manifest.json").unlink()
-    with pytest.raises(InputError, match=r"no run here \(manifest\.json is missing\)"):
+    with pytest.raises(InputError, match=r"this is not a run; manifest\.json is missing"):
         html.write(run)
     assert not (run / "report.html").exists()
 

@@ -2,8 +2,9 @@
 
 Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3. The paper numbers its equations and has no Algorithm.
 
-The server computes on ciphertexts and sees no rows; clients see neither the foundation model nor each other's rows. The
-clients train side adapters and a head (equations 4 to 6) on the disclosed activations, i.e. the model's block outputs.
+The server computes on ciphertexts and sees no rows. Clients see neither the foundation model nor each other's rows.
+They train side adapters and a head (equations 4 to 6) on disclosed activations, which are outputs of the model's
+blocks.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from fedfm.training import SGD, Local
 if TYPE_CHECKING:
     from fedfm.encrypted.inference.cost_estimate import EncryptedPlan
 
-RINGS = {"fast": 8192, "slow": 16384}  # ring degree by type of network
+RINGS = {"fast": 8192, "slow": 16384}  # ring degree for each kind of network
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """State between rounds.
+    """The server's state between rounds.
 
     Attributes:
         w: (theta, eta), adapters and head.
@@ -54,11 +55,11 @@ class ServerState:
 
 @dataclass(frozen=True)
 class BlindFed(HiddenModel, Planned, Method[ServerState]):
-    """One encrypted forward pass of all rows through the server's frozen model; then FedAvg on its outputs.
+    """One encrypted forward pass of all rows through the server's frozen model, then FedAvg on the model's outputs.
 
-    There are two protocols. In "masked" (ours) the client gets the disclosed activations of its rows in the clear, and
-    its labels never leave it. In "permuted" (the paper's) the client gets the activations of all tokens in secret
-    orders, and its labels leave it encrypted. The secret orders leak, as ``fedfm audit`` shows.
+    There are two protocols. In "masked" (ours) a client gets the disclosed activations of its rows in the clear, and
+    its labels never leave it. In "permuted" (the paper's) a client gets the activations of all tokens in secret orders,
+    and sends its labels encrypted. The secret orders leak, as ``fedfm audit`` shows.
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
@@ -71,7 +72,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     drops: bool = setting(
         True,
         'eta follows local.schedule = "steps" (Appendix D: a tenth after half of the rounds, a hundredth after four '
-        "fifths) if no other schedule is set; false: it stays constant",
+        "fifths) if no other schedule is set; false: eta stays constant",
     )
     protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
     encryption: str = setting(
@@ -79,38 +80,40 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     )
     foundation: str = setting(
         "",
-        'the distilled model ("nano-vit-fhe", or a folder of `fedfm distil`); only the server reads it',
+        'the distilled model ("nano-vit-fhe", or a folder of `fedfm distil`); only the server reads this model',
         required=True,
         words='"nano-vit-fhe" or a folder that `fedfm distil` made',
         metadata={"server_only": True},
     )
-    rank: int = setting(8, "r, of the side adapters", ge=1, le=65_536)
+    rank: int = setting(8, "r, rank of the side adapters", ge=1, le=65_536)
     released: str = setting(
         "class",
-        "what clients see of each block: class (class token or mean), grid (also the means of four quadrants), tokens "
+        "disclosed activations of each block: class (class token or mean), grid (also the means of four quadrants), "
+        "tokens "
         "(all, through a secret projection)",
         choices=RELEASED,
     )
-    projection: int = setting(32, 'released = "tokens": values per token', ge=1, le=65_536)
+    projection: int = setting(32, 'number of values per token for released = "tokens"', ge=1, le=65_536)
     labels: str = setting(
         "permuted",
         "permuted protocol: the server returns the labels in its order (permuted) or only the loss (loss_only, as "
-        "printed: nothing can be trained with it)",
+        "printed, which allows no training)",
         choices=("permuted", "loss_only"),
     )
     link: str = setting(
         "fast",
-        "the network to the clients: slow uses a larger ring, with a third of the messages, more bytes and more "
+        "speed of the network to the clients: slow uses a larger ring, with a third of the messages, more bytes and "
+        "more "
         "computation per message",
         choices=("fast", "slow"),
     )
     predict: bool = setting(
         False,
-        "no training: the model predicts the rows that silos name in their files, and each silo keeps the predictions",
+        "no training: the model predicts the rows that silos name in their files; only the silo gets its predictions",
     )
     trained: str = setting(
         "",
-        "predict = true: the folder of a finished run with the adapters to use; only the server reads it",
+        "with predict = true: folder of a finished run whose adapters are used; only the server reads it",
         metadata={"server_only": True},
     )
     processes: int = setting(0, "worker processes of the server's encrypted computation; 0: one per core", ge=0)
@@ -132,10 +135,10 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         return ServerState(w, figures)
 
     def run_forward_pass(self, fed: Federation) -> dict[str, float]:
-        """Steps 1 to 4 of the protocol, executed once: the encrypted forward pass of all rows of all clients."""
+        """Steps 1 to 4 of the protocol: the encrypted forward pass of all rows of all clients. It happens only once."""
         if self.encryption == "clear":
             return permuted_clear.run(self, fed) if self.protocol == "permuted" else clear.run(self, fed)
-        from fedfm.encrypted.protocol import masked  # need TenSEAL
+        from fedfm.encrypted.protocol import masked  # imported here, since they need TenSEAL
         from fedfm.encrypted.protocol import permuted as permuted_passes
 
         return permuted_passes.run(self, fed) if self.protocol == "permuted" else masked.run(self, fed)
@@ -156,7 +159,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @cached_property
     def scheduled_local(self) -> Local:
-        """The client optimiser; it gets the paper's schedule if none is set."""
+        """The client optimiser, with the paper's schedule if no other one is set."""
         return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
 
     def view(self, client: Client) -> Client:
@@ -164,55 +167,57 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def open(self, client: Client, told: Hello) -> Opened:
-        """Step 1: receive the required format of rows; returns the client's numbers of rows and its keys."""
+        """Step 1: receive the format that rows must have; return the client's numbers of rows, and its keys."""
         return self.client_half.open(client, told)
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2: a batch of rows in the client's own order; with ``go_on`` the server already has their states."""
+        """Step 2: send a batch of rows in the client's own order. With ``go_on`` the server already has the rows'
+        states.
+        """
         return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Step 4: store disclosed activations for all rounds; returns the number of rows."""
+        """Step 4: store disclosed activations, which all rounds use; returns the number of rows."""
         return self.client_half.keep(client, batch, block, states)
 
     @on_client(kind="query", varying=("message",))
     def refresh(self, client: Client, message: Tensor) -> Tensor:
-        """Step 3: decrypt masked values, and encrypt them again."""
+        """Step 3: decrypt masked values and encrypt them again."""
         return self.client_half.refresh(client, message)
 
     @on_client(kind="query")
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
-        """Permuted, step 1: a batch of rows with labels; with ``go_on`` the server already has the rows' states."""
+        """Permuted, step 1: send a batch of rows and labels. With ``go_on`` the server already has the rows' states."""
         return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted, step 3: store the states of all tokens in a secret order, and return them encrypted."""
+        """Permuted, step 3: store the states of all tokens, which are in a secret order, and return them encrypted."""
         return self.client_half.turn(client, batch, block, states)
 
     @on_client(kind="query", varying=("orders", "labels"))
     def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
-        """Permuted, steps 4 and 6: store the orders from each block to the next, and the labels in the last order."""
+        """Permuted, steps 4 and 6: store the orders from each block to the next, and labels in the last order."""
         return self.client_half.align(client, batch, orders, labels)
 
     @on_client(kind="query")
     def predicted(self, client: Client, w: Params) -> int:
-        """With ``predict``: store the predictions of the client's rows; returns their number."""
+        """With ``predict``: store the predictions for the client's rows; returns their number."""
         return predictions.keep(client, self.view(client), w)
 
     @cached_property
     def client_half(self) -> ClientHalf:
-        """The client half of the protocol, for all clients of this process."""
+        """The client half of the protocol for all clients of this process."""
         return ClientHalf(self.protocol, self.encryption)
 
     # --- what the method needs and promises ---------------------------------------------------------------------------
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Only the server has the model. Without encryption, server and clients must be in one process."""
+        """Only the server has the model. Without encryption, server and clients have to be in one process."""
         local = 'method.encryption = "clear"' if self.encryption == "clear" else ""
         return Needs("side_adapter", ("side_adapter",), model="server", local=local)
 
@@ -226,7 +231,9 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The secrets are for the orders and for the key agreement. Rows to predict have no labels, so no scores."""
+        """The secrets are for the orders and for key agreements. Rows to predict have no labels, so there are no
+        scores.
+        """
         encrypted = self.encryption == "ckks"
         orders = ("orders",) if self.protocol == "permuted" else ()
         return Traits(
@@ -263,7 +270,9 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
             seal.ring_of(Parameters())  # raises MissingExtra without the extra
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> EncryptedPlan | None:
-        student = foundation_check.check(model, self.foundation)  # a simulation refuses the same models as encryption
+        student = foundation_check.check(
+            model, self.foundation
+        )  # a simulation refuses the same models as encryption does
         if self.encryption == "clear":
             return None
         from fedfm.encrypted.inference import cost_estimate
@@ -289,7 +298,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def validate(self) -> None:
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
             raise InputError(
-                'method.predict = true does not train: expected rounds = 0, protocol = "masked", and in trained the '
+                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and as trained the '
                 "folder of a finished run",
                 key="method.predict",
             )
@@ -301,19 +310,20 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
             return
         if self.released == "tokens":
             raise InputError(
-                'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends all of them: '
+                'method.released = "tokens" hides tokens by a projection, but protocol = "permuted" sends all of them; '
                 'expected "class" or "grid"',
                 key="method.released",
             )
         if self.labels == "loss_only" and self.encryption == "ckks":
             raise InputError(
-                'method.labels = "loss_only": encrypted clients score with the returned labels; expected '
+                'method.labels = "loss_only": under encryption, clients compute scores from the returned labels; '
+                "expected "
                 'encryption = "clear", or labels = "permuted"',
                 key="method.labels",
             )
         if self.labels == "loss_only" and self.rounds:
             raise InputError(
-                f'method.labels = "loss_only": a client that gets only the loss has no gradient, so that nothing can '
+                f'method.labels = "loss_only": a client that gets only the loss has no gradient, so nothing can '
                 f'be trained in {self.rounds} rounds; expected rounds = 0, or labels = "permuted"',
                 key="method.labels",
             )

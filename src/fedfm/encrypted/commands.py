@@ -28,8 +28,8 @@ def distil(args: Namespace) -> int:
     what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
     if not result.get("outside", 0.0) <= MOST_OUTSIDE:
-        text = f"{result['outside']:.2%} of the arguments are outside their intervals, over {MOST_OUTSIDE:.1%}"
-        tell(f"fedfm: {text}: a double-blind run refuses this student; train it longer", sys.stderr)
+        text = f"{result['outside']:.2%} of the arguments are outside their intervals, more than {MOST_OUTSIDE:.1%}"
+        tell(f"fedfm: {text}: encrypted runs refuse this student; train it longer", sys.stderr)
     return say(args, result, table(result))
 
 
@@ -57,7 +57,8 @@ a distillation:
 A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its scores, variances and row sums must
 stay in intervals where a polynomial of low degree is accurate. The first stage trains for that, and an interval that is
 too wide is refused. The folder has config.json with the polynomials and their intervals, model.safetensors, the image
-processor or tokenizer, and distil.json, which records how it was made. A new head for these classes is not kept.
+processor or tokenizer, and distil.json, which records how it was made. If the head is new for these classes, it is left
+out.
 
 If model.name is a polynomial student already, epochs = [0, 0, 0] trains nothing: it measures the intervals again on the
 rows of [data]. Use it for rows that differ from those of the distillation.

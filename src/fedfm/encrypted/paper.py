@@ -10,11 +10,13 @@ SETTINGS = {
     "method.drops": Paper(True),
     "method.rank": Paper(8),
     "method.local.batch_size": Paper(16),
-    "method.local.learning_rate": Paper(0.001, "with a few hundred rows per client training is too slow at 0.001"),
-    "method.protocol": Paper("permuted", "its relative orders show a client which states belong together"),
+    "method.local.learning_rate": Paper(0.001, "with a few hundred rows per client, 0.001 trains too slowly"),
+    "method.protocol": Paper("permuted", "the relative orders of permuted show a client which states belong together"),
     "method.labels": Paper("loss_only", "a mean loss without a gradient cannot train anything"),
-    "method.released": Paper("all tokens", "each state that a client sees helps it to train a substitute of the model"),
-    "distil.epochs": Paper((0, 15, 15), "a tame stage comes first; without it the student of a usual ViT returns NaN"),
+    "method.released": Paper(
+        "all tokens", "each state that a client sees helps it to train a substitute for the model"
+    ),
+    "distil.epochs": Paper((0, 15, 15), "without a tame stage first, the student of a usual ViT returns NaN"),
     "distil.learning_rates": Paper(
         "0.0001 and 0.00001 for the stages states and outputs", "models of a million parameters learn faster"
     ),

@@ -1,6 +1,6 @@
-"""Predict where the rows are, with a model that stays at its owner: one silo and a SuperLink on loopback.
+"""Predict at the site of the rows, with a model that stays at its owner: one silo and a SuperLink on loopback.
 
-Between real sites the owner submits the same experiment to the SuperLink, and a silo's file names the rows.
+Between real sites, the owner submits the same experiment to the SuperLink, and a silo's file names the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SILO = "holder"  # the silo's name
 
 
 def asking(run: Run) -> Experiment:
-    """The experiment in which silos predict with a finished run of BlindFed.
+    """The experiment in which silos predict with a finished BlindFed run.
 
     Raises:
         InputError: the run has another method, or it did not encrypt rows.
@@ -31,10 +31,12 @@ def asking(run: Run) -> Experiment:
     experiment, method = run.experiment, run.experiment.method
     if not isinstance(method, HiddenModel) or experiment.method.needs.local:
         raise InputError(
-            f"{run.path}: --engine deployment needs a run of blindfed under "
-            f'encryption = "ckks"; this is a run of {run.experiment.method_name}: drop --engine'
+            f"{run.path}: --engine deployment needs a run of blindfed with "
+            f'encryption = "ckks", but this is a run of {run.experiment.method_name}; drop --engine'
         )
-    own: dict[str, Any] = dict.fromkeys(("superlink", "folder", "roster", "identity"))  # the nodes are on loopback
+    own: dict[str, Any] = dict.fromkeys(
+        ("superlink", "folder", "roster", "identity")
+    )  # these settings are dropped, since the nodes are on loopback
     return replace(
         experiment,
         name=f"{experiment.name}-predicts"[:64],
@@ -44,7 +46,7 @@ def asking(run: Run) -> Experiment:
 
 
 def predict_remote(path: str | Path, file: str | Path, progress: Progress | None = None) -> dict[str, Any]:
-    """As :func:`fedfm.api.predict.predict`, but the rows are at a separate node, and the model is at the SuperLink.
+    """As :func:`fedfm.api.predict.predict`, but the rows are at a separate node, and the model is at the server.
 
     Raises:
         InputError: the run cannot predict in this way, or there are no such rows.
@@ -52,10 +54,10 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
     """
     run = load_run(path)
     if run.manifest["result"] is None:
-        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+        raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     experiment = asking(run)
     if not Path(file).expanduser().exists():
-        raise InputError(f"{file}: no such file or folder; predict takes rows")
+        raise InputError(f"{file}: no such file or folder; predict needs rows")
     with tempfile.TemporaryDirectory(prefix="fedfm-predict-") as folder:
         silo, rows = Path(folder) / "silo.toml", str(Path(file).expanduser().resolve())
         settings = {"name": SILO, "data": rows, "predict": rows, "image": experiment.data.image}

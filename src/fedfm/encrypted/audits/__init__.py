@@ -1,1 +1,1 @@
-"""Attacks on runs with encrypted rows: what an attacker learns from ciphertexts, disclosed activations and losses."""
+"""Attacks on runs with encrypted rows: what ciphertexts, disclosed activations and losses reveal to an attacker."""

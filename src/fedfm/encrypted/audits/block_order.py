@@ -1,8 +1,8 @@
 """BlindFed's permutations: can a client match the states of its samples before and after a block?
 
-The "permuted" protocol sends each block's states with the samples in another secret order. A client that matches the
+The "permuted" protocol sends the states of each block with the samples in a new secret order. A client that matches the
 states before and after a block has pairs of inputs and outputs, and can fit the block to them. The paper's
-Proposition 1 says that the absolute orders are hidden. The attack does not need them.
+Proposition 1 says that the absolute orders are hidden. The attack does not need the absolute orders.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fedfm.runtime.run_directory import Run
 
 SENT = "Can a client match the states of a block with those of the next one from what the server sends?"
 SEEN = "Could a client match them without the relative orders, from the states alone?"
-BATCH = 64  # samples of a batch: a random guess is right for 1 in 64
-LINE = 0.5  # with more than this share of the pairs, a block can be fitted as well as with all of them
+BATCH = 64  # samples in a batch; a random guess is right for 1 in 64
+LINE = 0.5  # with more than this fraction of the pairs, a block can be fitted as well as with all pairs
 
 
 class BlockOrder(Audit):
-    """Shares of the samples whose states before and after a block the attacker matches."""
+    """Fractions of the samples whose states before and after a block the attacker matches."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class BlockOrder(Audit):
         states = of_client(replay.population, largest_client(replay.population), "train", seed)
         n, levels = min(len(states), BATCH), states.blocks.shape[1]
         if n < 2 or levels < 2:
-            return [nothing("order.sent", SENT, "There is no client with two rows, or no second block.")]
+            return [nothing("order.sent", SENT, "No client has two rows, or the model has no second block.")]
         blocks = states.blocks[:n].double().numpy()
         mixed, orders = shuffle(blocks, seed)
         return [_pair_by_orders(blocks, orders), self._pair_by_states(mixed, orders, n), self._tokens(blocks, seed, n)]
@@ -63,7 +63,7 @@ class BlockOrder(Audit):
 
 
 def _pair_by_orders(blocks: np.ndarray, orders: np.ndarray) -> Finding:
-    """Match by the relative orders, by which the client brings all states into the last order (step 4)."""
+    """Match by the relative orders, with which the client brings all states into the last order (step 4)."""
     pi = [torch.from_numpy(order) for order in orders]
     lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
     steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]

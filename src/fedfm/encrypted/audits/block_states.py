@@ -1,4 +1,4 @@
-"""States (block outputs) of rows of a BlindFed run, for audits: of one client's rows, and of rows of another kind."""
+"""States (block outputs) of rows of a BlindFed run, for audits: of one client's rows, or of rows of another kind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.runtime.partitioned import Partitioned
 
-MOST, OTHERS = 1000, 300  # rows of a client, and of another kind
+MOST, OTHERS = 1000, 300  # most rows of a client, and number of rows of another kind
 _AT_ONCE = 128
 
 
 @dataclass(frozen=True)
 class States:
-    """States of n rows.
+    """The states of n rows.
 
     Attributes:
         patches: (n, T, F), the client's input, which it encrypts.
@@ -42,7 +42,7 @@ class States:
         return len(self.patches)
 
     def take(self, index: slice) -> States:
-        """Some of the rows."""
+        """The states of some of the rows."""
         labels = None if self.labels is None else self.labels[index]
         return States(self.patches[index], self.blocks[index], self.released[index], labels)
 
@@ -62,14 +62,14 @@ def largest_client(population: Partitioned) -> ClientId:
 
 
 def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -> States:
-    """States of a client's ``train`` or ``test`` rows, in random order; at most :data:`MOST` rows."""
+    """States of a client's ``train`` or ``test`` rows, in random order, for at most :data:`MOST` rows."""
     index = getattr(population.federated.clients[client], part)
     index = seeds.generator(seed, "audit", "block_states", client, part).permutation(index)[:MOST]
     return _states(population, population.federated.table, index)
 
 
 def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
-    """States of squares cut from two photographs that come with scikit-learn, which are no client's rows."""
+    """States of squares from the two photographs in scikit-learn, which are not rows of any client."""
     rng = seeds.generator(seed, "audit", "photographs")
     files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
     photographs = [np.asarray(Image.open(file)) for file in files]

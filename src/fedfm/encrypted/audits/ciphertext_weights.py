@@ -17,14 +17,14 @@ from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import MissingExtra
 
-QUESTION = "Does an encrypted answer of the server show the weights of a linear layer to the owner of the key?"
-INPUTS, OUTPUTS = 32, 8  # the attacked part of the embedding: enough to show the attack, and solved in a second
-BITS = 20  # size of the weights as integers
+QUESTION = "Do the server's encrypted messages disclose the weights of a linear layer to the owner of the key?"
+INPUTS, OUTPUTS = 32, 8  # size of the part of the embedding under attack; solving it takes a second
+BITS = 20  # bits of the weights as integers
 LINE = 0.5
 
 
 class CiphertextWeights(Audit):
-    """Share of the embedding's weights that an attacker computes from the second polynomials of ciphertexts."""
+    """Fraction of the embedding's weights that an attacker computes from the second polynomials of ciphertexts."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -53,9 +53,9 @@ class CiphertextWeights(Audit):
 
 
 def _share_found(out: np.ndarray, x: np.ndarray, integers: np.ndarray, parameters: Parameters) -> float:
-    """Share of the weights that the attacker finds, modulo one prime.
+    """Fraction of the weights that the attacker finds, modulo one prime.
 
-    The polynomials may be in evaluation form: the transform is linear, so the same equations hold.
+    The polynomials may be in evaluation form: this transform is linear, so the same equations hold.
     """
     guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
     return float((guess == integers).mean())

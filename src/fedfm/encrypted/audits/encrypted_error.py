@@ -1,4 +1,6 @@
-"""The error of the encrypted computation, for each block and the logits, and which bad messages both sides refuse."""
+"""Measure the error of encrypted computation, for each block and the logits, and check that bad messages are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,20 @@ from fedfm.errors import ClientFault
 from fedfm.models.adapters.side_adapter import STATES, SideModel
 from fedfm.runtime.run_directory import Run
 
-ERROR = "How far are released states under encryption from those in the clear?"
-LOGITS = "How far are the logits of encrypted rows from those in the clear, end to end?"
-REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
-ROWS = 16  # rows of the batch: a batch takes the same time for any number of rows
+ERROR = "How far are disclosed activations under encryption from those in the clear?"
+LOGITS = "How far are the logits of encrypted rows from those computed in the clear, end to end?"
+REFUSED = "Are encrypted rows refused if they are damaged, altered, repeated, or made for another session or key?"
+ROWS = 16  # number of rows in the batch; a batch takes the same time for any number
 MOST = 1e-2  # largest error that a run may have
 ALL = VerdictRule(("estimate < bound",), ("estimate >= bound",))
 
 
 class EncryptedError(Audit):
-    """The largest error of each block, and the share of bad messages that are refused."""
+    """Finds the largest error of each block, and the fraction of bad messages that are refused."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
-    by_default: ClassVar[bool] = False  # a batch runs through the complete model
+    by_default: ClassVar[bool] = False  # it runs a batch through the complete model
     takes: ClassVar[float] = 120.0
 
     def unfit(self, run: Run) -> str | None:
@@ -90,7 +92,7 @@ def _refusals(model: SideModel, pixels: Tensor) -> Finding:
 
     def refuses(message: bytes) -> bool:
         def never(_: bytes) -> bytes:
-            raise AssertionError("a refresh was asked for")
+            raise AssertionError("a refresh was requested")
 
         owner = ModelOwner(matrices, "class", public, session, key, DistanceLedger())
         try:
@@ -107,7 +109,7 @@ def _refusals(model: SideModel, pixels: Tensor) -> Finding:
 
 
 def _damage(good: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield (name of the damage, the message with this damage)."""
+    """Yield damaged messages, each with the name of its damage."""
     middle = len(good) // 2
     yield "cut off", good[:-1]
     yield "a byte too long", good + b"\0"

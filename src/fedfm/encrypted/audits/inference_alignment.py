@@ -1,7 +1,7 @@
-"""Undoing the permutation of a batch: which state after a block belongs to which state before it?
+"""Undo the permutation of a batch: which state after a block belongs to which state before the block?
 
-BlindFed (arXiv:2502.01289) permutes the samples of a batch anew for each block. A residual block changes its input
-only a little, so that a sample's state after the block is similar to its state before the block.
+BlindFed (arXiv:2502.01289) permutes the samples of a batch anew for each block. A residual block changes its input only
+a little, so a sample's state after the block is similar to its state before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedfm.audits.inference.rates import Array
 def align(before: Array, after: Array) -> Array:
     """For each sample before the block, the position of its state after the block.
 
-    The cosines of the centred states are computed for all pairs; then the best assignment is chosen.
+    The cosines of the centred states are computed for all pairs. The best assignment follows from these cosines.
 
     Args:
         before, after: (n, T, d), or (n, d); each is centred over the samples.
@@ -40,14 +40,14 @@ def align(before: Array, after: Array) -> Array:
 
 
 def shuffle(states: Array, seed: int) -> tuple[Array, Array]:
-    """Permute the samples anew for each block: states (n, L, ...) -> (states (n, L, ...), orders (L, n))."""
+    """Permute the samples anew for each block: from states (n, L, ...) to states (n, L, ...) and orders (L, n)."""
     rng = np.random.default_rng(seed)
     orders = np.stack([rng.permutation(len(states)) for _ in range(states.shape[1])])
     return np.stack([states[order, level] for level, order in enumerate(orders)], axis=1), orders
 
 
 def aligned_shares(mixed: Array, orders: Array) -> list[float]:
-    """Shares (L - 1,) of the samples that :func:`align` matches, for each block and the next one.
+    """For each block and the next one, the fraction of the samples that :func:`align` matches: (L - 1,).
 
     Args:
         mixed, orders: from :func:`shuffle`.
@@ -60,7 +60,7 @@ def aligned_shares(mixed: Array, orders: Array) -> list[float]:
 
 
 def _directions(x: Array) -> Array:
-    """Centred vectors of length one: (n, ...) -> (n, D)."""
+    """Centred vectors of length 1: (n, ...) -> (n, D)."""
     flat = x.reshape(len(x), -1).astype(np.float64)
     flat = flat - flat.mean(0)
     return np.asarray(flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12))

@@ -1,7 +1,7 @@
-"""Compute labels from a mean loss whose predictions the attacker chooses.
+"""Compute labels from the mean loss of predictions that the attacker chooses.
 
 The mean cross-entropy -1/n sum_i log p_i[y_i] is linear in log p. If the attacker chooses -log p_i[c] = c C^i, the sum
-is a number in base C whose digits are the labels. One loss of b bits gives b / log2(C) labels.
+is a number in base C whose digits are the labels. One loss with b bits gives b / log2(C) labels.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Loss = Callable[[Array], float]  # -log p (n, C) -> mean loss
 
 
 def labels_by_loss(loss: Loss, count: int, classes: int, bits: int = 20) -> tuple[Array, int]:
-    """(labels (n,), number of queries).
+    """Labels (n,), and the number of queries that they took.
 
     Args:
-        loss: answers a query: takes -log p (n, C), and returns the mean of the entries that the labels choose.
+        loss: answers a query: it takes -log p (n, C) and returns the mean of the entries that the labels select.
         count: n, number of labels.
         classes: C >= 2.
         bits: number of bits of the sum that an answer discloses.

@@ -2,7 +2,7 @@
 
 A CKKS ciphertext has two polynomials, c0 and c1. A product with a matrix W acts on both: c1 of output i is
 sum_j W_ij c1_j, with integers modulo each prime. The client that encrypted the input knows c1_j, and can solve for W.
-An encryption of zero that is added to the output prevents it: then c1 of the output is uniform.
+An encryption of zero that is added to the output prevents this, because c1 of the output is then uniform.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def solve_modulo(rows: Array, right: Array, prime: int) -> Array:
         >>> solve_modulo(np.array([[2, 1], [1, 1]]), np.array([[1], [3]]), 97).ravel().tolist()
         [-2, 5]
     """
-    a = np.concatenate([rows, right], axis=1).astype(object)  # numbers of any size: products have up to 98 bits
+    a = np.concatenate([rows, right], axis=1).astype(object)  # Python integers, since products have up to 98 bits
     for k in range(len(a)):
         pivot = next((i for i in range(k, len(a)) if a[i, k] % prime), None)
         if pivot is None:
-            raise ValueError("singular modulo the prime")
+            raise ValueError("the matrix is singular modulo the prime")
         a[[k, pivot]] = a[[pivot, k]]
         a[k] = a[k] * pow(int(a[k, k]), -1, prime) % prime
         others = [i for i in range(len(a)) if i != k]

@@ -1,8 +1,8 @@
-"""Train a substitute of a model from its states (block outputs).
+"""Train a substitute for a model from the model's states (block outputs).
 
-BlindFed's clients (arXiv:2502.01289) have states of their rows. There are two attacks. With the states of all tokens
-before and after a block, a client fits that block. With only the disclosed states, it trains a complete student that
-computes them from pixels.
+BlindFed's clients (arXiv:2502.01289) have states of their rows. This allows two attacks. With the states of all tokens
+before and after a block, a client fits that block. With only the disclosed activations, a client trains a complete
+student that computes them from pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS, BATCH, RATE = 400, 64, 2e-3
 
 
 class SurrogateBlock(nn.Module):
-    """A pre-norm transformer block on states (n, T, d), with exact functions, of the size that the attacker assumes."""
+    """A pre-norm transformer block on states (n, T, d) with exact functions; the attacker assumes its size."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Student(nn.Module):
 
 
 def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int, steps: int = STEPS) -> nn.Module:
-    """Fit a block that maps states before it (n, T, d) to the states after it.
+    """Fit a block that maps the states before it (n, T, d) to the states after it.
 
     It minimises the squared error of the block's update (output minus input), in float32.
     """
@@ -76,7 +76,7 @@ def fit_student(
         patches: (n, T, F).
         released: (n, L, P, d), the disclosed states.
         read: maps the student's states (n, L, T, d) to the form of the disclosed ones (n, L, P, d), e.g. by the mean
-            over the tokens.
+            over tokens.
         dim: width of the student's blocks.
     """
     with torch.random.fork_rng(devices=[]):
@@ -89,7 +89,9 @@ def fit_student(
 
 
 def update_error(block: nn.Module, before: Tensor, after: Tensor) -> float:
-    """Squared error of a block's update over the squared update: 0 for a copy, 1 for a block that adds nothing."""
+    """Squared error of a block's update, divided by the squared update: 0 for a copy, 1 for a block that adds
+    nothing.
+    """
     with torch.no_grad():
         wrong = (block(before) - after).square().sum()
     return float(wrong / (after - before).square().sum())
@@ -102,7 +104,7 @@ def likeness(true: Tensor, guess: Tensor) -> float:
 
 
 def agreement(fit: tuple[Tensor, Tensor], true: Tensor, guess: Tensor, classes: int) -> float:
-    """Share of rows for which a ridge classifier predicts the same class from true and from substitute features.
+    """Fraction of rows for which a ridge classifier predicts the same class from true and from substitute features.
 
     Args:
         fit: true features (m, d) and labels (m,), to which the classifier is fitted.
@@ -116,7 +118,7 @@ def agreement(fit: tuple[Tensor, Tensor], true: Tensor, guess: Tensor, classes: 
 
 
 def _fit(net: nn.Module, x: Tensor, loss: object, steps: int) -> nn.Module:
-    """Train by Adam with a cosine schedule; the final weights are the average over the last quarter of the steps."""
+    """Train with Adam and a cosine schedule. The final weights are the average over the last quarter of the steps."""
     optimiser = torch.optim.Adam(net.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     averaged, since = copy.deepcopy(net), steps - steps // 4

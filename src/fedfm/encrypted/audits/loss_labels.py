@@ -1,4 +1,4 @@
-"""BlindFed's step 6: the server returns the mean loss of encrypted predictions. What does it disclose of the labels?"""
+"""BlindFed's step 6: the server returns the mean loss of encrypted predictions. What does the loss reveal of labels?"""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from fedfm.encrypted.audits.inference_loss_oracle import labels_by_loss
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime.run_directory import Run
 
-QUESTION = (
-    "Can a client that chooses its predictions learn from the loss which label is at which place of the server's order?"
-)
+QUESTION = "Can a client that chooses its predictions learn from the loss the labels in the server's order?"
 BATCH, BITS = 16, 20  # the paper's batch size; bits of an encrypted answer
 LINE = 0.5
 
 
 class LossLabels(Audit):
-    """Labels of a batch that mean losses disclose, and how many orders remain possible."""
+    """Finds the labels of a batch that mean losses disclose, and how many orders remain possible."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -41,7 +39,7 @@ class LossLabels(Audit):
         table = population.federated.table
         rows = population.federated.clients[largest_client(population)].train[:BATCH]
         if len(rows) < 2 or table.labels is None or len(table.classes) < 2:
-            return [nothing("labels.by_loss", QUESTION, "There are not two labelled rows of two classes.")]
+            return [nothing("labels.by_loss", QUESTION, "The client needs two labelled rows of different classes.")]
         truth = np.random.default_rng(replay.run.experiment.run.seed).permutation(np.asarray(table.labels)[rows])
 
         def loss(chosen: np.ndarray) -> float:

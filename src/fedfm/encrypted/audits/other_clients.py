@@ -16,7 +16,7 @@ QUESTION = "Do the states that a client received depend on other clients' rows?"
 
 
 class OtherClients(Audit):
-    """Largest difference between a client's states and those that its rows alone give, computed in the clear."""
+    """Finds the largest difference between a client's states and those computed in the clear from its rows alone."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -24,7 +24,7 @@ class OtherClients(Audit):
     def unfit(self, run: Run) -> str | None:
         method = run.experiment.method_as(BlindFed)
         if method.encryption == "clear":
-            return 'encryption = "clear": the states are computed from each client\'s rows alone'
+            return 'encryption = "clear" computes the states from each client\'s rows alone'
         if "max_error" not in (run.manifest["result"] or {}).get("details", {}):
             return "the run did not compare the states of its clients: silos do not disclose them"
         return None
@@ -38,6 +38,6 @@ class OtherClients(Audit):
         says += (
             "They contain nothing of other clients' rows. The adapters' mean is not part of this comparison."
             if far <= MOST
-            else "They contain something else."
+            else "They contain something besides the client's own rows."
         )
         return [Finding("states.other_clients", QUESTION, far, None, None, MOST, COUNT, says, far > MOST)]

@@ -14,12 +14,12 @@ from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Did the server receive anything of the clients' rows except ciphertexts and hidden sums?"
-SMALL = 10_000  # bytes in the clear that numbers of rows and scores may take; an image of 32 x 32 has 3,072
+SMALL = 10_000  # numbers of rows and scores may take this many bytes in the clear; a 32 x 32 image has 3,072 bytes
 HIDDEN = ("encrypted", "masked")
 
 
 class ServerView(Audit):
-    """Bytes that the server received in the clear, in messages that could contain rows or updates."""
+    """Counts bytes that the server received in the clear, in messages that could contain rows or updates."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False

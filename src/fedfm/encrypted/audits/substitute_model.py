@@ -1,9 +1,9 @@
 """Can one client compute a substitute of BlindFed's foundation model from what it has after the protocol?
 
-The "permuted" protocol discloses the states of all tokens. :mod:`fedfm.encrypted.audits.block_order` matches the states
-before and after a block, so the client fits each block, and connects the fitted blocks. The "masked" protocol
-discloses some activations, on which the client trains a student. The substitute is scored on the client's other rows,
-and on photographs, which no client has.
+The "permuted" protocol discloses the states of all tokens. :mod:`fedfm.encrypted.audits.block_order` matches states
+before and after a block. So the client fits each block, and connects the fitted blocks. The "masked" protocol discloses
+some activations, on which the client trains a student. The substitute is scored on the client's other rows, and on
+photographs, which no client has.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapters.side_adapter import SideModel
 
 BLOCKS = "Can a client compute the blocks of the server's model from pairs of states?"
-STUDENT = "Can a client train a substitute of the server's model from the states that are released to it?"
-FEW = 40  # smallest number of rows to fit anything
-STEPS = 300  # training steps of a block, and of the student
-CLOSE, ALIKE = 0.1, 0.8  # relative squared error of a copied block; cosine of a copied model's features
+STUDENT = "Can a client train a substitute of the server's model from the activations that it receives?"
+FEW = 40  # smallest number of rows for the attack
+STEPS = 300  # number of training steps for a block, and for the student
+CLOSE, ALIKE = 0.1, 0.8  # a block below this relative squared error, and features above this cosine, count as copied
 UNLIKE = 0.5
-COPIED = VerdictRule(("estimate < bound",), (f"estimate > {UNLIKE}",))  # the estimate is an error: low is a leak
+COPIED = VerdictRule(
+    ("estimate < bound",), (f"estimate > {UNLIKE}",)
+)  # the estimate is an error, so a small one is a leak
 ALIKE_FEATURES = VerdictRule(("estimate >= bound",), (f"estimate < {UNLIKE}",))
-SHARES = (0.25, 1.0)  # shares of the client's rows on which students are trained
+SHARES = (0.25, 1.0)  # fractions of the client's rows on which students are trained
 NOT_PROMISED = (
-    "The protocol does not promise otherwise: it hides weights, not what the model does to a client's own rows."
+    "The protocol does not promise to prevent this: it hides weights, not the model's outputs for a client's own rows."
 )
 
 
 class SubstituteModel(Audit):
-    """How similar substitutes are to the model, on the client's kind of rows and on others."""
+    """Measures how similar substitutes are to the model, on rows like the client's and on other rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -158,7 +160,7 @@ class SubstituteModel(Audit):
 
 
 class _Released(nn.Module):
-    """Maps a student's states to the form of the disclosed ones: selected positions, divided by the blocks' scales.
+    """Maps a student's states to the form of the disclosed ones: selects positions, and divides by the blocks' scales.
 
     If the protocol projects by a secret matrix, the student learns a matrix of its own.
     """
@@ -184,19 +186,19 @@ class _Flat(nn.Module):
 
 
 def _share_of(own: States, share: float = SHARES[0]) -> int:
-    """The number of rows in a share of a client's rows."""
+    """The number of rows in a fraction of a client's rows."""
     return max(int(share * len(own)), FEW // 2)
 
 
 def _shape(replay: Replay) -> tuple[int, int]:
-    """(number of heads, width of the MLP) of the true model; an attacker can find them by trial."""
+    """Number of heads and width of the MLP of the true model; an attacker can find them by trial."""
     backbone, _, _ = side_model(replay.population).frozen_parts
     config: Any = backbone.module.config
     return int(config.num_attention_heads), int(config.intermediate_size)
 
 
 def _feature(states: States) -> Tensor:
-    """The features: the first position that the last block discloses (n, d')."""
+    """The features: the first position that the last block discloses, (n, d')."""
     return states.released[:, -1, 0]
 
 

@@ -1,1 +1,1 @@
-"""CKKS: the ring, ciphertexts, SEAL, matrix products, a transformer block, refresh by the key holder."""
+"""CKKS: the ring, ciphertexts, SEAL, matrix products, a transformer block, and refresh by the key holder."""

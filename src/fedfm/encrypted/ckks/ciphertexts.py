@@ -1,7 +1,7 @@
-"""Arrays of CKKS ciphertexts as residues, with arithmetic that manages levels and scales.
+"""Arrays of CKKS ciphertexts as residues. Their arithmetic tracks levels and scales.
 
 This module computes sums, products with constants and matrices, and tensor products of ciphertexts, directly on the
-residues. Operations that need keys or a division by a prime come from an :class:`KeyOperations`.
+residues. Operations that need keys or a division by a prime come from a :class:`KeyOperations`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum because its two operands have different scales
-_EXACT_FACTOR = 16  # largest integer by which a product costs no level
-_LEAST_BITS = 16  # smallest number of bits of a factor at the scale of a narrow prime
+SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum whose operands have slightly different scales
+_EXACT_FACTOR = 16  # a product with an integer up to this costs no level
+_LEAST_BITS = 16  # smallest number of bits that a factor has at the scale of a narrow prime
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
 
 class KeyOperations(Protocol):
-    """Operations with public keys.
+    """Operations that need public keys.
 
     Attributes:
-        floor: primes that a ciphertext must keep; with fewer it cannot be refreshed.
-        refresh: returns fresh ciphertexts of the same values; None if there is no client to ask.
+        floor: number of primes that a ciphertext must keep; with fewer it cannot be refreshed.
+        refresh: returns fresh ciphertexts of the same values; None if there is no client that could do this.
     """
 
     ring: Ring
@@ -40,32 +40,32 @@ class KeyOperations(Protocol):
         """Reduce three polynomials to two."""
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
-        """Divide by the last prime and drop it."""
+        """Divide by the last prime, and drop this prime."""
 
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Move slot i + steps to slot i."""
+        """Rotate the slots: the value of slot i + steps moves to slot i."""
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Fresh encryptions of zero, (count, 2, limbs, N)."""
 
 
 class Ciphertexts:
-    """``count`` ciphertexts of one level and one scale.
+    """``count`` ciphertexts with the same level and the same scale.
 
-    Operands are numbers and other ciphertexts (one, or the same number); they can be added, subtracted and multiplied.
-    A product of two ciphertexts is relinearised and rescaled. The operand with more levels drops some. If an operand
-    has too few levels for a product, it is first refreshed in place, provided that the evaluator has a client to ask.
+    Operands are numbers and other ciphertexts (one, or the same number of them). They can be added, subtracted and
+    multiplied. A product of two ciphertexts is relinearised and rescaled. The operand with more levels drops some of
+    them. An operand with too few levels for a product is first refreshed in place, if the evaluator has a client.
 
-    *Guarantee*: scales are tracked exactly. In a sum they may differ by 2^-10 of their value; this bounds the relative
+    *Guarantee*: scales are tracked exactly. In a sum they may differ by 2^-10 of their value, which bounds the relative
     error of the second operand.
 
     Attributes:
         limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
-        scale: the encrypted polynomial is the encoded one times this factor.
+        scale: factor between the encoded polynomial and the encrypted one.
         evaluator: has the keys for operations on these ciphertexts.
 
     Raises:
-        InputError: shapes, scales or evaluators do not fit together, or no level is left.
+        InputError: shapes, scales or evaluators do not match, or no level is left.
     """
 
     __slots__ = ("evaluator", "limbs", "scale")
@@ -73,10 +73,12 @@ class Ciphertexts:
     def __init__(self, limbs: NDArray[np.uint64], scale: float, evaluator: KeyOperations) -> None:
         ring = evaluator.ring
         if limbs.dtype != np.uint64 or limbs.ndim != 4 or limbs.shape[1] not in (2, 3):
-            raise InputError(f"limbs {limbs.dtype} {limbs.shape}: expected uint64 (count, 2 or 3, primes, N)")
+            raise InputError(
+                f"limbs have dtype and shape {limbs.dtype} {limbs.shape}; expected uint64 (count, 2 or 3, primes, N)"
+            )
         if not (1 <= limbs.shape[2] <= ring.parameters.limbs and limbs.shape[3] == ring.degree):
             raise InputError(
-                f"limbs of shape {limbs.shape}: expected 1 to {ring.parameters.limbs} primes, {ring.degree}"
+                f"limbs have shape {limbs.shape}; expected 1 to {ring.parameters.limbs} primes, {ring.degree}"
             )
         if not (math.isfinite(scale) and scale >= 1):
             raise InputError(f"scale {scale}: expected a finite number of at least 1")
@@ -86,12 +88,12 @@ class Ciphertexts:
 
     @property
     def level(self) -> int:
-        """Remaining rescalings: the number of primes minus one."""
+        """Number of remaining rescalings: the number of primes minus one."""
         return int(self.limbs.shape[2]) - 1
 
     @property
     def residues(self) -> Residues:
-        """The limbs as int64, in the same memory."""
+        """The limbs as int64, sharing their memory."""
         return self.limbs.view(np.int64)
 
     def __len__(self) -> int:
@@ -105,7 +107,7 @@ class Ciphertexts:
         return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
 
     def transparent(self) -> bool:
-        """Whether one of them is readable without a key: all its polynomials but the first are zero."""
+        """Whether one of the ciphertexts is readable without a key, since only its first polynomial is not zero."""
         return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
 
     # --- arithmetic ------------------------------------------------------------------------------------------------
@@ -139,11 +141,11 @@ class Ciphertexts:
     __rmul__ = __mul__
 
     def square(self) -> Ciphertexts:
-        """The square of each; it costs one level."""
+        """The square of each ciphertext. It costs one level."""
         return self * self
 
     def plus(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
-        """Add one number to each ciphertext, (count,)."""
+        """Add one number to each ciphertext; ``numbers`` is (count,)."""
         if numbers.shape != (len(self),):
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         shift = [self.evaluator.ring.constant(round(float(v) * self.scale), self.level + 1) for v in numbers]
@@ -153,11 +155,11 @@ class Ciphertexts:
         return self._like(out)
 
     def times(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
-        """Multiply each ciphertext by one number, (count,); it costs one level."""
+        """Multiply each ciphertext by one number; ``numbers`` is (count,). It costs one level."""
         if numbers.shape != (len(self),):
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         if not (np.isfinite(numbers).all() and numbers.all()):
-            raise InputError("a product with zero or infinity would be readable without a key")
+            raise InputError("a product with zero would be readable without a key, and infinity is not a number")
         x = self.for_plain(float(np.abs(numbers).min()))
         scale = x.plain_scale()
         factors = np.array([round(float(v) * scale) for v in numbers], object)
@@ -166,17 +168,17 @@ class Ciphertexts:
         return x.evaluator.rescale(x._scale_by(factors, scale))
 
     def at(self, limbs: int) -> Ciphertexts:
-        """The same values with fewer primes."""
+        """The same values, with only this number of primes."""
         if limbs > self.level + 1:
             raise InputError(f"{self.level + 1} primes are left, but {limbs} are needed; refresh the ciphertexts")
         return self if limbs == self.level + 1 else self._like(self.residues[:, :, :limbs])
 
     def rotate(self, steps: int) -> Ciphertexts:
-        """Move slot i + steps to slot i, cyclically."""
+        """Rotate the slots cyclically: the value of slot i + steps moves to slot i."""
         return self.evaluator.rotate(self, steps) if steps % (self.evaluator.ring.degree // 2) else self
 
     def total(self) -> Ciphertexts:
-        """The sum of all ciphertexts, one ciphertext."""
+        """The sum of all ciphertexts, as one ciphertext."""
         parts = self.residues
         while len(parts) > 1:
             half = len(parts) // 2
@@ -191,16 +193,16 @@ class Ciphertexts:
         """Fresh ciphertexts of the same values.
 
         Raises:
-            InputError: the evaluator has no client to ask.
+            InputError: the evaluator has no client that could refresh.
         """
         if self.evaluator.refresh is None:
             raise InputError(f"level {self.level} is too low for the next product, and no client can refresh it")
         return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
 
     def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
-        """Drop to the highest level that serves for a product with a plaintext; refresh if there is none.
+        """Drop to the highest level at which a product with a plaintext is possible; refresh if there is none.
 
-        A narrow prime serves if it has enough bits.
+        A narrow prime is enough if it has enough bits.
         """
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         for attempt in range(2):
@@ -220,15 +222,15 @@ class Ciphertexts:
         raise InputError("the parameters have no level for a product with numbers")
 
     def plain_scale(self) -> float:
-        """The scale of a plaintext such that the rescaled product has the parameters' scale."""
+        """The scale that a plaintext needs, so that the rescaled product has the parameters' scale."""
         parameters = self.evaluator.ring.parameters
         return parameters.scale * parameters.primes[self.level] / self.scale
 
     def renew_with(self, *others: Ciphertexts) -> None:
-        """Refresh this array and others in place, in one message, if one of them has no level for a product.
+        """Refresh this array and others in place, in one message, if one of them has no level left for a product.
 
-        Arrays with all levels are left out. The client does not change the integer coefficients of a polynomial, so
-        each array keeps its own scale.
+        Arrays that have all levels are not sent. The client keeps the integer coefficients of a polynomial, so each
+        array keeps its own scale.
         """
         parts = list({id(part): part for part in (self, *others)}.values())
         spent = [part for part in parts if part.level + 1 < part.evaluator.ring.parameters.limbs]
@@ -243,9 +245,9 @@ class Ciphertexts:
             start += len(part)
 
     def over(self, number: float) -> Ciphertexts:
-        """Divide by a positive number by a change of the scale, which costs no level.
+        """Divide by a positive number by changing the scale, which costs no level.
 
-        The next product with numbers uses a scale that is smaller by the same factor, which restores the usual scale.
+        The plaintext scale of the next product is smaller by the same factor, and this restores the usual scale.
         """
         return self._like(self.residues, self.scale * number)
 
@@ -267,14 +269,14 @@ class Ciphertexts:
         return a._like(self.evaluator.ring.add(x, y, sign))
 
     def _scale_by(self, factors: NDArray[np.object_], scale: float) -> Ciphertexts:
-        """Multiply by integers (count,), which encode numbers at a scale."""
+        """Multiply by integers (count,), which encode numbers at the scale ``scale``."""
         ring = self.evaluator.ring
         rows = np.stack([ring.constant(int(f), self.level + 1) for f in factors])
         rows = np.repeat(rows, self.limbs.shape[1], axis=0)
         return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
     def _usual(self) -> Ciphertexts:
-        """Return to the parameters' scale if a narrow prime is left: a mask hides values only up to its bound."""
+        """Return to the parameters' scale if a narrow prime is left, since a mask hides values only up to its bound."""
         parameters, limbs = self.evaluator.ring.parameters, self.level + 1
         if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
             return self
@@ -284,7 +286,7 @@ class Ciphertexts:
         return self.evaluator.rescale(self._scale_by(np.full(len(self), round(scale), object), round(scale)))
 
     def _for_product(self) -> int:
-        """The largest number of primes for a product of ciphertexts; refreshes if there is none."""
+        """The largest number of primes at which a product of ciphertexts is possible; refresh if there is none."""
         if not self._able():
             self._become(self.refresh())
         if not (able := self._able()):
@@ -292,17 +294,17 @@ class Ciphertexts:
         return able[0]
 
     def _able(self) -> list[int]:
-        """The numbers of primes that allow a product of ciphertexts, in descending order."""
+        """The numbers of primes at which a product of ciphertexts is possible, in descending order."""
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         return [n for n in range(self.level + 1, least, -1) if parameters.wide(n)]
 
     def _become(self, fresh: Ciphertexts) -> None:
-        """Replace the content by fresh ciphertexts of the same values, so that later uses need no second refresh."""
+        """Replace the content by fresh ciphertexts of the same values, so that later uses need no other refresh."""
         self.limbs, self.scale = fresh.limbs, fresh.scale
 
 
 def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
-    """Both operands at their common primes."""
+    """Both operands with the primes that they have in common."""
     if a.evaluator is not b.evaluator:
         raise InputError("ciphertexts of two evaluators")
     if len(a) != len(b) and 1 not in (len(a), len(b)):
@@ -312,7 +314,7 @@ def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertex
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Elementwise products, of three polynomials each; :func:`relinearise_and_rescale` reduces them to two."""
+    """Elementwise products with three polynomials each; :func:`relinearise_and_rescale` reduces these to two."""
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)
@@ -324,7 +326,7 @@ def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
 
 
 def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """The sum of a_i b_i: one ciphertext of three polynomials."""
+    """The sum of a_i b_i as one ciphertext with three polynomials."""
     if len(a) != len(b):
         raise InputError(f"{len(a)} and {len(b)} ciphertexts in an inner product")
     x, y = _factors(a, b)
@@ -334,7 +336,7 @@ def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
 
 
 def relinearise_and_rescale(product: Ciphertexts) -> Ciphertexts:
-    """Relinearise and rescale."""
+    """Relinearise a product, then rescale it."""
     return product.evaluator.rescale(product.evaluator.relinearise(product))
 
 
@@ -342,14 +344,14 @@ def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:
     """Concatenate several arrays; the result has the scale of the first."""
     limbs = min(part.level for part in parts) + 1
     if any(abs(part.scale / parts[0].scale - 1) > SCALE_TOLERANCE for part in parts):
-        raise InputError("arrays of several scales")
+        raise InputError("arrays with different scales")
     return parts[0]._like(np.concatenate([part.at(limbs).residues for part in parts]))
 
 
 def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
     limbs = min(a._for_product(), b._for_product())
-    if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both have wide primes
-        raise InputError("no common level")
+    if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both operands have wide primes
+        raise InputError("the factors have no common level")
     x, y = align_levels(a.at(limbs), b.at(limbs))
     if x.limbs.shape[1] != 2 or y.limbs.shape[1] != 2:
         raise InputError("factors must be relinearised")

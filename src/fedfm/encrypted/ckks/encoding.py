@@ -1,4 +1,4 @@
-"""Slots as polynomials: the canonical embedding of CKKS, with rounding to whole coefficients.
+"""Encode slots as polynomials: the canonical embedding of CKKS, rounded to integer coefficients.
 
 Slot j of a polynomial m is m(zeta^(3^j)), where zeta is a primitive 2N-th root of unity. Real slots give real
 coefficients.
@@ -21,7 +21,7 @@ _LARGEST = 2.0**62  # bound of coefficients, which are stored as int64
 
 @lru_cache(maxsize=4)
 def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.complex128]]:
-    """For each slot, the indices of its root and of the conjugate root among the odd powers of zeta; powers of zeta."""
+    """Indices of each slot's root and of the conjugate root among the odd powers of zeta; and powers of zeta."""
     exponent, exponents = 1, []
     for _ in range(degree // 2):
         exponents.append(exponent)
@@ -31,7 +31,7 @@ def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[
 
 
 def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDArray[np.int64]:
-    """Real slots (count, N / 2) -> whole coefficients (count, N) of ``scale`` times the polynomial.
+    """Real slots (count, N / 2) -> integer coefficients (count, N) of ``scale`` times the polynomial.
 
     Raises:
         InputError: the number of slots is wrong, a value is not finite, or a coefficient is 2^62 or more.
@@ -39,7 +39,7 @@ def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDAr
     if values.ndim != 2 or values.shape[1] != degree // 2:
         raise InputError(f"values of shape {values.shape}: expected (count, {degree // 2})")
     if not np.isfinite(values).all():
-        raise InputError("values to encrypt must be finite")
+        raise InputError("values must be finite to be encrypted")
     at, mirrored, powers = _places(degree)
     spectrum = np.zeros((len(values), degree), np.complex128)
     spectrum[:, at] = values
@@ -51,7 +51,7 @@ def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDAr
 
 
 def decode(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.float64]:
-    """The inverse of :func:`encode`, without the rounding: (count, N) -> (count, N / 2)."""
+    """The inverse of :func:`encode` apart from rounding: (count, N) -> (count, N / 2)."""
     return np.ascontiguousarray(decode_complex(coefficients, scale).real)
 
 
@@ -63,20 +63,20 @@ def decode_complex(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.
 
 
 def to_residues(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Whole coefficients (count, N) -> evaluation form (count, limbs, N)."""
+    """Integer coefficients (count, N) -> evaluation form (count, limbs, N)."""
     return ring.forward(modulo(coefficients, limbs, ring))
 
 
 def modulo(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Whole coefficients (count, N) modulo the primes, (count, limbs, N)."""
+    """Integer coefficients (count, N) modulo each prime, (count, limbs, N)."""
     return np.stack([coefficients % q for q in ring.primes[:limbs]], axis=1)
 
 
 def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
-    """Evaluation form (count, limbs, N) -> centred whole coefficients (count, N).
+    """Evaluation form (count, limbs, N) -> centred integer coefficients (count, N).
 
     Raises:
-        InputError: a coefficient is 2^63 or more: the key is wrong, or the values exceed the modulus.
+        InputError: a coefficient is 2^63 or more, because the key is wrong or the values exceed the modulus.
     """
     limbs = residues.shape[1]
     x = ring.backward(residues.copy())
@@ -84,7 +84,7 @@ def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
         q = int(ring.primes[0])
         return np.where(x[:, 0] > q // 2, x[:, 0] - q, x[:, 0])
     before, half, digits = ring.mixed_radix(x)
-    # Sums modulo 2^64 are exact if the result fits into int64. It fits if it has the given residues.
+    # Sums modulo 2^64 are exact if the result fits into int64. It fits if its residues are the given ones.
     whole = np.full(digits[:, 0].shape, (-half) % 2**64, np.uint64)
     for k in range(limbs):
         whole += digits[:, k].view(np.uint64) * np.uint64(before[k] % 2**64)

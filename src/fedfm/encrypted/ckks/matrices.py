@@ -13,23 +13,23 @@ from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-_COLUMNS = 2048  # columns at a time, so that the pieces stay in the cache
+_COLUMNS = 2048  # number of columns that are computed at a time, so that the pieces stay in the cache
 
 
 def linear(
     weight: NDArray[np.floating[Any]], x: Ciphertexts, bias: NDArray[np.floating[Any]] | None = None
 ) -> Ciphertexts:
-    """W x + b over an array of n ciphertexts: (m, n), (n,), (m,) -> (m,), rescaled.
+    """W x + b for an array of n ciphertexts, rescaled: (m, n), (n,), (m,) -> (m,).
 
-    The entries of W are rounded at the scale of a narrow prime. The residues are cut into pieces of so few bits that a
-    float64 matrix product with W is exact. A zero row of W gets an encryption of zero: without it, anyone could read
-    that ciphertext.
+    The entries of W are rounded at the scale of a narrow prime. The residues are cut into pieces with so few bits that
+    a float64 matrix product with W is exact. The result of a zero row of W gets an encryption of zero, since anyone
+    could read it otherwise.
 
     Raises:
-        InputError: the shapes do not fit, or an entry is not finite.
+        InputError: the shapes do not match, or an entry is not finite.
     """
     if weight.ndim != 2 or weight.shape[1] != len(x) or (bias is not None and bias.shape != weight.shape[:1]):
-        raise InputError(f"a matrix {weight.shape} for {len(x)} ciphertexts")
+        raise InputError(f"a matrix of shape {weight.shape} does not match {len(x)} ciphertexts")
     if not np.isfinite(weight).all():
         raise InputError("the matrix has entries that are not finite")
     x = x.for_plain()
@@ -43,10 +43,10 @@ def linear(
 
 
 def matrix_product(rounded: NDArray[np.float64], x: Residues, ring: Ring) -> Residues:
-    """An integer matrix times residues: (m, n), (n, polynomials, primes, N) -> (m, polynomials, primes, N). Exact.
+    """The exact product of integers and residues: (m, n), (n, polynomials, primes, N) -> (m, polynomials, primes, N).
 
     Raises:
-        InputError: the sum of a row's magnitudes is too large for exact pieces.
+        InputError: the sum of the magnitudes in a row is too large for exact pieces.
     """
     count, polynomials, limbs, degree = x.shape
     out = np.empty((len(rounded), polynomials, limbs, degree), np.int64)

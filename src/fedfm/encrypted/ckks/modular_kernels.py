@@ -1,7 +1,7 @@
 """Compiled loops over residues: sums, products, number-theoretic transforms, matrix products in float64 pieces.
 
-Residues are int64 in [0, q) for primes q below 2^50. Quotients are computed in float64, and are wrong by at most one:
-the product of two residues divided by q is below 2^50, and three roundings of 2^-53 change it by less than one half.
+Residues are int64 in [0, q) for primes q below 2^50. Quotients are computed in float64 and have an error of at most
+one: the product of two residues divided by q is below 2^50, and three roundings of 2^-53 change it by less than 1/2.
 Arrays of residues have the shape (..., primes, N); the functions here expect (rows, primes, N).
 """
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from fedfm.linalg.kernels.jit import compile_cached, part
 
-LARGEST = 1 << 50  # upper bound of primes
-_PLAIN: set[str] = set()  # no relaxed floating point: quotients must not be off by more than one
+LARGEST = 1 << 50  # primes are below this
+_PLAIN: set[str] = set()  # no relaxed floating-point arithmetic, since quotients must not err by more than one
 _INT, _UINT, _FLOAT = np.int64, np.uint64, np.float64
 
 
 def _reduce(r, q):  # type: ignore[no-untyped-def]
-    """From [-q, 2 q) into [0, q)."""
+    """Reduce a number from [-q, 2 q) to [0, q)."""
     r = r + q if r < 0 else r
     return r - q if r >= q else r
 
@@ -28,7 +28,7 @@ def _times(v, w, ratio, q):  # type: ignore[no-untyped-def]
 
 
 def _remainder(r, q, inverse):  # type: ignore[no-untyped-def]
-    """Any int64 below 2^62 in magnitude, modulo q."""
+    """The remainder modulo q of any int64 with a magnitude below 2^62."""
     r = r - _INT(np.floor(_FLOAT(r) * inverse)) * q
     return reduce(r, q)
 
@@ -52,7 +52,7 @@ def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
-    """``factor`` (rows, primes) times a, plus ``shift`` (rows, primes), for each of the N coefficients."""
+    """``factor`` (rows, primes) times a, plus ``shift`` (rows, primes), in each of the N coefficients."""
     for row in range(a.shape[0]):
         for limb in range(a.shape[1]):
             q, w, c = primes[limb], factor[row, limb], shift[row, limb]
@@ -76,7 +76,7 @@ def _dyadic(a, b, c, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _tensor(a, b, out, primes):  # type: ignore[no-untyped-def]
-    """Sum of the products of ciphertexts: a, b (terms, 2, primes, N) -> out (3, primes, N). At most 2^10 terms."""
+    """Sum of the products of ciphertexts: a, b (terms, 2, primes, N) -> out (3, primes, N), for at most 2^10 terms."""
     width = min(1024, a.shape[3])
     s0, s1, s2 = np.empty(width, _INT), np.empty(width, _INT), np.empty(width, _INT)
     for limb in range(a.shape[2]):
@@ -119,7 +119,7 @@ def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
-    """Negacyclic transform in place, decimation in time; the order of the output is bit-reversed."""
+    """Negacyclic transform in place, by decimation in time; the output is in bit-reversed order."""
     size = x.shape[2]
     for row in range(x.shape[0]):
         for limb in range(x.shape[1]):
@@ -163,7 +163,9 @@ def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
-    """Cut columns of x (rows, N) from ``start`` into pieces of ``shift`` bits: out (pieces, rows, width), float64."""
+    """Cut columns of x (rows, N), from ``start`` on, into float64 pieces of ``shift`` bits: out (pieces, rows,
+    width).
+    """
     low = (_INT(1) << shift) - 1
     for row in range(x.shape[0]):
         for piece in range(out.shape[0]):
@@ -173,7 +175,7 @@ def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
 
 
 def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
-    """Combine matrix products of pieces (pieces, rows, width) modulo q into columns of out (rows, N)."""
+    """Combine products of pieces (pieces, rows, width) modulo q, into columns of out (rows, N)."""
     inverse = 1.0 / _FLOAT(q)
     step = (_INT(1) << shift) % q
     ratio = _FLOAT(step) * inverse
@@ -192,7 +194,9 @@ def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
 
 
 def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
-    """Residues of integers in words of ``bits`` bits (rows, words, N), least first, minus ``shift`` (primes,)."""
+    """Residues of integers given as words of ``bits`` bits (rows, words, N), lowest first, minus ``shift``
+    (primes,).
+    """
     for row in range(out.shape[0]):
         for limb in range(out.shape[1]):
             q, o = primes[limb], out[row, limb]
@@ -214,7 +218,7 @@ def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
 def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def]
     """Garner's mixed-radix digits of x + ``half``, in place: x (rows, primes, N).
 
-    ``products[l, k]`` is the product of the first k primes modulo prime l, ``inverses[l]`` its inverse for k = l.
+    ``products[l, k]`` is the product of the first k primes modulo prime l; ``inverses[l]`` is its inverse for k = l.
     """
     for row in range(x.shape[0]):
         for limb in range(x.shape[1]):
@@ -234,7 +238,7 @@ def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def
 
 
 def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untyped-def]
-    """The number with these digits minus ``half``, modulo other primes: out (rows, other primes, N)."""
+    """The number with these digits, minus ``half``, modulo other primes: out (rows, other primes, N)."""
     for row in range(out.shape[0]):
         for limb in range(out.shape[1]):
             q, o = primes[limb], out[row, limb]
@@ -249,7 +253,7 @@ def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untype
 
 
 def _pack(x, bits, out):  # type: ignore[no-untyped-def]
-    """Pack residues (primes, N) of ``bits[l]`` bits each, one after another, into words of 64 bits."""
+    """Pack residues (primes, N), which have ``bits[l]`` bits each, one after another into words of 64 bits."""
     at, room, word = 0, _UINT(64), _UINT(0)
     for limb in range(x.shape[0]):
         width = _UINT(bits[limb])

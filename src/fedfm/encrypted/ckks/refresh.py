@@ -1,11 +1,11 @@
-"""Refresh: the client encrypts ciphertexts without levels again, without learning their content.
+"""Refresh: the client encrypts ciphertexts that have no levels left again, without learning their content.
 
 The server adds a mask r to the encrypted polynomial v; both have integer coefficients. The client decrypts v + r, keeps
-the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded: slots are never
-decoded.
+the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded, because slots are
+never decoded.
 
-*Guarantee*: the client decrypts v + r, with r uniform over M integers. For one ciphertext it differs from r alone by a
-statistical distance of at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
+*Guarantee*: the client decrypts v + r, where r is uniform over M integers. For one ciphertext the statistical distance
+of v + r from r alone is at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
 distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale (Cauchy
 and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext discloses nothing more: a fresh
 encryption of zero under the client's public key hides the traces of the server's weights.
@@ -31,14 +31,14 @@ from fedfm.encrypted.ckks.seal import ClientKeys
 from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
 
-MOST = 2.0**-40  # largest statistical distance of everything that one client decrypts in a run
-# Each printed distance states this condition: nobody can read the slots of a ciphertext, so no code can enforce it.
+MOST = 2.0**-40  # largest statistical distance of all that one client decrypts in a run
+# Each printed distance states this condition. No code can enforce it, since nobody can read a ciphertext's slots.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
-_AT_A_TIME = 64  # ciphertexts that are masked at a time, so that masks take little memory
+_AT_A_TIME = 64  # number of ciphertexts that are masked at a time, so that masks take little memory
 
 
 def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:
-    """Bits b of masks in [-2^(b-1), 2^(b-1)): the most for which v + r stays below half the modulus.
+    """Number b of bits for masks in [-2^(b-1), 2^(b-1)): the largest for which v + r is below half the modulus.
 
     Raises:
         InputError: not even one bit fits.
@@ -50,13 +50,14 @@ def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) ->
 
 
 def distance(parameters: Parameters, limbs: int, scale: float, bound: float) -> float:
-    """Statistical distance of one masked ciphertext from a mask alone; slots are at most ``bound`` in magnitude."""
+    """Statistical distance between one masked ciphertext and a mask alone, for slots up to ``bound`` in magnitude."""
     largest = math.sqrt(parameters.degree) * bound * scale
     return min(largest * 2.0 ** -mask_bits(parameters, limbs, scale, bound), 1.0)
 
 
 def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: float = MOST) -> int:
-    """The fewest primes with which this number of ciphertexts can be refreshed within the distance ``most``.
+    """The fewest primes that ciphertexts need, so that refreshing this number of them stays within the distance
+    ``most``.
 
     Raises:
         InputError: there are not enough primes.
@@ -66,7 +67,7 @@ def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: fl
             return limbs
     raise InputError(
         f"{ciphertexts} refreshed ciphertexts of values up to {bound:g} need a larger modulus than degree "
-        f"{parameters.degree} has for a distance of 2^{math.log2(most):.0f}"
+        f"{parameters.degree} has, for a distance of 2^{math.log2(most):.0f}"
     )
 
 
@@ -74,19 +75,19 @@ class Spending(Protocol):
     """A ledger of statistical distance."""
 
     def spend(self, count: int, each: float) -> None:
-        """Enter ``count`` ciphertexts of the distance ``each`` before they are sent."""
+        """Record ``count`` ciphertexts, each with the distance ``each``, before they are sent."""
 
 
 @dataclass
 class DistanceLedger:
-    """The statistical distance that masks have spent in one client's run.
+    """The statistical distance that masks have spent for one client in a run.
 
     Attributes:
-        most: the largest distance of the run.
+        most: the largest allowed distance in the run.
         spent: upper bound of the statistical distance so far.
         ciphertexts: number of ciphertexts that were refreshed so far.
-        keep: writes the ledger to permanent storage; called after every entry and before anything is sent, so that a
-            resumed run knows all entries.
+        keep: writes the ledger to permanent storage. It is called after every entry and before anything is sent, so
+            that a resumed run knows all entries.
     """
 
     most: float = MOST
@@ -95,15 +96,15 @@ class DistanceLedger:
     keep: Callable[[DistanceLedger], None] | None = field(default=None, repr=False, compare=False)
 
     def spend(self, count: int, each: float) -> None:
-        """Enter ``count`` ciphertexts before they are sent.
+        """Record ``count`` ciphertexts before they are sent.
 
         Raises:
-            RunError: the run would exceed ``most``; nothing is entered.
+            RunError: the run would exceed ``most``; then nothing is recorded.
         """
         if self.spent + count * each > self.most:
             raise RunError(
-                f"{count} more refreshed ciphertexts bring the statistical distance to "
-                f"2^{math.log2(self.spent + count * each):.1f}, above 2^{math.log2(self.most):.1f}: encrypt fewer rows"
+                f"{count} more refreshed ciphertexts would bring the statistical distance to "
+                f"2^{math.log2(self.spent + count * each):.1f}, above 2^{math.log2(self.most):.1f}; encrypt fewer rows"
             )
         self.spent += count * each
         self.ciphertexts += count
@@ -117,7 +118,7 @@ class DistanceLedger:
 
 @dataclass
 class Mask:
-    """A secret mask for one array of ciphertexts; it can unmask only once."""
+    """A secret mask for one array of ciphertexts. It can be removed only once."""
 
     key: bytes = field(repr=False)
     bits: int
@@ -126,7 +127,7 @@ class Mask:
     used: bool = False
 
     def residues(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
-        """The mask's residues for ciphertexts start to stop, in evaluation form: (stop - start, limbs, N)."""
+        """The mask's residues for the ciphertexts from start to stop, in evaluation form: (stop - start, limbs, N)."""
         words, degree = -(-self.bits // WORD), ring.degree
         size = 4 * words * degree
         counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4, so each mask begins at a block
@@ -138,7 +139,7 @@ class Mask:
 
 
 class Masking:
-    """The server's half: masks ciphertexts for one client, and enters their distance into the ledger.
+    """The server's half: masks ciphertexts for one client, and records their distance in the ledger.
 
     Attributes:
         bound: largest magnitude of any slot, from the ranges stored with the model.
@@ -151,7 +152,7 @@ class Masking:
         self.ledger: Spending = DistanceLedger() if ledger is None else ledger
 
     def hide(self, x: Ciphertexts) -> tuple[Ciphertexts, Mask]:
-        """Masked ciphertexts for the client, and the mask to keep.
+        """Mask ciphertexts for the client; returns them, and the mask, which stays here.
 
         Raises:
             RunError: the run's statistical distance would exceed its limit.
@@ -167,10 +168,10 @@ class Masking:
         """Remove the mask from the client's answer.
 
         Raises:
-            InputError: the number of ciphertexts or the scale is wrong, or the mask was used before.
+            InputError: the number of ciphertexts or the scale is wrong, or the mask was removed before.
         """
         if mask.used or len(fresh) != mask.count or fresh.scale != mask.scale:
-            raise InputError(f"{len(fresh)} ciphertexts for a mask of {mask.count}, or a mask that was used before")
+            raise InputError(f"{len(fresh)} ciphertexts came for a mask of {mask.count}, or the mask was used before")
         mask.used = True
         out = fresh.residues.copy()
         _apply(mask, out, -1, fresh.evaluator.ring)
@@ -178,11 +179,11 @@ class Masking:
 
 
 def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
-    """The client's half: fresh ciphertexts of the same integers, with all primes.
+    """The client's half: encrypt the same integers again, with all primes.
 
     Args:
         masked: (count, 2, limbs, N).
-        second: second polynomials of the results, as for :meth:`ClientKeys.encrypt_polynomials`.
+        second: second polynomials of the results, see :meth:`ClientKeys.encrypt_polynomials`.
     """
     limbs = client.parameters.limbs
     out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)

@@ -1,4 +1,4 @@
-"""The refresh between two processes: the server's request and the client's answer."""
+"""The refresh between two processes: the request of the server and the answer of the client."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedfm.privacy.crypto import keys
 
 
 class RemoteRefresh:
-    """The server's side; it serves as an evaluator's ``refresh``.
+    """The server's side of a refresh. An evaluator's ``refresh`` is such an object.
 
     Args:
-        masking: masks ciphertexts; it knows the bound of the values and the client's ledger.
+        masking: masks ciphertexts; it has the bound of the values and the client's ledger.
         channel: the channel to the client, as sender "server".
         exchange: sends a message to the client and returns its answer.
 
@@ -33,7 +33,7 @@ class RemoteRefresh:
         self.messages = self.bytes_down = self.bytes_up = 0
 
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
-        """Fresh ciphertexts of the same values.
+        """Ask the client for fresh ciphertexts of the same values.
 
         Raises:
             RunError: the run would exceed its statistical distance.
@@ -51,10 +51,10 @@ class RemoteRefresh:
 
 
 def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -> bytes:
-    """The client's side of one refresh: fresh ciphertexts, with a seed in place of their second polynomials.
+    """The client's side of one refresh: fresh ciphertexts, whose second polynomials are sent as a seed.
 
     Args:
-        limbs: agreed number of primes in the server's message.
+        limbs: the agreed number of primes in the server's message.
 
     Raises:
         ClientFault: the message does not have the agreed form.
@@ -68,7 +68,7 @@ def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: 
 def encrypt_message(
     client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None
 ) -> bytes:
-    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None: all), as the client's next message."""
+    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None: all) into the client's next message."""
     parameters = client.parameters
     limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)

@@ -1,4 +1,4 @@
-"""Rings of CKKS: parameters with their security, primes, number-theoretic transforms, exact changes of modulus.
+"""Rings of CKKS: parameters and their security, primes, number-theoretic transforms, exact changes of the modulus.
 
 A polynomial modulo X^N + 1 is an array (primes, N) of residues. It is in *evaluation form* (transformed, bit-reversed)
 unless a function says *coefficients*. Cheon, Kim, Kim, Song. Homomorphic encryption for arithmetic of
@@ -34,12 +34,12 @@ class Parameters:
     Attributes:
         degree: N; a ciphertext has N / 2 slots.
         bits: size of each prime, in order; rescaling drops the last prime.
-        special: bits of the prime for key switching, at least as many as the others have.
-        scale_bits: log2 of the scale of fresh ciphertexts; a prime of at least this number of bits is *wide*, the other
-            primes serve products with plaintexts.
+        special: bits of the prime for key switching, at least as many as any other prime has.
+        scale_bits: log2 of the scale of fresh ciphertexts. A prime with at least this number of bits is *wide*. The
+            other primes are for products with plaintexts.
 
     Raises:
-        InputError: security is below 128 bits, or primes do not exist or are too large.
+        InputError: security is below 128 bits, or such primes do not exist or are too large.
     """
 
     degree: int = 8192
@@ -54,7 +54,8 @@ class Parameters:
         total = sum(self.bits) + self.special
         if total > most:
             raise InputError(
-                f"primes of {total} bits at degree {self.degree} give less than 128-bit security: at most {most} bits"
+                f"primes of {total} bits at degree {self.degree} give less than 128-bit security; at most {most} bits "
+                f"do"
             )
         if len(self.bits) < 2 or not all(20 <= b <= 49 for b in (*self.bits, self.special)):
             raise InputError(f"primes of {self.bits} and {self.special} bits: expected two or more of 20 to 49 bits")
@@ -84,11 +85,11 @@ class Parameters:
         return len(self.bits)
 
     def wide(self, limbs: int) -> bool:
-        """Whether the last of this number of primes can rescale a product of two ciphertexts."""
+        """Whether the last of the first ``limbs`` primes can rescale a product of two ciphertexts."""
         return self.bits[limbs - 1] >= self.scale_bits
 
     def modulus(self, limbs: int) -> int:
-        """The product of the first primes."""
+        """The product of the first ``limbs`` primes."""
         return math.prod(self.primes[:limbs])
 
     @cached_property
@@ -114,7 +115,7 @@ def _primes(bits: int, count: int, step: int) -> list[int]:
 
 
 def _is_prime(n: int) -> bool:
-    """Miller and Rabin's test; these bases decide below 3.3e24 (Sorenson, Webster 2015)."""
+    """The test of Miller and Rabin; these bases decide it for numbers below 3.3e24 (Sorenson, Webster 2015)."""
     odd, twos = n - 1, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
@@ -134,7 +135,7 @@ def _is_prime(n: int) -> bool:
 
 
 class Ring:
-    """Arithmetic on residues modulo the primes of one set of parameters. All arrays are (..., primes, N), int64."""
+    """Arithmetic on residues modulo the primes of one set of parameters. All arrays are int64, (..., primes, N)."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters, self.degree = parameters, parameters.degree
@@ -147,7 +148,7 @@ class Ring:
         self._shrink = np.array([pow(self.degree, -1, int(q)) for q in self.primes], np.int64)
 
     def forward(self, x: Residues, first: int = 0) -> Residues:
-        """Transform coefficients to evaluation form, in place; the primes of x begin with index ``first``."""
+        """Transform coefficients to evaluation form, in place. The first prime of x has the index ``first``."""
         rows, at = self._rows(x), slice(first, first + x.shape[-2])
         modular_kernels.forward(rows, self._roots[at], self._ratios[at], self.primes[at])
         return x
@@ -167,7 +168,9 @@ class Ring:
         return out
 
     def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
-        """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes); rows are all leading axes."""
+        """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes). All leading axes of a are
+        rows.
+        """
         rows = self._rows(a)
         out = np.empty(rows.shape, np.int64)
         wide = (rows.shape[0], rows.shape[1])
@@ -177,25 +180,25 @@ class Ring:
         return out.reshape(a.shape)
 
     def dyadic(self, a: Residues, b: Residues, plus: Residues) -> Residues:
-        """Elementwise product a b, plus ``plus``."""
+        """The elementwise product of a and b, plus ``plus``."""
         out = np.empty(a.shape, np.int64)
         modular_kernels.dyadic(*(self._rows(x) for x in (a, b, plus, out)), self.primes)
         return out
 
     def constant(self, value: int, limbs: int) -> Residues:
-        """An integer modulo each prime, (limbs,)."""
+        """An integer modulo each of the first ``limbs`` primes, (limbs,)."""
         return np.array([value % int(q) for q in self.primes[:limbs]], np.int64)
 
     def whole(self, words: Residues, minus: int, limbs: int) -> Residues:
-        """Residues of integer coefficients in words of 30 bits: (rows, words, N) -> (rows, limbs, N)."""
+        """Residues of integer coefficients given as words of 30 bits: (rows, words, N) -> (rows, limbs, N)."""
         out = np.empty((len(words), limbs, self.degree), np.int64)
         modular_kernels.residues(words, WORD, self.constant(minus, limbs), out, self.primes)
         return out
 
     def lift(self, x: Residues, limbs: int) -> Residues:
-        """Centred integers modulo the next primes: coefficients (rows, l, N) -> (rows, limbs - l, N).
+        """Residues of centred integers modulo further primes: coefficients (rows, l, N) -> (rows, limbs - l, N).
 
-        With q the product of the first l primes, each integer is the representative in [-q/2, q/2).
+        With q the product of the first l primes, each integer is taken in [-q/2, q/2).
         """
         have = x.shape[-2]
         before, half, digits = self.mixed_radix(x)
@@ -205,9 +208,9 @@ class Ring:
         return out
 
     def mixed_radix(self, x: Residues) -> tuple[list[int], int, Residues]:
-        """Centred integers plus h = floor(q / 2), as sums of digits: coefficients (rows, l, N).
+        """Centred integers plus h = floor(q / 2) as sums of weighted digits: coefficients (rows, l, N).
 
-        Returns the weights of the digits (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
+        Returns the weights (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
         """
         have = x.shape[-2]
         half = self.parameters.modulus(have) // 2
@@ -220,9 +223,9 @@ class Ring:
 
     @staticmethod
     def _rows(x: Residues) -> Any:
-        """A view (rows, primes, N)."""
+        """View x as (rows, primes, N)."""
         if not x.flags.c_contiguous:
-            raise ValueError("residues must be contiguous")
+            raise ValueError("residues must be contiguous in memory")
         return x.reshape(-1, *x.shape[-2:])
 
 
@@ -232,7 +235,7 @@ def _table(q: int, degree: int) -> tuple[Residues, Residues]:
     some = next(w for g in range(2, q) if pow(w := pow(g, (q - 1) // order, q), degree, q) == q - 1)
     square = some * some % q
     powers, value = [], some
-    for _ in range(degree):  # the odd powers are all primitive roots
+    for _ in range(degree):  # all odd powers are primitive roots
         powers.append(value)
         value = value * square % q
     root = min(powers)

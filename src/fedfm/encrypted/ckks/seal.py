@@ -1,12 +1,11 @@
-"""CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``: the only module that imports it.
+"""CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``. Only this module imports TenSEAL.
 
 The client makes all keys, and only the client has the secret one (:class:`ClientKeys`). The server gets the other keys
 as bytes and computes with them (:class:`ServerKeys`). Both expose ciphertexts as residues
 (:mod:`~fedfm.encrypted.ckks.ciphertexts`).
 
-SEAL checks little: it decrypts with a wrong key, and accepts a ciphertext with a flipped bit. So bytes from
-    outside
-go through :mod:`~fedfm.encrypted.ckks.wire` first, never directly to this module.
+SEAL checks little: it decrypts with a wrong key, and accepts a ciphertext with a flipped bit. So bytes from outside
+always go through :mod:`~fedfm.encrypted.ckks.wire` first.
 """
 
 from __future__ import annotations
@@ -29,14 +28,17 @@ from fedfm.errors import InputError, MissingExtra, RunError
 from fedfm.privacy.crypto import keys
 
 _SIZE_AT, _DATA_AT = 13 * 8, 14 * 8  # offsets of a ciphertext's data in SEAL 4.1's object
-_MAGIC, _HEADER = 0xA15E, "<HBBBBHQ"  # SEAL's streams: mark, header's size, version (2), compression, 0, length
-_AT_A_TIME = 64  # ciphertexts, so that temporary arrays take little memory
+_MAGIC, _HEADER = (
+    0xA15E,
+    "<HBBBBHQ",
+)  # header of SEAL's streams: mark, size of the header, version (2), compression, 0, length
+_AT_A_TIME = 64  # number of ciphertexts that are processed at a time, so that temporary arrays take little memory
 _KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
 
 
 @lru_cache(maxsize=1)
 def _seal() -> Any:
-    """SEAL's operations.
+    """Import SEAL's operations.
 
     Raises:
         MissingExtra: TenSEAL is not installed.
@@ -64,7 +66,7 @@ class _Library:
         settings.set_poly_modulus_degree(parameters.degree)
         settings.set_coeff_modulus([s.Modulus(q) for q in parameters.primes])
         self.context = s.SEALContext(settings, True, s.SEC_LEVEL_TYPE.TC128)
-        if not self.context.parameters_set():  # SEAL itself raises no error
+        if not self.context.parameters_set():  # SEAL itself raises no error for invalid parameters
             raise InputError(f"SEAL refuses these parameters: {self.context.parameters_error_message()}")
         self.evaluator = s.Evaluator(self.context)
         self.ids: dict[int, list[int]] = {}
@@ -76,7 +78,7 @@ class _Library:
         self.direct = False
 
     def check_access(self, encryptor: Any) -> None:
-        """Check whether a pointer can access the residues; if not, slower streams are used."""
+        """Check whether a pointer can access the residues. If not, streams are used, which are slower."""
         ciphertext = self.s.Ciphertext(self.context)
         encryptor.encrypt_zero(self.ids[2], ciphertext)
         self._version = self._stream_version(ciphertext)
@@ -95,7 +97,7 @@ class _Library:
         return np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64).reshape(shape)
 
     def write(self, residues: Residues, scale: float) -> Any:
-        """A SEAL ciphertext of these residues; it is valid until the next call with this shape."""
+        """A SEAL ciphertext with these residues. It is valid until the next call for this shape."""
         key = residues.shape[:2]
         if key not in self._templates:
             self._templates[key] = self._from_stream(residues, scale)
@@ -125,10 +127,10 @@ class _Library:
 
 
 class ServerKeys:
-    """The server's keys: the client's public, relinearisation and Galois keys. They cannot decrypt.
+    """The server's keys for one client: the client's public, relinearisation and Galois keys. They cannot decrypt.
 
     Attributes:
-        floor: number of primes that ciphertexts must keep; one without a refresh.
+        floor: number of primes that ciphertexts must keep; 1 if there is no refresh.
         refresh: asks the client for fresh ciphertexts.
 
     Raises:
@@ -150,7 +152,7 @@ class ServerKeys:
                     load(key, keys[at : at + size], library.context)
                 at += size
         except (struct.error, ValueError, RuntimeError):
-            raise InputError("these bytes are not public keys for the parameters") from None
+            raise InputError("these bytes are not public keys for these parameters") from None
         self._rotates = bool(sizes[2])
         library.check_access(s.Encryptor(library.context, public))
         self._public = library.read(public.data())
@@ -172,14 +174,14 @@ class ServerKeys:
         return Ciphertexts(out.view(np.uint64), self.parameters.scale, self)
 
     def relinearise(self, x: Ciphertexts) -> Ciphertexts:
-        """Three polynomials to two."""
+        """Reduce three polynomials to two."""
         if x.limbs.shape[1] == 2:
             return x
         evaluator, keys = self._library.evaluator, self._relinearisation
         return self._each(x, lambda a, b: evaluator.relinearize(a, keys, b), x.level + 1, x.scale)
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
-        """Divide by the last prime and drop it."""
+        """Divide by the last prime, and drop this prime."""
         if not x.level:
             raise InputError("no level is left for a rescaling")
         scale = x.scale / self.parameters.primes[x.level]
@@ -190,7 +192,7 @@ class ServerKeys:
         return self._rotates and bool(self._galois.has_key(galois_element(steps, self.parameters.degree)))
 
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Slot i + steps to slot i.
+        """Rotate the slots: the value of slot i + steps moves to slot i.
 
         Raises:
             InputError: the client did not send a key for this rotation.
@@ -210,7 +212,7 @@ class ServerKeys:
         out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
         target, residues = self._library.empty(), x.residues
         for i in range(len(x)):
-            # SEAL only checks that the scale fits the modulus; Ciphertexts has the true scale.
+            # SEAL checks only that a scale fits the modulus; the true scale is in Ciphertexts.
             apply(self._library.write(residues[i], 2.0), target)
             out[i] = self._library.read(target)
         return Ciphertexts(out.view(np.uint64), scale, self)
@@ -220,8 +222,8 @@ class ClientKeys:
     """All keys of one client.
 
     Args:
-        parameters: agreed on with the server.
-        secret: an earlier value of :attr:`secret`; None makes new keys from the system's entropy.
+        parameters: the parameters that both sides agreed on.
+        secret: an earlier value of :attr:`secret`; None: new keys are made from the system's entropy.
 
     Raises:
         InputError: the bytes are not a secret key for these parameters.
@@ -239,7 +241,7 @@ class ClientKeys:
             try:
                 load(self._secret, secret, library.context)
             except (RuntimeError, ValueError):
-                raise InputError("these bytes are not a secret key for the parameters") from None
+                raise InputError("these bytes are not a secret key for these parameters") from None
             self._generator = s.KeyGenerator(library.context, self._secret)
         public = s.PublicKey()
         self._generator.create_public_key(public)
@@ -255,7 +257,7 @@ class ClientKeys:
         return dump(self._secret)
 
     def public(self, rotations: Iterable[int] = ()) -> bytes:
-        """Public, relinearisation and Galois keys, which go to the server once; without the secret key."""
+        """Public, relinearisation and Galois keys, without the secret key. They are sent to the server once."""
         elements = sorted({galois_element(r, self.parameters.degree) for r in rotations} - {1})
         parts = [self._public, dump(self._generator.create_relin_keys())]
         parts.append(dump(self._generator.create_galois_keys(elements)) if elements else b"")
@@ -264,8 +266,8 @@ class ClientKeys:
     def encrypt_polynomials(self, coefficients: Residues, second: Residues | None = None) -> Residues:
         """Fresh ciphertexts of integer polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
 
-        ``second`` (count, limbs, N) becomes the second polynomial: uniform values that the receiver can generate
-        itself; they must never be used twice.
+        ``second`` (count, limbs, N) becomes the second polynomials. These are uniform values that the receiver can
+        generate itself. They must never be used twice.
         """
         count, limbs, degree = coefficients.shape
         if second is None:
@@ -281,7 +283,7 @@ class ClientKeys:
         return self.encrypt_polynomials(encoding.modulo(plain, self.parameters.limbs, self.ring))
 
     def decrypt_polynomials(self, residues: Residues) -> Residues:
-        """The encrypted polynomials with their noise: (count, 2 or 3, limbs, N) -> (count, limbs, N)."""
+        """Decrypt to polynomials, which still contain noise: (count, 2 or 3, limbs, N) -> (count, limbs, N)."""
         out = np.ascontiguousarray(residues[:, -1])
         key = self._key_like(out)
         for polynomial in range(residues.shape[1] - 2, -1, -1):  # Horner's rule in s
@@ -314,10 +316,10 @@ def dump(thing: Any) -> bytes:
 
 
 def load(thing: Any, data: bytes, context: Any) -> None:
-    """The inverse of :func:`dump`; SEAL checks that the content fits the context.
+    """The inverse of :func:`dump`. SEAL checks that the content matches the context.
 
     Raises:
-        ValueError, RuntimeError: the content does not fit.
+        ValueError, RuntimeError: the content does not match.
     """
     with tempfile.TemporaryFile() as file:
         file.write(data)
@@ -326,15 +328,15 @@ def load(thing: Any, data: bytes, context: Any) -> None:
 
 
 def _path(file: Any) -> str:
-    """A name for an unnamed file: SEAL opens files by name, and secrets should leave no file behind."""
+    """A path for an unnamed file: SEAL opens files by path, and secrets should not leave a file behind."""
     path = f"/proc/self/fd/{file.fileno()}"
     if not os.path.exists(path):
-        raise RunError("encrypted inference needs /proc, to pass keys to SEAL without naming a file")
+        raise RunError("encrypted inference needs /proc, through which it passes keys to SEAL without a named file")
     return path
 
 
 def _pointer_fits(ciphertext: Any) -> bool:
-    """Whether the object has the expected memory layout: compares its size, then values with SEAL's own access."""
+    """Whether the object has the expected memory layout: compares its size, and values read by SEAL's own access."""
     try:
         count = ciphertext.size() * ciphertext.coeff_modulus_size() * ciphertext.poly_modulus_degree()
         base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
@@ -348,7 +350,7 @@ def _pointer_fits(ciphertext: Any) -> bool:
 
 
 def _view(ciphertext: Any) -> Residues:
-    """A view of the residues in SEAL's memory, valid while the ciphertext exists and keeps its shape."""
+    """A view of the residues in SEAL's memory. It is valid while the ciphertext exists and keeps its shape."""
     base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
     address = ctypes.c_uint64.from_address(base + _DATA_AT).value
     shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())

@@ -1,17 +1,18 @@
-"""Reorder encrypted samples, in the same way in the slots of every token.
+"""Reorder encrypted samples, in the same way for the slots of every token.
 
-Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). If position j gets
-sample order[j], its value comes from the slot that is order[j] - j slots further. So the result is a sum over the
+Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). If position j gets the
+sample order[j], its value comes from the slot that is order[j] - j slots further on. So the result is a sum over the
+shifts k:
 shifts k:
 
     mask_k * (x rotated by k),   mask_k = 1 in the slots of positions j with order[j] - j = k, else 0.
 
-Shifts are written as k = g b + i, in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014).
-Baby steps are computed one after another, giant steps by Horner's rule, so that three rotation keys suffice for all
+Shifts are written as k = g b + i, with baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO
+2014). Baby steps are computed one after another, giant steps by Horner's rule, so three rotation keys suffice for all
 orders. The operations depend on the number of samples, not on their order. Slots beyond the samples become zero.
 
-Two features share a ciphertext: one in the real parts of the slots, the other, times sqrt(2), in the imaginary ones.
-X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so this costs no level.
+Two features share a ciphertext: one is in the real parts of the slots, and sqrt(2) times the other in the imaginary
+parts. X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so this costs no level.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.errors import InputError
 
 Order = NDArray[np.integer[Any]]
-Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # baby steps, giant step -> the masked sum
+Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # from the baby steps and a giant step it computes the masked sum
 TOGETHER = math.sqrt(3)  # |a + i sqrt(2) b| is at most this times the larger of |a| and |b|
 
 
 def baby(layout: Packing) -> int:
-    """Number of baby steps: a power of two near the square root of the number of samples."""
+    """Number of baby steps, a power of two near the square root of the number of samples."""
     return 1 << (layout.samples.bit_length() // 2)
 
 
 def rotations(layout: Packing) -> set[int]:
-    """Steps for which the client must send keys."""
+    """Rotation steps for which the client has to send keys."""
     slots, b = layout.parameters.slots, baby(layout)
     return {1 % slots, b % slots, -b % slots} - {0}
 
@@ -53,7 +54,7 @@ def giants(samples: int, layout: Packing) -> range:
 
 
 def pair_features(x: Ciphertexts) -> Ciphertexts:
-    """Combine features in pairs: (count,) -> (count / 2, rounded up,), a + i sqrt(2) b."""
+    """Combine features in pairs a + i sqrt(2) b: (count,) -> (count / 2, rounded up,)."""
     ring, limbs = x.evaluator.ring, x.level + 1
     units = np.zeros((2, ring.degree), np.int64)
     units[0, 0] = units[1, ring.degree // 4] = units[1, 3 * ring.degree // 4] = 1
@@ -63,35 +64,35 @@ def pair_features(x: Ciphertexts) -> Ciphertexts:
 
 
 def unpair_features(slots: NDArray[np.complex128], count: int) -> NDArray[np.float64]:
-    """The inverse of :func:`pair_features`, on decrypted slots: (count / 2, N / 2) -> (count, N / 2)."""
+    """The inverse of :func:`pair_features` for decrypted slots: (count / 2, N / 2) -> (count, N / 2)."""
     parts = np.stack([slots.real, slots.imag / math.sqrt(2)], axis=1)
     return np.ascontiguousarray(parts.reshape(-1, slots.shape[1])[:count])
 
 
 def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -> dict[int, Residues]:
-    """The plaintext masks of an order by giant step, each (baby steps, limbs, N).
+    """For each giant step, an order's plaintext masks (baby steps, limbs, N).
 
     Raises:
-        InputError: it is not an order, or it has more samples than a ciphertext.
+        InputError: ``order`` is not an order, or has more samples than a ciphertext.
     """
     places, b = np.asarray(order), baby(layout)
     if places.ndim != 1 or len(places) > layout.samples or not np.array_equal(np.sort(places), np.arange(len(places))):
-        raise InputError(f"an order names every sample once, and up to {layout.samples} of them; this one does not")
+        raise InputError(f"expected an order that names every sample once, of at most {layout.samples} samples")
     shifts, out = places - np.arange(len(places)), {}
     for g in giants(len(places), layout):
         run = np.zeros((b, layout.samples))
         here = np.flatnonzero(shifts // b == g)
         run[shifts[here] % b, here] = 1
-        # The rotation by the giant step comes after the product with the mask, so rotate the mask back.
+        # The giant step rotates after the product with the mask, so rotate the mask back.
         out[g] = encode_slots(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
     return out
 
 
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
-    """The ``weigh`` function for :func:`permute_samples`, with the plaintexts of :func:`masks`.
+    """The ``weigh`` function for :func:`permute_samples`, from the plaintexts of :func:`masks`.
 
-    It adds an encryption of zero to each sum. Without it, the sum for a shift that does not occur in the order would be
-    a ciphertext that anyone can read, and SEAL refuses such ciphertexts.
+    It adds an encryption of zero to each sum. Otherwise anyone could read the sum for a shift that does not occur in
+    the order, and SEAL refuses such ciphertexts.
     """
     zero = keys.zeros(1, next(iter(plains.values())).shape[1])
 

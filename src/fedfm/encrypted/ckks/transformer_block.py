@@ -3,9 +3,9 @@
 A ciphertext has one feature: slot t B + s is token t of sample s, with B = N / 2 / T samples. So a linear layer is a
 product of its matrix with the array of ciphertexts. A rotation by j B slots moves token t + j to token t, cyclically,
 since T B is the number of slots. Attention computes the score matrix by its T diagonals. Diagonal j is written as
-j = g b + i, in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
+j = g b + i, with baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
 
-The block expects centred tokens: the weights before both norms already subtract the norms' means.
+The block expects centred tokens, because the weights before both norms already subtract the norms' means.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Matrix = NDArray[np.floating[Any]]
 
 
 class Folding(Protocol):
-    """A polynomial p that consists of sums, products and squares.
+    """A polynomial p that is computed by sums, products and squares.
 
-    p(x) = ``evaluate_folded(a x + b)`` with (a, b) = ``fold``.
+    p(x) = ``evaluate_folded(a x + b)``, where (a, b) is ``fold``.
     """
 
     @property
     def fold(self) -> tuple[float, float]:
-        """(a, b), which is folded into the weights."""
+        """(a, b), the affine map that is folded into the weights."""
 
     def evaluate_folded(self, u: Any, /) -> Any:
         """The value."""
@@ -42,10 +42,10 @@ class Folding(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Tokens and samples of a ciphertext.
+    """How a ciphertext holds tokens and samples.
 
     Raises:
-        InputError: the number of tokens is not a power of two, so rotations would not be cyclic.
+        InputError: the number of tokens is not a power of two, so that rotations would not be cyclic.
     """
 
     parameters: Parameters
@@ -67,14 +67,14 @@ class Packing:
 
     @property
     def rotations(self) -> set[int]:
-        """Steps for which the client has to send keys."""
+        """Rotation steps for which the client has to send keys."""
         giants = range(self.baby, self.tokens, self.baby)
         doubles = (1 << k for k in range(self.tokens.bit_length() - 1))
         steps = {*range(1, self.baby), *giants, *(-g for g in giants), *doubles}
         return {step * self.samples for step in steps}
 
     def pack(self, x: Matrix) -> NDArray[np.float64]:
-        """(samples, tokens, features) -> (features, N / 2); missing samples are copies of the first."""
+        """(samples, tokens, features) -> (features, N / 2); in place of missing samples it copies the first one."""
         samples, tokens, features = x.shape
         if tokens != self.tokens or not 1 <= samples <= self.samples:
             raise InputError(f"rows of shape {x.shape}: expected up to {self.samples} samples of {self.tokens} tokens")
@@ -89,7 +89,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class EncryptedBlock:
-    """x + W_o attention(norm(x)), then z + W_2 gelu(W_1 norm(z)).
+    """Computes x + W_o attention(norm(x)) = z, then z + W_2 gelu(W_1 norm(z)).
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
@@ -97,7 +97,7 @@ class EncryptedBlock:
             and shifts of the norms; output and down subtract the mean over the features.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.
-        inverse: polynomial for 1 / x of a row's sum times ``inverse_scales``.
+        inverse: polynomial for 1 / x, where x is the sum of a row times ``inverse_scales``.
         inverse_scales: (heads,).
         gelu: polynomial for GELU.
         centred_keys: whether the mean over the tokens is subtracted from the keys, which does not change the softmax.
@@ -141,7 +141,7 @@ class EncryptedBlock:
         return z + self.mlp(self.norm(z, 1))
 
     def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
-        """Centred x divided by its standard deviation."""
+        """Centred x divided by its standard deviation, for the norm with the index ``which``."""
         a, b = self.norms[which].fold
         variance = relinearise_and_rescale(inner(x, x)).over(len(x) / a)
         inverse: Ciphertexts = self.norms[which].evaluate_folded(variance + b if b else variance)
@@ -154,7 +154,7 @@ class EncryptedBlock:
         return linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
 
     def attention(self, y: Ciphertexts) -> Ciphertexts:
-        """The concatenated outputs of the heads: (d,) -> (d,)."""
+        """The outputs of all heads, concatenated: (d,) -> (d,)."""
         a, b = self.exponential.fold
         tokens = self.layout.tokens
         query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
@@ -174,7 +174,7 @@ class EncryptedBlock:
         # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
 
-    # Diagonal g b + i of head k has index k T + g b + i. It stays rotated by -g b tokens until rows are summed.
+    # Diagonal g b + i of head k has the index k T + g b + i. It stays rotated by -g b tokens until the rows are summed.
 
     @property
     def _giants(self) -> range:
@@ -203,7 +203,7 @@ class EncryptedBlock:
         return concatenate(out)
 
     def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
-        """The attention weights: each diagonal times the inverse sums of its rows."""
+        """The attention weights: each diagonal times the inverse of its row sums."""
         step, b = self.layout.samples, self.layout.baby
         turned = [inverses.rotate(-giant * step) for giant in self._giants]
         rows = [turned[g][[k]] for k in range(self.heads) for g in range(len(turned)) for _ in range(b)]
@@ -225,7 +225,7 @@ class EncryptedBlock:
 
 
 def _times_whole(x: Ciphertexts, factor: int) -> Ciphertexts:
-    """Multiply by a power of two, in factors that cost no level."""
+    """Multiply by a power of two, by factors that cost no level."""
     for _ in range(round(math.log2(factor))):
         x = x * 2
     return x

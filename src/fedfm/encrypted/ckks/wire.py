@@ -1,8 +1,8 @@
 """Ciphertexts as bytes between one client and the server, with checks before any computation.
 
 CKKS has no integrity check: another key decrypts to noise, and a flipped bit gives another ciphertext. So a message
-states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share; the receiver states what it
-expects. A residue takes the number of bits of its prime. For fresh ciphertexts, a seed replaces the second polynomials.
+states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share. The receiver states what it
+expects. Each residue takes as many bits as its prime. For fresh ciphertexts a seed replaces the second polynomials.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fedfm.encrypted.ckks.ring import Parameters, Residues
 from fedfm.errors import E_FORMAT, E_ROUND, E_SHAPE, E_SIZE, E_VERSION, ClientFault, InputError
 from fedfm.privacy.crypto.keys import KEY
 
-SESSION = 16  # bytes
+SESSION = 16  # bytes of a session's name
 _HEADER = struct.Struct("<4sBBB16sQIBBd32s32s")
 _MARK, _VERSION, _TAG = b"FFCT", 1, 32
-_SESSION_AT = 7  # bytes before it in the header
+_SESSION_AT = 7  # number of bytes before the session in the header
 _FULL, _SEEDED, _BYTES = range(3)
 _LARGEST_SCALE = 2.0**120
 Sender = Literal["client", "server"]
 
 
 class Channel:
-    """One side of a session. Messages are numbered in each direction; each is accepted once and in order.
+    """One side of a session. Messages are numbered in each direction, and each is accepted only once and in order.
 
     Args:
-        parameters: agreed on by both sides.
+        parameters: the parameters that both sides agreed on.
         key: 32 bytes that only both sides have, e.g. from :func:`fedfm.privacy.crypto.keys.agree`.
         session: 16 bytes, new for each session.
         sender: this side.
-        most: largest number of ciphertexts in a message.
+        most: largest allowed number of ciphertexts in a message.
 
     Raises:
         InputError: the key or the session has a wrong length.
@@ -52,14 +52,14 @@ class Channel:
         self.sent = self.received = 0
 
     def pack(self, residues: Residues, scale: float, seed: bytes | None = None, note: bytes = b"") -> bytes:
-        """Pack ciphertexts (count, 2, limbs, N) as the next message; a seed replaces their second polynomials.
+        """Pack ciphertexts (count, 2, limbs, N) as the next message. A seed replaces their second polynomials.
 
-        The second polynomials must then be :func:`fedfm.encrypted.ckks.zero_encryptions.uniform` of that seed. A note
+        The second polynomials must then be :func:`fedfm.encrypted.ckks.zero_encryptions.uniform` of this seed. A note
         follows the ciphertexts (:func:`note_of`).
         """
         count, polynomials, limbs, degree = residues.shape
         if polynomials != 2 or degree != self.parameters.degree or not 1 <= count <= self._most:
-            raise InputError(f"residues {residues.shape} do not fit a message")
+            raise InputError(f"residues of shape {residues.shape} cannot be a message")
         sent = 1 if seed else 2
         words = np.empty((count, sent, self._bytes(limbs) // 8), np.uint64)
         bits = np.array(self.parameters.bits[:limbs], np.int64)
@@ -81,25 +81,25 @@ class Channel:
         """
         kind, *_ = self._unseal(data)
         if kind != _BYTES:
-            raise ClientFault(E_FORMAT, "ciphertexts came where keys were expected")
+            raise ClientFault(E_FORMAT, "ciphertexts came, but keys were expected")
         self.received += 1
         return data[_HEADER.size : -_TAG]
 
     def unpack(
         self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
     ) -> tuple[Residues, float]:
-        """(ciphertexts of the next message (count, 2, limbs, N), their scale).
+        """Check and unpack the next message: its ciphertexts (count, 2, limbs, N), and their scale.
 
-        ``limbs``, ``count`` and ``scale`` are the expected values; None accepts any. ``note`` is the size of the note
-        behind the ciphertexts, in bytes.
+        ``limbs``, ``count`` and ``scale`` are the expected values; None accepts any value. ``note`` is the length in
+        bytes of the note after the ciphertexts.
 
         Raises:
-            ClientFault: the message is damaged or altered; it is of another session, step or sender; its parameters,
-                count, level or scale are not the expected ones; or it has invalid residues or readable ciphertexts.
+            ClientFault: the message is damaged or altered; it is from another session, step or sender; its parameters,
+                count, level or scale differ from the expected ones; or it has invalid residues or readable ciphertexts.
         """
         kind, got_count, got_limbs, got_scale, seed = self._unseal(data)
         if kind == _BYTES:
-            raise ClientFault(E_FORMAT, "keys came where ciphertexts were expected")
+            raise ClientFault(E_FORMAT, "keys came, but ciphertexts were expected")
         if got_limbs != limbs:
             raise ClientFault(E_SHAPE, f"ciphertexts of {got_limbs} primes came, {limbs} were expected")
         if not 1 <= got_count <= self._most or (count is not None and got_count != count):
@@ -108,7 +108,7 @@ class Channel:
             raise ClientFault(E_SHAPE, f"ciphertexts of scale {got_scale!r} came, {scale or 'at least 1'} was expected")
         sent = 1 if kind == _SEEDED else 2
         if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + note + _TAG:
-            raise ClientFault(E_SIZE, f"a message of {len(data)} bytes does not hold {got_count} ciphertexts")
+            raise ClientFault(E_SIZE, f"a message of {len(data)} bytes cannot have {got_count} ciphertexts")
         words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - note - _TAG) // 8, _HEADER.size).astype(
             np.uint64
         )
@@ -124,12 +124,12 @@ class Channel:
         if not (out < primes).all():
             raise ClientFault(E_FORMAT, "a residue is not below its prime")
         if not out[:, 1].any(axis=(1, 2)).all():
-            raise ClientFault(E_FORMAT, "a ciphertext can be read without a key")
+            raise ClientFault(E_FORMAT, "a ciphertext is readable without a key")
         self.received += 1
         return out, got_scale
 
     def _bytes(self, limbs: int) -> int:
-        """Bytes of a polynomial; N is a multiple of 64."""
+        """Length of a packed polynomial in bytes; N is a multiple of 64."""
         return sum(self.parameters.bits[:limbs]) * self.parameters.degree // 8
 
     def _seal(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
@@ -142,7 +142,7 @@ class Channel:
         return body + hmac.digest(self._key, body, "sha256")
 
     def _unseal(self, data: bytes) -> tuple[int, int, int, float, bytes]:
-        """Check that a message is the next one; returns kind, count, limbs, scale and seed."""
+        """Check that a message is the next one, and return its kind, count, limbs, scale and seed."""
         if len(data) < _HEADER.size + _TAG:
             raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
         mark, version, kind, side, session, step, count, limbs, polynomials, scale, digest, seed = _HEADER.unpack_from(
@@ -153,11 +153,11 @@ class Channel:
         if version != _VERSION:
             raise ClientFault(E_VERSION, f"a message of version {version} came, {_VERSION} was expected")
         if not hmac.compare_digest(hmac.digest(self._key, data[:-_TAG], "sha256"), data[-_TAG:]):
-            raise ClientFault(E_FORMAT, "a message was altered, cut off, or has another key")
+            raise ClientFault(E_FORMAT, "a message was altered, cut off, or made with another key")
         if digest != self.parameters.digest:
             raise ClientFault(E_VERSION, "the other side uses other encryption parameters")
         if session != self._session or side == self._side:
-            raise ClientFault(E_ROUND, "a message of another session, or of this side, came")
+            raise ClientFault(E_ROUND, "a message came from another session, or from this side itself")
         if step != self.received + 1:
             raise ClientFault(E_ROUND, f"message {step} came, {self.received + 1} was expected")
         if kind not in (_FULL, _SEEDED, _BYTES) or polynomials != 2:
@@ -166,12 +166,12 @@ class Channel:
 
 
 def note_of(data: bytes, size: int) -> bytes:
-    """The note of a message that :meth:`Channel.unpack` has accepted with this size."""
+    """The note of a message. :meth:`Channel.unpack` must have accepted the message with this size of the note."""
     return data[-_TAG - size : -_TAG]
 
 
 def session_of(data: bytes) -> bytes:
-    """The session that a message names, unchecked: it selects the channel that checks the message.
+    """The name of a message's session, not yet checked. It selects the channel that checks the message.
 
     Raises:
         ClientFault: the message is too short.

@@ -1,8 +1,8 @@
-"""Fresh encryptions of zero. Random polynomials are drawn here, since SEAL takes several times as long for them.
+"""Fresh encryptions of zero. Random polynomials are drawn here, since SEAL takes several times as long.
 
 Errors are centred binomial sums of 42 bits, as in SEAL (standard deviation 3.24, above the 3.2 of the Homomorphic
-Encryption Standard); the public key's factor is ternary. All bits come from an AES-256-CTR stream; its key is drawn
-from the system's entropy and used once.
+Encryption Standard). The factor of the public key is ternary. All bits come from an AES-256-CTR stream, whose key is
+drawn from the system's entropy and used once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
 from fedfm.privacy.crypto import keys
 
-_HALF = 21  # bits of each of the two sums
+_HALF = 21  # number of bits in each of the two sums
 
 
 def words(count: int, degree: int) -> NDArray[np.uint64]:
@@ -35,7 +35,7 @@ def errors(count: int, degree: int) -> NDArray[np.int64]:
 
 
 def ternary(count: int, degree: int) -> NDArray[np.int64]:
-    """Coefficients -1, 0 and 1, (count, N). Their bias is 2^-64, since 2^64 is not a multiple of three."""
+    """Coefficients -1, 0 and 1, (count, N), with a bias of 2^-64, since 2^64 is not a multiple of three."""
     return (words(count, degree) % np.uint64(3)).astype(np.int64) - 1
 
 
@@ -58,7 +58,7 @@ def public_zeros(public: Residues, count: int, limbs: int, ring: Ring) -> Residu
 
 
 def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> Residues:
-    """Coefficients (count, limbs, N) plus small errors (count, N)."""
+    """Add small errors (count, N) to coefficients (count, limbs, N)."""
     out = np.empty_like(coefficients)
     for limb, q in enumerate(ring.primes[: coefficients.shape[1]]):
         x = coefficients[:, limb] + error
@@ -67,9 +67,9 @@ def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> 
 
 
 def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
-    """Uniform residues (count, limbs, N) that sender and receiver make from 32 public bytes; use a seed only once.
+    """Uniform residues (count, limbs, N) that sender and receiver make from 32 public bytes. Use a seed only once.
 
-    They are words of an AES-256-CTR stream, each with the number of bits of the prime; too large words are skipped.
+    They are words of an AES-256-CTR stream, each with as many bits as the prime. Words that are too large are skipped.
     """
     out = np.empty((count, limbs, parameters.degree), np.int64)
     for i in range(count):

@@ -1,1 +1,1 @@
-"""Encrypted inference: the model owner and the key holder, their messages, worker processes, cost."""
+"""Encrypted inference: model owner and key holder, their messages, worker processes, and cost."""

@@ -1,4 +1,4 @@
-"""Estimate the cost of an encrypted run before it starts: count operations, and time each on this machine."""
+"""Estimate the cost of an encrypted run before it starts: count its operations, and time each kind on this machine."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ from fedfm.encrypted.inference.operation_count import Count, count_operations
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import InputError
 
-_AGAIN = 4  # number of ciphertexts, and of repetitions, of a timed operation
-_WIDE = 32  # number of ciphertexts in a timed product; a refresh of more ciphertexts is timed only once
+_AGAIN = 4  # number of ciphertexts in a timed operation, and of repetitions
+_WIDE = 32  # number of ciphertexts in a timed product; a refresh of more ciphertexts is timed once only
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
 @dataclass(frozen=True)
 class EncryptedPlan:
-    """Costs of a run.
+    """Costs of an encrypted run.
 
     Attributes:
         ring_dimension: N.
         log_q: bits of all primes, including the special one.
-        security_bits: the largest security level in HomomorphicEncryption.org's tables that log_q allows.
+        security_bits: the largest security level that log_q allows, by HomomorphicEncryption.org's tables.
         depth: sequential multiplications in the deepest block.
         levels: rescalings between two refreshes.
-        batch: rows in a ciphertext.
+        batch: number of rows in a ciphertext.
         batches: number of batches of all clients.
-        ciphertext_bytes: to the owner (seeded, all primes), back (primes of a refresh), and disclosed (one prime).
-        key_bytes: of a client's evaluation keys, sent once.
+        ciphertext_bytes: bytes of a ciphertext to the owner (seeded, all primes), back to the client (primes of a
+            refresh), and disclosed (one prime).
+        key_bytes: bytes of a client's evaluation keys, which are sent once.
         wide, narrow: refreshes per block with at least d ciphertexts, and with fewer; the maximum over the blocks.
-        refreshed: refreshed ciphertexts per batch, over all blocks.
-        messages: messages per batch over all blocks, including rows and disclosures.
-        bytes_per_batch: bytes of all messages; a batch of few rows takes as many as a full one.
+        refreshed: number of ciphertexts refreshed per batch, over all blocks.
+        messages: number of messages per batch over all blocks, including rows and disclosed activations.
+        bytes_per_batch: bytes of all messages of a batch; a batch with few rows takes as many as a full one.
         bytes_per_sample: bytes of all messages of the run, divided by its rows.
         statistical_distance: what the masks spend for the client with the most rows; it must be at most 2^-40.
-        seconds_per_block: (owner, client), for one batch, on one core of this machine each.
-        seconds: all batches one after another on one core, owner and clients together.
+        seconds_per_block: owner's and client's seconds for one batch, each on one core of this machine.
+        seconds: seconds for all batches one after another on one core, for owner and clients together.
     """
 
     ring_dimension: int
@@ -75,7 +76,7 @@ class EncryptedPlan:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, and the condition of the statistical distance."""
+        """The fields by name, and the condition on which the statistical distance depends."""
         return asdict(self) | {"statistical_distance_holds": HOLDS_WHILE}
 
     def table(self) -> str:
@@ -112,15 +113,15 @@ def plan(
     permuted: int = 0,
     parameters: Parameters = messages.SETS[0],
 ) -> EncryptedPlan:
-    """Costs of the encrypted forward pass for these numbers of rows.
+    """Estimate the costs of the encrypted forward pass for these numbers of rows.
 
     Args:
-        rows: numbers of rows of each client, or of each of its parts if parts have separate batches.
-        projection: p, number of values per token, for released = ``tokens``.
-        permuted: number of classes for the "permuted" protocol; 0: the "masked" protocol.
+        rows: number of rows of each client, or numbers by part if the client's parts have separate batches.
+        projection: p, number of values per token, for ``released = "tokens"``.
+        permuted: number of classes, for the "permuted" protocol; 0: the "masked" protocol.
 
     Raises:
-        InputError: the parameters have less than 128-bit security, or the run would exceed the statistical distance.
+        InputError: the parameters have less than 128-bit security, or the run would exceed its statistical distance.
     """
     tokens, d = folded.positions.shape
     layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
@@ -139,8 +140,9 @@ def plan(
     spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound)
     if spent > MOST:
         raise InputError(
-            f"{max(batches)} batches of one client bring the masks' statistical distance to 2^{math.log2(spent):.1f}, "
-            f"above 2^{math.log2(MOST):.0f}: encrypt fewer rows"
+            f"{max(batches)} batches of one client would bring the masks' statistical distance to "
+            f"2^{math.log2(spent):.1f}, "
+            f"above 2^{math.log2(MOST):.0f}; encrypt fewer rows"
         )
     out, again = (-(-d // 2), d * (len(counts) - 1)) if permuted else (kind.ciphertexts, 0)
     sizes = refreshed * (full + 2 * low) + len(counts) * out * one + folded.embedding.shape[1] * rows_bytes
@@ -176,7 +178,7 @@ def plan(
 def _depth(folded: FoldedModel, number: int) -> int:
     """Number of levels that a block takes.
 
-    It counts the norms with square and product, W_qkv, scores, exp, the inverse with its scales, products, W_o, MLP.
+    These are: norms (square and product), W_qkv, scores, exp, the inverse with its scales, products, W_o, and the MLP.
     """
     layer = folded.blocks[number]
     known = [getattr(r, "depth", 0) for r in (*layer.norms, layer.exponential, layer.inverse, layer.gelu)]
@@ -187,9 +189,9 @@ def _depth(folded: FoldedModel, number: int) -> int:
 def _seconds(
     folded: FoldedModel, counts: Sequence[Count], layout: Packing, rotations: set[int], again: int
 ) -> tuple[tuple[float, float], int]:
-    """((owner, client) seconds of an average block, from timed operations; bytes of the evaluation keys).
+    """Seconds of owner and client for an average block, from timed operations; and bytes of the evaluation keys.
 
-    ``again`` is the number of ciphertexts that the client returns, over all blocks.
+    ``again`` is the number of ciphertexts that the client sends back, over all blocks.
     """
     parameters, (tokens, d) = layout.parameters, folded.positions.shape
     floor = messages.floor_of(parameters)
@@ -231,10 +233,10 @@ def _seconds(
 def _refreshes(
     client: seal.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
 ) -> tuple[float, float]:
-    """(client, owner) seconds per ciphertext in refreshes of these sizes and frequencies.
+    """Seconds per ciphertext of client and owner, in refreshes with these sizes and frequencies.
 
-    A ciphertext in a message of hundreds takes up to twice as long as one in a small message. A large message does not
-    fit into the cache, and the system has to clear memory for it.
+    A ciphertext in a message of hundreds takes up to twice as long as one in a small message, because a large message
+    does not fit into the cache, and the system has to clear memory for it.
     """
     parameters, masking = client.parameters, Masking(bound)
     theirs = ours = 0.0
@@ -265,7 +267,7 @@ def _refreshes(
 
 
 def _returns(client: seal.ClientKeys) -> tuple[float, float]:
-    """(client, owner) seconds for a fresh ciphertext that the client sends."""
+    """Seconds of client and owner for a fresh ciphertext that the client sends."""
     parameters = client.parameters
     here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
 
@@ -283,8 +285,8 @@ def _returns(client: seal.ClientKeys) -> tuple[float, float]:
 
 
 def _measure_seconds(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
-    """CPU seconds per ciphertext (of ``count``): the minimum of several repetitions."""
-    work()  # the first call compiles and makes tables
+    """CPU seconds per ciphertext, if ``work`` processes ``count`` of them; the minimum of several repetitions."""
+    work()  # the first call compiles code and makes tables
     best = math.inf
     for _ in range(turns):
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""Interfaces of a model for encrypted inference: affine maps are folded, polynomials have their intervals."""
+"""Interfaces of a model for encrypted inference. Affine maps are folded, and polynomials have intervals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FoldedLayer(Protocol):
 
 
 class FoldedModel(Protocol):
-    """Embedding, blocks, and the ranges of their outputs."""
+    """Embedding, blocks, and the ranges of the blocks' outputs."""
 
     @property
     def embedding(self) -> Numbers:
@@ -66,15 +66,15 @@ class FoldedModel(Protocol):
 
     @property
     def scales(self) -> Numbers:
-        """(L,): the disclosed activations of a block are divided by its scale."""
+        """(L,): a block's disclosed activations are divided by the block's scale."""
 
     @property
     def ranges(self) -> Numbers:
-        """(L,): largest magnitude of a block's states, before the division by the scale."""
+        """(L,): largest magnitude of each block's states, before they are divided by the scale."""
 
     @property
     def bound(self) -> float:
-        """Largest magnitude of any refreshed slot."""
+        """Largest magnitude of any slot that is refreshed."""
 
     @property
     def class_token(self) -> bool:
@@ -82,7 +82,7 @@ class FoldedModel(Protocol):
 
 
 def block_of(layer: FoldedLayer, layout: Packing) -> EncryptedBlock:
-    """The block that computes on ciphertexts of this layout."""
+    """A block that computes on ciphertexts with this layout."""
     return EncryptedBlock(
         layout,
         layer.heads,

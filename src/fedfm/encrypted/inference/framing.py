@@ -1,4 +1,4 @@
-"""Frames between the owner's process and its worker processes: a kind, a length, bytes."""
+"""Frames between the owner's process and its worker processes: a kind, lengths, bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedfm.errors import RunError
 
 MODEL, JOB, ANSWER, FAULT, SPEND, REFRESH, RELEASE, SAVE, DONE, FAILED, BROKEN = range(11)
 _HEAD = struct.Struct("<BQ")
-SPENT = struct.Struct("<Id")  # number of ciphertexts, statistical distance of each
+SPENT = struct.Struct("<Id")  # number of ciphertexts, and statistical distance of each
 _SIZE = struct.Struct("<Q")
 
 
 def write(pipe: BinaryIO, kind: int, *parts: bytes) -> None:
-    """Send one frame; the sizes of its parts separate them."""
+    """Send one frame; it states the sizes of its parts, which separate them."""
     sizes = b"".join(_SIZE.pack(len(p)) for p in parts)
     pipe.write(_HEAD.pack(kind, len(parts)) + sizes)
     for part in parts:
@@ -23,7 +23,7 @@ def write(pipe: BinaryIO, kind: int, *parts: bytes) -> None:
 
 
 def read(pipe: BinaryIO) -> tuple[int, list[bytes]]:
-    """The next frame.
+    """Read the next frame: its kind and its parts.
 
     Raises:
         EOFError: the other side has closed the pipe.
@@ -31,7 +31,7 @@ def read(pipe: BinaryIO) -> tuple[int, list[bytes]]:
     """
     kind, count = _HEAD.unpack(_exactly(pipe, _HEAD.size))
     if kind > BROKEN or count > 16:
-        raise RunError("a process of the encrypted computation sent something that is not a frame")
+        raise RunError("a process of the encrypted computation sent bytes that are not a frame")
     sizes = [_SIZE.unpack(_exactly(pipe, _SIZE.size))[0] for _ in range(count)]
     return kind, [_exactly(pipe, size) for size in sizes]
 

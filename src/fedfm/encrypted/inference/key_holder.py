@@ -1,4 +1,4 @@
-"""The key holder's half of encrypted inference: it has the rows, makes all keys, encrypts, refreshes and decrypts."""
+"""The key holder's half of encrypted inference. The key holder has the rows, makes all keys, and decrypts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedfm.linalg.kernels import buffers
 
 
 class OutOfRange(ClientFault):
-    """Disclosed activations exceed the values that the model can produce."""
+    """Disclosed activations are larger than any that the model can produce."""
 
 
 class KeyHolder:
-    """The side with the rows: it makes all keys, encrypts, refreshes, and decrypts the disclosed activations.
+    """The side with the rows. It makes all keys, encrypts, refreshes, and decrypts the disclosed activations.
 
-    It may have several open sessions; a message finds its session by the name in its header. A process that has lost
-    its sessions answers with a ``ClientFault``, and the owner begins another session.
+    Several sessions may be open. A message has its session's name in its header. A process that has lost its sessions
+    answers with a ``ClientFault``, and the owner begins another session.
 
     Args:
-        tokens: T of a sample.
+        tokens: T, number of tokens of a sample.
         parameters: parameters of the encryption scheme.
-        secret: the secret key of an earlier key holder; None makes a new one from the system's entropy.
+        secret: the secret key of an earlier key holder; None: a new key is made from the system's entropy.
     """
 
     def __init__(self, tokens: int, parameters: Parameters, secret: bytes | None = None) -> None:
@@ -62,30 +62,30 @@ class KeyHolder:
         return cls(tokens, parameters, secret)
 
     def to_bytes(self) -> bytes:
-        """The secret key with its layout, for the key holder's own storage; it must never be sent."""
+        """The secret key with its layout, for the key holder's own storage. Never send it."""
         return messages.make_header(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
 
     def public(self) -> bytes:
-        """Evaluation keys, to be sent once; every call makes different ones, which are all valid."""
+        """Evaluation keys, which are sent once. Every call makes different keys, which are all valid."""
         head = messages.make_header(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
         return head + self._keys.public(self.rotations)
 
     @property
     def rotations(self) -> set[int]:
-        """Steps of the rotation keys that the key holder sends."""
+        """Rotation steps for which the key holder sends keys."""
         return self.layout.rotations
 
     def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
-        """Open a session, given its name (16 bytes) and the key that both sides agreed on.
+        """Open a session with this name (16 bytes), and the key that both sides agreed on.
 
-        ``counts`` from :meth:`counts` continue a session in another process.
+        ``counts``, from :meth:`counts`, continue a session of another process.
         """
         channel = Channel(self.layout.parameters, key, session, "client")
         channel.sent, channel.received = counts
         self._channels[session] = self._current = channel
 
     def counts(self, session: bytes) -> tuple[int, int]:
-        """(sent, received) messages of a session."""
+        """Numbers of messages that this side has sent and received in a session."""
         channel = self._channel(session)
         return channel.sent, channel.received
 
@@ -94,18 +94,18 @@ class KeyHolder:
         self._channels.pop(session, None)
 
     def rows(self, x: Numbers) -> bytes:
-        """Encrypt rows (n, T, F), n up to N / 2 / T, in the session that was opened last.
+        """Encrypt rows (n, T, F), n at most N / 2 / T, in the session that was opened last.
 
         Raises:
             InputError: the shape is wrong, or values are not finite.
         """
         if self._current is None:
-            raise InputError("encrypted rows need a session: begin one")
+            raise InputError("encrypted rows need a session; begin one")
         limbs = messages.rows_limbs(self.layout.parameters)
         return encrypt_message(self._keys, self._current, self.layout.pack(np.asarray(x, np.float64)), limbs)
 
     def refresh(self, message: bytes) -> bytes:
-        """The same masked values, encrypted again.
+        """Encrypt the masked values of a message again.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
@@ -113,11 +113,12 @@ class KeyHolder:
         return answer_refresh(self._keys, self._channel(session_of(message)), message, self._floor)
 
     def decrypt_released(self, message: bytes, samples: int) -> NDArray[np.float32]:
-        """Disclosed activations of a block, (samples, P, width), over the block's scale; zeros for rows out of range.
+        """Decrypt a block's disclosed activations, (samples, P, width), divided by its scale; zeros for rows out of
+        range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: all rows of the first block are out of range; the keys are not this key holder's.
+            OutOfRange: in the first block all rows are out of range, because the keys are not this key holder's.
         """
         tokens = self.layout.tokens
         channel = self._channel(session_of(message))
@@ -128,33 +129,33 @@ class KeyHolder:
         shape = Released.for_receiver(KINDS[kind], tokens, width)
         if len(residues) != shape.ciphertexts or not 1 <= samples <= self.layout.samples:
             raise ClientFault(
-                E_SHAPE, f"{len(residues)} ciphertexts of disclosed activations: expected {shape.ciphertexts}"
+                E_SHAPE, f"{len(residues)} ciphertexts of disclosed activations came, expected {shape.ciphertexts}"
             )
         states = shape.from_slots(self._keys.decrypt(residues, scale), samples)
         return zero_out_of_range(states, largest, block).astype(np.float32)
 
     def _channel(self, session: bytes) -> Channel:
         if session not in self._channels:
-            raise ClientFault(E_ROUND, "a message of a session that is not open here")
+            raise ClientFault(E_ROUND, "the message's session is not open here")
         return self._channels[session]
 
 
 def zero_out_of_range(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
-    """States (samples, P, width) with zeros for rows that are not finite or exceed the model's largest value.
+    """The states (samples, P, width), with zeros for rows that are not finite or exceed the model's largest value.
 
-    For such a row, the argument of a polynomial left its interval, or the batch overflowed.
+    For such a row, an argument of a polynomial left its interval, or the batch overflowed.
 
     Raises:
-        OutOfRange: all rows of the first block are affected; the keys are wrong, or the batch overflowed.
+        OutOfRange: in the first block all rows are affected, because the keys are wrong or the batch overflowed.
     """
     worst = np.abs(states).max(axis=(1, 2))
     bad = np.flatnonzero(~(worst <= largest))
     if len(bad) == len(states) and block == 0:
         finite = bool(np.isfinite(worst).all())
         reason = (
-            f"disclosed activations of all rows of block 1: up to {worst.max():.4g}, expected at most {largest:.4g}"
+            f"disclosed activations of block 1 are up to {worst.max():.4g} in all rows, expected at most {largest:.4g}"
         )
-        why = "a row far outside the model's intervals has made its batch overflow, or the keys are wrong"
+        why = "a row far outside the model's intervals made its batch overflow, or the keys are wrong"
         raise OutOfRange(E_NORM if finite else E_NONFINITE, f"{reason}: {why}")
     out = states.copy()
     out[bad] = 0

@@ -1,4 +1,4 @@
-"""Constants that key holder and model owner share: parameter sets, primes of messages, notes, checkpoints."""
+"""Constants that key holder and model owner share: parameter sets, primes of messages, notes and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
-SETS = (Parameters(), SLOW_LINK)  # keys contain the index of their set, so add new sets at the end
-FLOORS = (3, 4)  # by set: primes of a ciphertext before its refresh, so that 10^5 of them spend at most 2^-40
-RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one less
+SETS = (Parameters(), SLOW_LINK)  # keys contain the index of their parameter set, so new sets go to the end
+FLOORS = (3, 4)  # for each set: primes of a ciphertext before a refresh, so that 10^5 refreshes spend at most 2^-40
+RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one prime less
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
-_OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, tokens
+_OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
-PERMUTED_STATES, LABELS = 16, 17  # kinds of notes that only the "permuted" protocol has
+PERMUTED_STATES, LABELS = 16, 17  # kinds of notes that occur only in the "permuted" protocol
 _CHECKPOINT = struct.Struct("<4sBHIBd")  # mark, parameters, blocks, count, primes, scale
 
 
@@ -26,10 +26,10 @@ def number_of(parameters: Parameters) -> int:
     """The index of a parameter set.
 
     Raises:
-        InputError: it is not in :data:`SETS`.
+        InputError: it is not one of :data:`SETS`.
     """
     if parameters not in SETS:
-        raise InputError("encryption parameters: expected those of degree 8192 or SLOW_LINK")
+        raise InputError("the encryption parameters must be those of degree 8192 or SLOW_LINK")
     return SETS.index(parameters)
 
 
@@ -39,17 +39,17 @@ def parameters_of(ring: int) -> Parameters:
 
 
 def floor_of(parameters: Parameters) -> int:
-    """Number of primes of refreshed ciphertexts."""
+    """Number of primes that ciphertexts have when they are refreshed."""
     return FLOORS[number_of(parameters)]
 
 
 def rows_limbs(parameters: Parameters) -> int:
-    """Number of primes of encrypted rows: the embedding needs only one narrow prime."""
+    """Number of primes of encrypted rows; the embedding needs only one narrow prime."""
     return max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))
 
 
 def make_header(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
-    """The header of serialised keys."""
+    """Make the header of serialised keys."""
     return _OPENING.pack(mark, number_of(parameters), tokens)
 
 
@@ -71,10 +71,10 @@ def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The point where a later session continues: the states after some blocks, encrypted under the client's key.
+    """Where a later session continues: the states after some blocks, encrypted under the client's key.
 
     Attributes:
-        blocks: number of blocks that are computed, and whose activations are disclosed.
+        blocks: number of blocks that are computed and whose activations are disclosed.
         scale: scale of the ciphertexts.
         residues: (d, 2, primes, N).
     """
@@ -85,7 +85,7 @@ class Checkpoint:
     parameters: Parameters
 
     def to_bytes(self) -> bytes:
-        """The checkpoint as bytes, with a checksum against damage; only the owner reads it."""
+        """Serialise the checkpoint, with a checksum against damage. Only the owner reads it."""
         count, _, limbs, _ = self.residues.shape
         bits = np.array(self.parameters.bits[:limbs], np.int64)
         words = np.empty((count, 2, int(bits.sum()) * self.parameters.degree // 64), np.uint64)
@@ -106,10 +106,10 @@ class Checkpoint:
         """
         body, check = data[:-32], data[-32:]
         if len(body) < _CHECKPOINT.size or hashlib.sha256(body).digest() != check:
-            raise Lost("a checkpoint of encrypted states is damaged: remove it, and its batch starts again")
+            raise Lost("a checkpoint of encrypted states is damaged; remove it, and its batch starts again")
         mark, number, blocks, count, limbs, scale = _CHECKPOINT.unpack_from(body)
         if mark != b"FFBC" or number >= len(SETS):
-            raise Lost("a checkpoint of encrypted states is of another version: remove it, and its batch starts again")
+            raise Lost("a checkpoint of encrypted states is of another version; remove it, and its batch starts again")
         parameters = SETS[number]
         bits = np.array(parameters.bits[:limbs], np.int64)
         words = np.frombuffer(body, "<u8", -1, _CHECKPOINT.size).astype(np.uint64).reshape(count, 2, -1)

@@ -1,16 +1,17 @@
-"""Encrypted inference between a key holder, who has the rows, and a model owner. No engine, no federation.
+"""Encrypted inference between a key holder, who has the rows, and a model owner, without any engine or federation.
 
 *Protocol* (masked): the key holder sends encrypted rows. The model owner computes one block after another, asks the
 holder to refresh masked ciphertexts, and sends the disclosed activations of every block. Rows and secret key stay with
-the holder, weights with the owner. Both are semi-honest.
+the holder, weights with the owner. Both sides are semi-honest.
 
-*What leaves the owner*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`; the ledger sums their statistical
-distance), and disclosed activations. To a disclosed ciphertext the owner adds an encryption of zero under the holder's
-public key, and uniform noise on every coefficient. The encryption of zero hides the second polynomial, which otherwise
-reveals a linear layer's weights exactly; it relies on ring learning with errors. The noise gives **no** useful
-statistical distance. A precision of 1e-3 allows noise of 2^-14 per slot (rms), about the computation's own rounding; a
-distance of 2^-40 would need 2^40 times as much. So a holder sees the disclosed values with the computation's rounding,
-which depends on the weights just like the disclosed values themselves.
+*What the owner sends*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`; the ledger sums their statistical
+distance), and disclosed activations. To a ciphertext of disclosed activations the owner adds an encryption of zero
+under the holder's public key, and uniform noise on every coefficient. The encryption of zero hides the second
+polynomial, which would reveal a linear layer's weights exactly; this relies on ring learning with errors. The noise
+gives **no** useful statistical distance. A precision of 1e-3 allows noise of 2^-14 per slot (rms), which is about the
+rounding of the computation itself; a distance of 2^-40 would need 2^40 times as much. So a holder sees the disclosed
+values with the rounding of the computation. This rounding depends on the weights, just like the disclosed values
+themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FLOOD = 2.0**-14  # rms of the noise in a disclosed slot
 
 
 class ModelOwner:
-    """The side with the model, for one session with one key holder.
+    """The side with the model, in one session with one key holder.
 
     Args:
         folded: the model.
@@ -52,11 +53,11 @@ class ModelOwner:
         public: the holder's evaluation keys.
         session: 16 bytes, new for this session.
         key: 32 bytes, agreed on with the holder.
-        ledger: enters the masks' statistical distance; all sessions with this holder share it.
-        projection: (p, d), for ``tokens``.
+        ledger: records the masks' statistical distance; all sessions with this holder share it.
+        projection: (p, d), for ``released = "tokens"``.
 
     Raises:
-        ClientFault: the keys are damaged, or belong to other parameters or tokens.
+        ClientFault: the keys are damaged, or are for other parameters or another number of tokens.
         InputError: the model cannot run encrypted, or does not allow this kind of disclosure.
     """
 
@@ -75,7 +76,7 @@ class ModelOwner:
         tokens, features = folded.positions.shape
         parameters, found, rest = messages.parse_header(messages.PUBLIC, public)
         if found != tokens:
-            raise ClientFault(E_SHAPE, f"keys for {found} tokens came, the model has {tokens}")
+            raise ClientFault(E_SHAPE, f"the keys are for {found} tokens, but the model has {tokens}")
         self.layout = Packing(parameters, tokens)
         self.kind = Released(released, tokens, features, projection, folded.class_token)
         self._blocks = [block_of(layer, self.layout) for layer in folded.blocks]
@@ -101,14 +102,14 @@ class ModelOwner:
         """Compute all blocks of one batch.
 
         Args:
-            rows: from :meth:`KeyHolder.rows`; ignored if there is a checkpoint.
+            rows: the message from :meth:`KeyHolder.rows`; ignored if there is a checkpoint.
             exchange: sends a refresh to the holder and returns its answer.
-            release: sends the disclosed activations of block 0, 1, ...
+            release: sends the disclosed activations of blocks 0, 1, ...
             start: the checkpoint of an earlier session of this batch.
-            save: stores a checkpoint, after the states of its last block are sent.
+            save: stores a checkpoint, after the states of the checkpoint's last block were sent.
 
         Raises:
-            ClientFault: the holder's answer does not fit the request.
+            ClientFault: the holder's answer does not match the request.
             RunError: the run would exceed its statistical distance.
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
@@ -128,7 +129,9 @@ class ModelOwner:
         return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
 
     def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
-        """A message of ciphertexts that the holder may decrypt; it adds an encryption of zero and noise."""
+        """A message of ciphertexts that the holder may decrypt, after adding an encryption of zero and noise to
+        them.
+        """
         out = chosen.residues.copy()
         ring = self.keys.ring
         out = ring.add(out, self.keys.zeros(len(out), out.shape[2]))
@@ -136,7 +139,7 @@ class ModelOwner:
         return self._channel.pack(out, chosen.scale, note=note)
 
     def _embed(self, rows: bytes) -> Ciphertexts:
-        """Embed encrypted tokens, with their positions."""
+        """Embed encrypted tokens, including their positions."""
         parameters, folded = self.layout.parameters, self.folded
         limbs = messages.rows_limbs(parameters)
         residues, scale = self._channel.unpack(
@@ -153,7 +156,9 @@ class ModelOwner:
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
 
     def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
-        """Select the disclosed values, divided by the block's scale; all other slots are zero. One prime is left."""
+        """Select the disclosed values, divided by the block's scale. All other slots are zero, and one prime is
+        left.
+        """
         ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:
             rounded = np.rint(self.kind.projection * (factor / over))
@@ -172,16 +177,16 @@ class ModelOwner:
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
 
     def _factor(self, x: Ciphertexts, largest: float) -> float:
-        """A plaintext scale such that products with slots up to ``largest`` fit into the last prime."""
+        """The scale of a plaintext for which products with slots up to ``largest`` fit into the last prime."""
         parameters = self.layout.parameters
-        # Every coefficient must stay below half the last modulus. It is at most the scale times the largest slot.
+        # Every coefficient must be below half the last modulus. It is at most the scale times the largest slot.
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """Rotate each ciphertext by the number of tokens that is its key in ``sums``, and add all.
+        """Rotate each ciphertext by the number of tokens that is its key in ``sums``, then add all ciphertexts.
 
-        Rotations by powers of two are applied to all ciphertexts together, bit by bit.
+        All ciphertexts are rotated together by powers of two, bit by bit.
         """
         for bit in range(self.layout.tokens.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}
@@ -192,7 +197,7 @@ class ModelOwner:
         return sums[0]
 
     def _noise(self, count: int, scale: float) -> NDArray[np.int64]:
-        """Uniform random coefficients whose slots have the rms :data:`FLOOD`, in evaluation form (count, 1, N)."""
+        """Uniform random coefficients, in evaluation form (count, 1, N); their slots have the rms :data:`FLOOD`."""
         parameters = self.layout.parameters
         reach = FLOOD * scale * math.sqrt(3 / parameters.degree)
         bits = max(1, round(math.log2(reach)) + 1)  # for uniform integers in [-2^(bits - 1), 2^(bits - 1))

@@ -1,4 +1,4 @@
-"""A folded model as bytes for worker processes: numpy arrays, and polynomials by name; no pickle."""
+"""A folded model as bytes for worker processes: numpy arrays, and polynomials by their class names; no pickle."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def model_bytes(folded: FoldedModel) -> bytes:
     """Serialise a complete folded model.
 
     Raises:
-        InputError: a polynomial's class is not in :mod:`fedfm.encrypted.student.polynomials`.
+        InputError: the class of a polynomial is not in :mod:`fedfm.encrypted.student.polynomials`.
     """
     arrays = {name: np.asarray(getattr(folded, name)) for name in _ARRAYS}
     blocks = []
@@ -95,7 +95,7 @@ def model_of(data: bytes) -> DecodedModel:
 def _fields_of(recipe: Folding) -> dict[str, Any]:
     kind = type(recipe).__name__
     if _KINDS.get(kind) is not type(recipe):
-        raise InputError(f"a polynomial {kind}: worker processes accept {', '.join(_KINDS)}")
+        raise InputError(f"a polynomial of class {kind}: worker processes accept {', '.join(_KINDS)}")
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
     return {"kind": kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 

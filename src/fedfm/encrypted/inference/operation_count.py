@@ -1,4 +1,4 @@
-"""Count the operations of an encrypted block: run it without keys on ciphertexts of few coefficients."""
+"""Count the operations of an encrypted block by running it, without keys, on ciphertexts with few coefficients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.encrypted.inference.folded_model import FoldedLayer, block_of
 
 
 class _Short:
-    """Parameters with as many slots as tokens."""
+    """Parameters that have only as many slots as tokens."""
 
     def __init__(self, parameters: Parameters, tokens: int) -> None:
         self._parameters, self.degree, self.slots = parameters, 2 * tokens, tokens
@@ -28,12 +28,12 @@ class _Short:
 
 @dataclass
 class Count:
-    """An evaluator that only counts operations; it replaces ``ServerKeys``.
+    """An evaluator that only counts operations. It takes the place of ``ServerKeys``.
 
     Attributes:
-        operations: (name, primes) -> count; names are ``relinearise``, ``rescale``, ``rotate``, and ``weigh`` for a
-            product with a plaintext in a sum.
-        refreshes: number of ciphertexts of each refresh, in order.
+        operations: count for each (name, number of primes). Names are ``relinearise``, ``rescale``, ``rotate``, and
+            ``weigh``, which is a product with a plaintext within a sum.
+        refreshes: for each refresh in order, the number of its ciphertexts.
     """
 
     ring: Ring
@@ -48,7 +48,7 @@ class Count:
         return self._like("relinearise", x, x.level + 1, x.scale)
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
-        """Count rescalings, and drop a prime."""
+        """Count a rescaling for each ciphertext, and drop a prime."""
         return self._like("rescale", x, x.level, x.scale / self.ring.parameters.primes[x.level])
 
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
@@ -81,8 +81,9 @@ def count_operations(
     """Count the operations of a block.
 
     Args:
-        first: whether it is the first block, whose input has only the primes that the embedding leaves.
-        fresh: whether the protocol is "permuted": inputs of later blocks have all primes, and outputs are reordered.
+        first: whether this is the first block, whose input has only the primes that the embedding leaves.
+        fresh: whether the protocol is "permuted". Then inputs of later blocks have all primes, and outputs are
+            reordered.
     """
     short = cast(Parameters, _Short(parameters, tokens))
     ring = Ring.__new__(Ring)
@@ -98,7 +99,7 @@ def count_operations(
 
 
 def count_permutation(count: Count, features: int, layout: Packing) -> None:
-    """Count the operations that reorder this number of features of a full batch, in pairs."""
+    """Count the operations that reorder the samples of a full batch in this number of features, which come in pairs."""
 
     def weigh(turned: Ciphertexts, giant: int) -> Ciphertexts:
         count.operations["weigh", turned.level + 1] += len(turned)

@@ -1,4 +1,4 @@
-"""The key holder's half of BlindFed's own protocol ("permuted")."""
+"""The key holder's half of the "permuted" protocol, which is BlindFed's own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from fedfm.encrypted.inference.key_holder import KeyHolder, zero_out_of_range
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import E_FORMAT, E_NORM, E_SHAPE, ClientFault
 
-_OFF = 0.1  # largest error of an entry of a decrypted one-hot label
+_OFF = 0.1  # largest allowed error of an entry in a decrypted one-hot label
 
 
 class PermutedKeyHolder(KeyHolder):
-    """As :class:`~fedfm.encrypted.inference.key_holder.KeyHolder`; it also sends labels, and returns states."""
+    """As :class:`~fedfm.encrypted.inference.key_holder.KeyHolder`; it also sends labels, and returns states
+    encrypted.
+    """
 
     @property
     def rotations(self) -> set[int]:
@@ -27,27 +29,27 @@ class PermutedKeyHolder(KeyHolder):
         return self.layout.rotations | slot_permutation.rotations(self.layout)
 
     def labels(self, session: bytes, labels: NDArray[np.integer], classes: int) -> bytes:
-        """Encrypt labels (n,) as one-hot vectors: class k T + t is token t of ciphertext k."""
+        """Encrypt labels (n,) as one-hot vectors. Class k T + t is token t of ciphertext k."""
         count, tokens = -(-classes // self.layout.tokens), self.layout.tokens
         ones = np.eye(count * tokens)[labels].reshape(-1, count, tokens).transpose(0, 2, 1)
         return encrypt_message(self._keys, self._channel(session), self.layout.pack(ones), messages.RELEASE_LIMBS)
 
     def states_of(self, message: bytes, samples: int) -> NDArray[np.float64]:
-        """Decrypt the states of a block, (samples, T, d), in the owner's order; zeros for rows out of range.
+        """Decrypt a block's states (samples, T, d), which are in the owner's order; zeros for rows out of range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: all rows of the first block are out of range; the keys are not this key holder's.
+            OutOfRange: in the first block all rows are out of range, because the keys are not this key holder's.
         """
         states, block, largest = self._decrypt(message, messages.PERMUTED_STATES, samples)
         return zero_out_of_range(states, largest, block)
 
     def encrypt_states(self, session: bytes, states: Numbers) -> bytes:
-        """Fresh encryptions of states (samples, T, d), with all primes."""
+        """Encrypt states (samples, T, d) again, with all primes."""
         return encrypt_message(self._keys, self._channel(session), self.layout.pack(states))
 
     def labels_of(self, message: bytes, samples: int, classes: int) -> NDArray[np.int64]:
-        """Decrypt labels (samples,) in the owner's order.
+        """Decrypt labels (samples,), which are in the owner's order.
 
         Raises:
             ClientFault: the message is not the next one of an open session, or has no labels.
@@ -60,13 +62,15 @@ class PermutedKeyHolder(KeyHolder):
         return np.asarray(labels, np.int64)
 
     def _decrypt(self, message: bytes, kind: int, samples: int) -> tuple[NDArray[np.float64], int, float]:
-        """(values (samples, T, features), index of the block, largest expected magnitude)."""
+        """Decrypt a message: values (samples, T, features), index of the block, and largest expected magnitude."""
         channel = self._channel(session_of(message))
         residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
         came, block, features, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))
         if came != kind or not (math.isfinite(largest) and largest > 0):
             raise ClientFault(E_FORMAT, "a message with states or labels has an unknown kind")
         if len(residues) != -(-features // 2) or not 1 <= samples <= self.layout.samples:
-            raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of {features} features: expected half as many")
+            raise ClientFault(
+                E_SHAPE, f"{len(residues)} ciphertexts came for {features} features, expected half as many"
+            )
         slots = slot_permutation.unpair_features(self._keys.decrypt_complex(residues, scale), features)
         return self.layout.unpack(slots, samples), block, largest

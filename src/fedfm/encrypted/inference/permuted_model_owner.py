@@ -1,12 +1,12 @@
-"""The model owner's half of BlindFed's own protocol ("permuted").
+"""The model owner's half of the "permuted" protocol, which is BlindFed's own.
 
 After block l the key holder gets E(B_l) Pi_l: the states of all tokens, with its samples in a secret order. It returns
-fresh encryptions of them in that order with all primes, which replaces the refresh between two blocks. A block computes
-each sample separately. So the owner continues in the order Pi_l, and reorders the next states from Pi_l to Pi_{l+1};
-no order is ever undone. The holder has sent its encrypted labels in its own order. At the end they go back in the order
+fresh encryptions of them in that order, with all primes; this replaces the refresh between two blocks. A block computes
+each sample separately. So the owner continues in the order Pi_l, and reorders the next states from Pi_l to Pi_{l+1}. No
+order is ever undone. The holder has sent its encrypted labels in its own order. At the end they go back in the order
 Pi_{L+1}.
 
-The owner adds an encryption of zero and noise to everything that it sends, as to disclosed activations
+The owner adds an encryption of zero and noise to all that it sends, as it does to disclosed activations
 (:mod:`~fedfm.encrypted.inference.model_owner`). The noise comes back with the states, so errors of later blocks are
 slightly larger.
 """
@@ -29,20 +29,22 @@ from fedfm.errors import E_FORMAT, ClientFault, InputError
 
 
 class PermutedModelOwner(ModelOwner):
-    """As :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`, for one batch.
+    """As :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`, but for one batch only.
 
     Args:
-        orders: Pi_1 ... Pi_{L+1}, each (n,): position j has sample order[j] of the holder's own order.
+        orders: Pi_1 ... Pi_{L+1}, each (n,): position j has the sample order[j] of the holder's own order.
 
     Raises:
-        ClientFault: the keys are damaged, belong to other parameters, or are too few.
+        ClientFault: the keys are damaged, are for other parameters, or are incomplete.
         InputError: the model cannot run encrypted, or the number of orders is wrong.
     """
 
     def __init__(self, *about: Any, orders: Sequence[Order]) -> None:
         super().__init__(*about)
         if len(orders) != len(self._blocks) + 1:
-            raise InputError(f"{len(orders)} orders for {len(self._blocks)} blocks: expected one more than blocks")
+            raise InputError(
+                f"{len(orders)} orders for {len(self._blocks)} blocks; expected one order more than blocks"
+            )
         self.orders = [np.asarray(order) for order in orders]
         if not all(self.keys.can_rotate(r) for r in slot_permutation.rotations(self.layout)):
             raise ClientFault(E_FORMAT, "a rotation key is missing")
@@ -58,16 +60,16 @@ class PermutedModelOwner(ModelOwner):
         """Compute all blocks of one batch.
 
         Args:
-            rows: from :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
-                :func:`join_messages`; with a checkpoint the rows are empty.
+            rows: messages from :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
+                :func:`join_messages`. With a checkpoint the message of rows is empty.
             exchange: sends a refresh to the holder and returns its answer.
-            release: sends the states of block 0, 1, ... and returns the holder's fresh encryptions of them (after the
-                last block the value is ignored); as block L it sends the labels.
+            release: sends the states of blocks 0, 1, ... and returns the holder's fresh encryptions of them; after the
+                last block its value is ignored. As block L it sends the labels.
             start: the checkpoint of an earlier session of this batch.
-            save: stores a checkpoint, after every block but the last.
+            save: stores a checkpoint, after every block except the last.
 
         Raises:
-            ClientFault: the holder's answer does not fit the request.
+            ClientFault: the holder's answer does not match the request.
             RunError: the run would exceed its statistical distance.
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
@@ -88,9 +90,9 @@ class PermutedModelOwner(ModelOwner):
         release(last + 1, self.permute(last + 1, known, self.orders[-1]))
 
     def permute(self, block: int, x: Ciphertexts, order: Order) -> bytes:
-        """The message with the reordered states of a block, from its encrypted states (d,).
+        """The message with the reordered states of a block, made from its encrypted states (d,).
 
-        For block L these are the encrypted labels.
+        For block L these are the encrypted labels instead.
         """
         states = block < len(self._blocks)
         largest = float(self.folded.ranges[block]) if states else 1.0
@@ -102,14 +104,14 @@ class PermutedModelOwner(ModelOwner):
         return self._clean(self.keys.rescale(found), messages.NOTE.pack(kind, block, len(x), largest))
 
     def _receive_states(self, answer: bytes) -> Ciphertexts:
-        """Unpack the holder's fresh encryptions of the states."""
+        """Unpack the holder's fresh encryptions of states."""
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
         residues, scale = self._channel.unpack(answer, limbs=parameters.limbs, count=features, scale=parameters.scale)
         return Ciphertexts(residues.view(np.uint64), scale, self.keys)
 
 
 def order_bytes(orders: Sequence[Order]) -> bytes:
-    """Orders as bytes, for the worker processes; :func:`orders_of` is the inverse."""
+    """Serialise orders for the worker processes; :func:`orders_of` is the inverse."""
     return len(orders).to_bytes(8, "little") + np.stack(orders).astype("<i8").tobytes()
 
 
@@ -124,6 +126,6 @@ def join_messages(rows: bytes, labels: bytes) -> bytes:
 
 
 def split_messages(message: bytes) -> tuple[bytes, bytes]:
-    """The inverse of :func:`join_messages`: (rows, labels)."""
+    """The inverse of :func:`join_messages`: the messages of rows and of labels."""
     end = 8 + int.from_bytes(message[:8], "little")
     return message[8:end], message[end:]

@@ -1,8 +1,8 @@
 """Disclosed activations: the values of a block's output that a key holder may see, in the clear and encrypted.
 
-They are made from a block's states (tokens, d). There are three kinds. ``class`` is the class token, or the mean over
-the tokens if the model has no class token. ``grid`` is that value and the means of the four quadrants of a square grid
-of patches. ``tokens`` is every token, projected by a secret matrix.
+They are computed from a block's states (tokens, d), and there are three kinds. ``class`` is the class token, or the
+mean over tokens if the model has no class token. ``grid`` is this value, and the means of the four quadrants of a
+square grid of patches. ``tokens`` is every token, projected by a secret matrix.
 
 Under encryption, several features share a ciphertext. Products with encoded 0/1 slots, and rotations, move slot t B + s
 (token t, sample s) of an input to the slot of another token. Slots without a disclosed value are multiplied by zero.
@@ -32,8 +32,8 @@ class Released:
         kind: ``class``, ``grid`` or ``tokens``.
         tokens: T, a power of two.
         features: d of the model.
-        projection: (p, d) for ``tokens``; else None.
-        class_token: whether token 0 is a class token; then ``class`` is that token.
+        projection: (p, d), for ``tokens``; otherwise None.
+        class_token: whether token 0 is a class token; if so, ``class`` is this token.
 
     Raises:
         InputError: the tokens do not allow this kind.
@@ -60,17 +60,19 @@ class Released:
 
     @classmethod
     def for_receiver(cls, kind: str, tokens: int, width: int) -> Released:
-        """The activations as their receiver sees them: projected values are features like others, so no projection."""
+        """The activations as their receiver sees them, without a projection: projected values are features like
+        others.
+        """
         return cls(kind, tokens, width, np.eye(width) if kind == "tokens" else None)
 
     @property
     def positions(self) -> int:
-        """P, for disclosed activations (samples, P, width)."""
+        """P, the number of disclosed positions: disclosed activations are (samples, P, width)."""
         return {"class": 1, "grid": 5, "tokens": self.tokens}[self.kind]
 
     @property
     def width(self) -> int:
-        """Features of one disclosed position."""
+        """Number of features at one disclosed position."""
         return self.features if self.projection is None else len(self.projection)
 
     @property
@@ -84,11 +86,11 @@ class Released:
         return -(-self.width // self.together)
 
     def gain(self) -> float:
-        """Largest magnitude of a disclosed value, if states are at most 1 in magnitude."""
+        """Largest magnitude of a disclosed value if states have magnitudes up to 1."""
         return 1.0 if self.projection is None else float(np.abs(self.projection).sum(axis=1).max())
 
     def clear(self, states: Numbers) -> NDArray[np.float64]:
-        """Compute them in the clear, by their definition: (..., T, d) -> (..., P, width)."""
+        """Compute the activations in the clear, by their definition: (..., T, d) -> (..., P, width)."""
         x = np.asarray(states, np.float64)
         if self.projection is not None:
             return np.asarray(x @ self.projection.T, np.float64)
@@ -99,9 +101,9 @@ class Released:
         return np.concatenate([first, *parts], axis=-2)
 
     def weights(self) -> dict[int, NDArray[np.float64]]:
-        """Rotation j -> the factors (together, T) by which each feature's tokens are multiplied before it.
+        """For each rotation j, the factors (together, T) by which each feature's tokens are multiplied before it.
 
-        The ciphertext is a sum over j: for each j the weighted features are added, and rotated by j tokens.
+        The ciphertext is a sum over j: the weighted features are added, and the sum is rotated by j tokens.
         """
         out: dict[int, NDArray[np.float64]] = {}
         for group, slots in zip(self._groups(), self._targets(), strict=True):

@@ -1,4 +1,4 @@
-"""Convert bytes to tensors for messages, and values to bytes for the store."""
+"""Convert bytes to tensors for messages, and values to bytes for storage."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def of_bytes(data: bytes) -> Tensor:
 
 
 def to_bytes(tensor: Tensor | None) -> bytes:
-    """The inverse of :func:`of_bytes`; empty bytes for None."""
+    """The inverse of :func:`of_bytes`; it maps None to empty bytes."""
     return b"" if tensor is None else tensor.contiguous().numpy().tobytes()
 
 
 def pack(value: Any) -> bytes:
-    """A value of the wire format as bytes; :func:`unpack` is the inverse."""
+    """Serialise a value of the wire format; :func:`unpack` is the inverse."""
     head, pieces = payload.encode(value)
     text = head.encode()
     return len(text).to_bytes(8, "little") + text + b"".join(pieces)
 
 
 def unpack(data: bytes, hint: Any) -> Any:
-    """The value, checked against ``hint``."""
+    """Parse a value, and check it against ``hint``."""
     end = 8 + int.from_bytes(data[:8], "little")
     body = np.frombuffer(bytearray(data[end:]), np.uint8)
     return payload.decode(data[8:end].decode(), body, hint, trusted=True)

@@ -1,4 +1,4 @@
-"""A worker process of the owner's encrypted computation: it reads jobs from stdin and writes questions to stdout.
+"""A worker process of the owner's encrypted computation. It reads jobs from stdin and writes questions to stdout.
 
 :mod:`~fedfm.encrypted.inference.worker_pool` starts it. It ends when the process that started it ends.
 """
@@ -21,19 +21,19 @@ from fedfm.linalg.kernels import buffers
 
 
 class Questions:
-    """Questions to the process that communicates with clients; each is answered before the next.
+    """Questions to the process that communicates with clients; each is answered before the next one.
 
-    It is also the ledger of a job: it forwards entries to that process, which stores them.
+    An object is also the ledger of a job: it passes entries on to that process, which stores them.
     """
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
         self._source, self._target = source, target
 
     def ask(self, kind: int, *parts: bytes) -> bytes:
-        """Ask a question; returns the answer.
+        """Ask a question, and return its answer.
 
         Raises:
-            ClientFault: the client failed; the job ends.
+            ClientFault: the client failed, so the job ends.
         """
         framing.write(self._target, kind, *parts)
         answer, found = framing.read(self._source)
@@ -42,7 +42,7 @@ class Questions:
         return found[0]
 
     def spend(self, count: int, each: float) -> None:
-        """Enter a distance; the answer confirms that it is stored."""
+        """Record a distance; the answer confirms that the distance is stored."""
         self.ask(framing.SPEND, framing.SPENT.pack(count, each))
 
 
@@ -91,7 +91,7 @@ def _unit(answer: bytes) -> None:
 
 
 def main() -> None:
-    """Reserve stdout for frames; all other prints go to stderr."""
+    """Reserve stdout for frames; all other output goes to stderr."""
     buffers.keep_all_freed()
     with os.fdopen(os.dup(1), "wb") as target:
         os.dup2(2, 1)

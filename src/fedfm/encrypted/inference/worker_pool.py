@@ -1,8 +1,8 @@
-"""The owner's encrypted computation in several processes: SEAL's binding holds the GIL, so threads do not help.
+"""The owner's encrypted computation in several processes, since SEAL's binding holds the GIL and threads do not help.
 
-Each job, one batch of one client, runs in its own process (:mod:`~fedfm.encrypted.inference.worker`). Processes are
-started fresh, never forked, and exchange bytes over pipes. Only this process communicates with clients, stores
-checkpoints, and enters distances into ledgers. Refreshes of several clients are sent together, because on a network a
+Each job, one batch of one client, runs in a process of its own (:mod:`~fedfm.encrypted.inference.worker`). Processes
+are new programs, never forks, and exchange bytes over pipes. Only this process communicates with clients, stores
+checkpoints, and records distances in ledgers. Refreshes of several clients are sent together, because on a network a
 message takes longer than the computation between two messages.
 """
 
@@ -27,13 +27,13 @@ from fedfm.encrypted.inference.model_serialization import model_bytes
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import ClientFault, RunError
 
-_WAIT = 10.0  # seconds that a process gets to end
-_PATIENCE = 0.25  # a refresh waits this share of the last exchange's duration for other refreshes
+_WAIT = 10.0  # seconds within which a process has to end
+_PATIENCE = 0.25  # a refresh waits for others for this fraction of the last exchange's duration
 
 
 @dataclass(frozen=True)
 class EncryptedBatch:
-    """One batch of one client, in its own session.
+    """One batch of one client, in a session of its own.
 
     Attributes:
         client, batch: the client's name and the batch's index.
@@ -43,7 +43,7 @@ class EncryptedBatch:
         ledger: the client's ledger; only this process uses it.
         start: the checkpoint of an earlier session of the batch.
         orders: secret orders of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`);
-            else b"".
+            otherwise b"".
     """
 
     client: str
@@ -57,19 +57,19 @@ class EncryptedBatch:
 
 
 class Relay(Protocol):
-    """The owner's communication with clients. A ``ClientFault`` ends the job, any other exception all jobs."""
+    """The owner's communication with clients. A ``ClientFault`` ends the job, and any other exception ends all jobs."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Encrypted rows. If the job has a checkpoint, the call only begins the session, and the value may be b""."""
+        """Get encrypted rows. With a checkpoint the call only begins the session, and its value may be b""."""
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
-        """Send a refresh to the client; returns its answer."""
+        """Send a refresh to the client, and return the client's answer."""
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send the disclosed activations of block 0, 1, ...; returns the client's answer, if there is one."""
+        """Send the disclosed activations of blocks 0, 1, ...; returns the client's answer if there is one."""
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
-        """Store a :class:`Checkpoint` as bytes, after its states are sent."""
+        """Store a serialised :class:`Checkpoint`, after its states were sent."""
 
 
 @runtime_checkable
@@ -77,14 +77,14 @@ class Gathering(Relay, Protocol):
     """A relay that can ask several clients at once."""
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """The answers to refreshes, in the order of the requests."""
+        """Answers to several refreshes, in the order of the requests."""
 
 
 class _BlockProcess:
     """A worker process and its current job."""
 
     def __init__(self) -> None:
-        # In its own session: Ctrl-C reaches only the parent, which then ends the workers.
+        # The worker has its own session, so Ctrl-C reaches only the parent, which then ends the workers.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fedfm.encrypted.inference.worker"],
             stdin=subprocess.PIPE,
@@ -108,14 +108,14 @@ class _BlockProcess:
             raise self.dead() from None
 
     def dead(self) -> RunError:
-        """The error for a process that ended."""
+        """The error to raise if the process has ended."""
         try:
             code: int | None = self.process.wait(_WAIT)
         except subprocess.TimeoutExpired:
             code = None
         at = "" if self.job is None else f" at batch {self.job.batch} of client {self.job.client}"
         return RunError(
-            f"a process of the encrypted computation ended{at} (exit code {code}; -9 usually means too little memory): "
+            f"a process of the encrypted computation ended{at} (exit code {code}; -9 usually means too little memory); "
             "resume the run, with fewer processes if memory is short"
         )
 
@@ -128,7 +128,7 @@ class _BlockProcess:
             try:
                 pipe.close()
             except OSError:
-                continue  # the remaining buffer has no reader
+                continue  # nobody reads the rest of the buffer
 
 
 def run_all(
@@ -140,14 +140,14 @@ def run_all(
     released: str,
     projection: Numbers | None = None,
 ) -> dict[tuple[str, int], ClientFault]:
-    """Run all jobs; returns the failures by (client, batch).
+    """Run all jobs; returns the faults of failed jobs by (client, batch).
 
     Args:
-        processes: largest number of simultaneous processes.
+        processes: largest number of processes at the same time.
         folded, released, projection: as in :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`.
 
     Raises:
-        RunError: a process died, or cannot continue.
+        RunError: a process died or cannot continue.
     """
     left = list(jobs)
     failed: dict[tuple[str, int], ClientFault] = {}
@@ -177,7 +177,7 @@ def run_all(
 
 
 def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> dict[tuple[str, int], ClientFault]:
-    """Give a process the next job whose client answers; record the jobs whose client does not."""
+    """Give a process the next job whose client answers; returns the faults of jobs whose clients do not."""
     failed: dict[tuple[str, int], ClientFault] = {}
     worker.job = None
     while left and worker.job is None:
@@ -194,7 +194,7 @@ def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> di
 
 
 class _Waiting:
-    """Refreshes that wait for those of other processes, to be sent together."""
+    """Refreshes that wait for those of other processes, so that they are sent together."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -207,13 +207,13 @@ class _Waiting:
         self.asked.append((worker, job, message))
 
     def patience(self, busy: int) -> float | None:
-        """Seconds to wait for more refreshes while ``busy`` processes compute; None: wait until one of them asks."""
+        """Seconds to wait for further refreshes while ``busy`` processes compute; None: wait until one of them asks."""
         if not self.asked:
             return None
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
 
     def settle(self, jobs: int, failed: dict[tuple[str, int], ClientFault]) -> None:
-        """Exchange the refreshes if every one of the ``jobs`` processes has added one, or the wait is over."""
+        """Exchange the refreshes once each of the ``jobs`` processes has added one, or the wait is over."""
         if not self.asked or self.patience(jobs - len(self.asked)):
             return
         asked, self.asked, begun = self.asked, [], time.monotonic()
@@ -240,12 +240,12 @@ def _try_refresh(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | C
 def _fail(
     worker: _BlockProcess, job: EncryptedBatch, fault: ClientFault, failed: dict[tuple[str, int], ClientFault]
 ) -> None:
-    failed[job.client, job.batch] = fault  # keep the object: it may have more than code and reason
+    failed[job.client, job.batch] = fault  # store the object itself, which may have more than code and reason
     worker.write(framing.FAULT, fault.code.encode(), fault.reason.encode())
 
 
 def _answer(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[str, int], ClientFault]) -> bool:
-    """Answer one question of a process, or let it wait; returns False if its job has ended."""
+    """Answer one question of a process, or let the question wait; returns False if the process's job has ended."""
     kind, parts = worker.read()
     job, relay = worker.job, waiting.relay
     if job is None or kind == framing.BROKEN:

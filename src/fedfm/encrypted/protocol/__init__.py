@@ -1,1 +1,1 @@
-"""Server and client of a run on encrypted rows: masked and permuted protocols, in the clear or under CKKS."""
+"""Server and client of a run on encrypted rows: the masked and the permuted protocol, in the clear or under CKKS."""

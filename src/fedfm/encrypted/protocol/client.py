@@ -1,7 +1,7 @@
 """Client half of BlindFed's encrypted forward pass: it sends inputs, and stores the disclosed activations.
 
-Disclosed activations go into the client's own store when they arrive. So a killed run continues after the last batch
-and block, and every round trains on the same activations.
+Disclosed activations go into the client's own store when they arrive. So a run that was killed continues after the last
+batch and block, and every round trains on the same activations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's disclosed activations as rows, and for each part of the rows the mask (n,) of :mod:`.out_of_range`."""
+    """A client's disclosed activations as rows; for each part also a mask (n,) of rows, see :mod:`.out_of_range`."""
 
     data: ClientData
     finite: dict[str, Tensor]
@@ -39,7 +39,7 @@ class SeenRows:
 
 @dataclass
 class ClientHalf:
-    """The client half, for all clients of this process.
+    """The client half for all clients of this process.
 
     Attributes:
         protocol, encryption: the method's settings.
@@ -53,10 +53,10 @@ class ClientHalf:
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, hello: Hello) -> Opened:
-        """Store the server's hello; returns the numbers of rows.
+        """Store the server's hello, and return the client's numbers of rows.
 
         Raises:
-            ClientFault: the server has no key although rows must leave encrypted, or has one although they must not.
+            ClientFault: the server sends no key although rows must be encrypted, or a key although they must not be.
         """
         if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
@@ -69,7 +69,7 @@ class ClientHalf:
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
         """Pixel values (n, 3, H, W) of a batch.
 
-        With a session: ciphertexts of them, or nothing if the server already has the states of the batch.
+        With a session they are encrypted; if the server already has the states of the batch, nothing is sent.
         """
         hello = hello_of(client)
         if session is not None and go_on:
@@ -80,12 +80,12 @@ class ClientHalf:
         if session is None and hello.key is None:
             return pixels
         if session is None or hello.key is None:
-            raise ClientFault(E_FIELD, "rows may only leave encrypted: a session and a key belong together")
+            raise ClientFault(E_FIELD, "a session and a key belong together, but the server sent only one of them")
         patches = Patches((hello.patch[0], hello.patch[1]), hello.extra)
         return self.sessions.rows(client, hello.session, hello.key, session, pixels, patches)
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Store disclosed activations (n, k, P, d) of k blocks, starting with ``block``."""
+        """Store disclosed activations (n, k, P, d) of k blocks; the first of these is ``block``."""
         hello = hello_of(client)
         n = len(self._batch(client, hello, batch)[0])
         if hello.key is not None:
@@ -95,7 +95,7 @@ class ClientHalf:
                 self.sessions.end(client, message)
         shape = (n, states.shape[1] if states.dim() == 4 else 0, hello.positions, hello.width)
         if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= hello.blocks:
-            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
+            raise ClientFault(E_SHAPE, f"states have shape {tuple(states.shape)} for block {block}, expected {shape}")
         if not bool(torch.isfinite(states).all()):
             raise ClientFault(E_NONFINITE, f"disclosed activations of block {block} are not finite")
         client.store[f"states-{batch}-{block}"] = pack(states)
@@ -103,14 +103,14 @@ class ClientHalf:
         return n
 
     def refresh(self, client: Client, message: Tensor) -> Tensor:
-        """Masked values, encrypted again."""
+        """Encrypt masked values again."""
         hello = hello_of(client)
         if hello.key is None:
             raise ClientFault(E_FIELD, "this run has no encryption")
         return self.sessions.refresh(client, hello.session, hello.key, message)
 
     def rows_with_labels(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
-        """Permuted: a batch as in :meth:`rows`, and its labels; in a session both are ciphertexts."""
+        """Permuted: a batch as in :meth:`rows`, with its labels. In a session both are encrypted."""
         rows, hello = self.rows(client, batch, session, go_on), hello_of(client)
         _, labels = self._batch(client, hello, batch)
         if session is not None and hello.key is not None:
@@ -120,25 +120,27 @@ class ClientHalf:
         return {"rows": rows, "labels": labels}
 
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted: store the states (n, T, d) of a block in their received order, and return them encrypted."""
+        """Permuted: store a block's states (n, T, d) in the order in which they came, and return them encrypted."""
         hello = hello_of(client)
         n, answer = len(self._batch(client, hello, batch)[0]), states
         if hello.key is not None:
             last = block == hello.blocks
             states, answer = self.permuted_sessions.exchange_states(client, hello.session, hello.key, states, n, last)
         if tuple(states.shape) != (n, hello.tokens, hello.width) or not 1 <= block <= hello.blocks:
-            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, hello.tokens, hello.width)}")
+            raise ClientFault(
+                E_SHAPE, f"states have shape {tuple(states.shape)}, expected {(n, hello.tokens, hello.width)}"
+            )
         client.store[f"turned-{batch}-{block}"] = pack(states)
         return answer
 
     def align(self, client: Client, batch: int, relative: Tensor, labels: Tensor) -> int:
-        """Permuted: store the relative orders (L + 1, n) and the labels (n,) in the last order."""
+        """Permuted: store the relative orders (L + 1, n), and the labels (n,), which are in the last order."""
         hello = hello_of(client)
         n = len(self._batch(client, hello, batch)[0])
         if hello.key is not None:
             labels = self.permuted_sessions.labels_of(client, hello.session, hello.key, labels, n, len(hello.classes))
         if tuple(relative.shape) != (hello.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
-            raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(hello.blocks + 1, n)}")
+            raise ClientFault(E_SHAPE, f"orders have shape {tuple(relative.shape)}, expected {(hello.blocks + 1, n)}")
         for order in relative:
             permutations.check(order)
         client.store[f"orders-{batch}"] = pack({"relative": relative, "labels": labels})
@@ -147,7 +149,7 @@ class ClientHalf:
 
     @property
     def sessions(self) -> Sessions:
-        """The sessions under encryption; needs TenSEAL."""
+        """The sessions under encryption; this needs TenSEAL."""
         from fedfm.encrypted.protocol.client_sessions import PermutedSessions, Sessions
 
         if not self._sessions:
@@ -161,10 +163,10 @@ class ClientHalf:
 
     # --- training -----------------------------------------------------------------------------------------------------
     def view(self, client: Client) -> Client:
-        """The client with its disclosed activations as rows and side adapters as its model.
+        """The client with disclosed activations as its rows and side adapters as its model.
 
         Raises:
-            ClientFault: the forward pass of its rows is not complete.
+            ClientFault: the forward pass of the client's rows is not complete.
         """
         hello = hello_of(client)
         key = client.id, hello.session
@@ -173,7 +175,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """(largest difference of a disclosed value from its value in the clear, number of rows that overflowed)."""
+        """Largest difference of a disclosed value from its value in the clear, and number of rows that overflowed."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:
@@ -181,7 +183,7 @@ class ClientHalf:
             states = states[finite[part]] if part == "test" else states
             if len(states):
                 true = clear(part).tensors[STATES][finite[part]]
-                if self.protocol == "permuted":  # only the server knows the order, so compare with the closest row
+                if self.protocol == "permuted":  # only the server knows the order, so compare each with the closest row
                     true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
                 most = max(most, float((states - true).abs().max()))
         return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in finite.values()))}
@@ -210,7 +212,7 @@ class ClientHalf:
         """Images and labels of a batch."""
         of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), hello.batch)
         if not 0 <= batch < len(of):
-            raise ClientFault(E_FIELD, f"batch {batch}: there are {len(of)}")
+            raise ClientFault(E_FIELD, f"there is no batch {batch}, only {len(of)} batches")
         span = of[batch]
         parts = [getattr(client.data, part) for part in ([span.part] if span.part else PARTS)]
         parts = [rows for rows in parts if len(rows)]
@@ -221,18 +223,18 @@ class ClientHalf:
 
 
 def counts(client: Client) -> dict[str, int]:
-    """The client's numbers of rows."""
+    """The client's numbers of rows, by part."""
     return {part: len(getattr(client.data, part)) for part in PARTS}
 
 
 def hello_of(client: Client) -> Hello:
-    """The server's hello.
+    """The stored hello of the server.
 
     Raises:
         ClientFault: the server has not sent one.
     """
     if "told" not in client.store:
-        raise ClientFault(E_LOST, "the server has not opened this run")
+        raise ClientFault(E_LOST, "the server has not sent a hello in this run")
     found: Hello = unpack(client.store["told"], Hello)
     return found
 
@@ -251,12 +253,12 @@ def images_of(rows: Rows) -> Iterable[Any]:
 
 
 def preprocess(images: Sequence[Any], hello: Hello) -> Tensor:
-    """Images as pixel values (n, 3, H', W'), resized and normalised by the settings in the server's hello."""
+    """Images as pixel values (n, 3, H', W'), resized and normalised with the settings in the server's hello."""
     return pixels(images, image_settings.call_from(hello.picture))
 
 
 def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Masked: rows of disclosed activations, by part."""
+    """Masked: the rows of disclosed activations, by part."""
     done = [torch.zeros(0, hello.blocks, hello.positions, hello.width)]
     for batch in range(len(spans(have, hello.batch))):
         levels: list[Tensor] = []
@@ -272,7 +274,7 @@ def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[
 
 
 def _permuted_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Permuted: every block's states and the labels, all in the last order (from the relative orders)."""
+    """Permuted: the states of every block, and the labels, brought into the last order by the relative orders."""
     if hello.release is None or hello.scales is None:
         raise ClientFault(E_FIELD, "release and scales are missing")
     release = Release(hello.release)

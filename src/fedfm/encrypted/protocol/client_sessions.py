@@ -1,7 +1,7 @@
-"""Client half of BlindFed under CKKS: the secret key, which never leaves the client, and the sessions of the batches.
+"""Client half of BlindFed under CKKS: the secret key, which never leaves the client, and the sessions of batches.
 
-Consecutive messages may reach different processes of the client. So the message numbers of a session are in the
-client's store: any process can continue the session, and none accepts a message twice.
+Consecutive messages may reach different processes of the client. So the client's store has the message numbers of each
+session. Any process can continue a session, and none accepts a message twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
 from fedfm.privacy.crypto import keys
 
-_KEY = "ckks"  # in the client's store; "channel" is its secret for key agreements
+_KEY = "ckks"  # key in the client's store; the secret "channel" is for key agreements
 
 
 @dataclass
@@ -39,13 +39,14 @@ class Sessions:
     _holders: dict[tuple[str, str], KeyHolder] = field(default_factory=dict)
 
     def open(self, client: Client, run: str, tokens: int, ring: int, server: Tensor) -> tuple[Tensor, Tensor]:
-        """(public key for agreements, message with the evaluation keys). The secret key is made once and stored.
+        """The public key for agreements, and the message with the evaluation keys. The secret key is made once and
+        stored.
 
         Raises:
             ClientFault: fedfm has no parameters of 128-bit security for this ring.
         """
         if ring not in [parameters.degree for parameters in SETS]:
-            raise ClientFault(E_VERSION, f"a ring of degree {ring} is requested, which this side does not have")
+            raise ClientFault(E_VERSION, f"the server requests a ring of degree {ring}, which this side does not have")
         if _KEY not in client.store:
             client.store[_KEY] = self.kind.new(tokens, parameters_of(ring)).to_bytes()
         holder = self._holder(client, run)
@@ -72,7 +73,7 @@ class Sessions:
         client.store.pop(_place(session_of(to_bytes(message))), None)
 
     def refresh(self, client: Client, run: str, server: Tensor, message: Tensor) -> Tensor:
-        """The same masked values, encrypted again."""
+        """Encrypt masked values again."""
         asked = to_bytes(message)
         holder, name = self._resume(client, run, server, session_of(asked))
         answer = holder.refresh(asked)
@@ -94,9 +95,9 @@ class Sessions:
         return self._holders[key]
 
     def _resume(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[KeyHolder, bytes]:
-        """(key holder with this session open at its stored message numbers, the session's name)."""
+        """The key holder, with this session open at its stored message numbers; and the session's name."""
         if _place(name) not in client.store:
-            raise ClientFault(E_ROUND, "a message of a session that is not open")
+            raise ClientFault(E_ROUND, "the message's session is not open")
         holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])
         key = keys.agree(client.secret("channel"), to_bytes(server), name)
         holder.begin(name, key, (sent, received))
@@ -108,12 +109,12 @@ class Sessions:
 
 
 class PermutedSessions(Sessions):
-    """As :class:`Sessions`, for :class:`PermutedKeyHolder`."""
+    """As :class:`Sessions`, with :class:`PermutedKeyHolder`."""
 
     kind: ClassVar[type[KeyHolder]] = PermutedKeyHolder
 
     def labels(self, client: Client, run: str, server: Tensor, session: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """Encrypt the labels of a batch in the session that its rows or :meth:`begin` opened."""
+        """Encrypt the labels of a batch, in the session that its rows or :meth:`begin` opened."""
         holder, name = self._resume_permuted(client, run, server, to_bytes(session))
         message = holder.labels(name, labels.numpy(), classes)
         self._keep(client, holder, name)
@@ -122,7 +123,7 @@ class PermutedSessions(Sessions):
     def exchange_states(
         self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, last: bool
     ) -> tuple[Tensor, Tensor]:
-        """(states (n, T, d), fresh encryptions of them); after the last block nothing is encrypted."""
+        """States (n, T, d), and fresh encryptions of them; after the last block nothing is encrypted."""
         came = to_bytes(message)
         holder, name = self._resume_permuted(client, run, server, session_of(came))
         states = holder.states_of(came, samples)
@@ -133,7 +134,7 @@ class PermutedSessions(Sessions):
     def labels_of(
         self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, classes: int
     ) -> Tensor:
-        """Decrypt labels (n,) in the server's last order, and close the session."""
+        """Decrypt labels (n,), which are in the server's last order, and close the session."""
         came = to_bytes(message)
         holder, name = self._resume_permuted(client, run, server, session_of(came))
         labels = holder.labels_of(came, samples, classes)
@@ -149,7 +150,7 @@ class PermutedSessions(Sessions):
 
 
 def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) -> Channel:
-    """The channel for the one message with the evaluation keys and a tag; its session is the run's.
+    """The channel for the message with the evaluation keys and a tag. Its session is the run's session.
 
     Args:
         own, other: this side's secret key and the other side's public key, for key agreements.

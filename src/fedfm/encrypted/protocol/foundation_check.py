@@ -1,4 +1,4 @@
-"""The server's foundation model of BlindFed: a polynomial student."""
+"""Check the server's foundation model in BlindFed, which must be a polynomial student."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedfm.models.model import Model
 
 
 def check(model: Model, name: str) -> SideModel:
-    """The server's model, if it is a polynomial student with side adapters.
+    """The server's model with side adapters, if it is a polynomial student.
 
     Raises:
-        InputError: it is not, or it cannot compute on encrypted rows; the error gives the reason.
+        InputError: the model is not a polynomial student, or cannot compute on encrypted rows; the error says why.
     """
     if not isinstance(model, SideModel) or model.backbone is None or not is_polynomial_student(model.backbone.module):
         raise _refusal(name)
@@ -31,14 +31,14 @@ def check_place(name: str) -> None:
     """Check a model's name, and the configuration of a folder, without loading it.
 
     Raises:
-        InputError: there is no such model, or it is not a polynomial student.
+        InputError: there is no such model, or the model is not a polynomial student.
     """
     try:
         place = locate(name)
     except InputError as error:
         raise error.move("method.foundation") from None
     if not isinstance(place, Path):
-        return  # on the hub: `check` examines the loaded model
+        return  # for a model on the hub, `check` examines the loaded model
     try:
         config = json.loads((place / "config.json").read_text(encoding="utf-8")) if place.is_dir() else {}
     except (OSError, ValueError) as error:

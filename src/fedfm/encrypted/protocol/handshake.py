@@ -1,4 +1,4 @@
-"""The start of BlindFed's encrypted forward pass, for both halves: hello, answer, and the batches of rows."""
+"""The start of BlindFed's encrypted forward pass for both halves: the hello, its answer, and the batches of rows."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Hello:
     """The server's message to a client before the forward pass.
 
     Attributes:
-        session: a name for this run in the client's store, hexadecimal.
+        session: name of this run in the client's store, hexadecimal.
         blocks, positions, width: L, P, d of the disclosed activations.
         rank: r of the side adapters.
         classes: class names in the order of the logits.
         kernels: kernels of local training (see ``run.kernels``).
-        batch: rows per batch.
-        tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
+        batch: number of rows per batch.
+        tokens, patch, extra: T of a row, (height, width) of a patch, number of tokens before the patches.
         image: how images become the model's input (see :func:`fedfm.models.image_settings.settings_of`).
         digest: SHA-256 of the model.
-        key: the server's public key, with encryption.
-        ring: degree of the ciphertexts' ring, with encryption.
-        release, scales: permuted: the map from the tokens of a block to the adapters' inputs, (P, T), and the divisors
-            of the block outputs, (L,).
+        key: the server's public key, if rows are encrypted.
+        ring: degree of the ciphertexts' ring, if rows are encrypted.
+        release, scales: in the permuted protocol: the map (P, T) from a block's tokens to the inputs of the adapters,
+            and the divisors (L,) of the block outputs.
     """
 
     session: str
@@ -55,12 +55,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Opened:
-    """A client's answer.
+    """A client's answer to the hello.
 
     Attributes:
-        rows: the client's numbers of rows, for each of :data:`PARTS`.
-        key: the client's public key, with encryption.
-        keys: a message with the client's evaluation keys.
+        rows: the client's number of rows in each of :data:`PARTS`.
+        key: the client's public key, if rows are encrypted.
+        keys: a message with the client's evaluation keys, if rows are encrypted.
     """
 
     rows: dict[str, int]
@@ -70,7 +70,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """The rows ``start`` to ``stop`` of one batch, counted over all rows or over one part."""
+    """The rows from ``start`` to ``stop`` that form one batch, counted over all rows or over one part."""
 
     start: int
     stop: int
@@ -78,16 +78,16 @@ class RowSpan:
 
 
 def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """The batches of a client's rows. Parts are counted one after another, so a batch may have rows of two parts."""
+    """The batches of a client's rows. Parts are counted one after another, so one batch may have rows of two parts."""
     total = sum(rows[part] for part in PARTS)
     return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
 
 
 def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """Batches with rows of one part each, and at least two rows: the order of a single row hides nothing.
+    """Batches of at least two rows, each from one part; the order of a single row would hide nothing.
 
     Raises:
-        ClientFault: a part has one row.
+        ClientFault: a part has only one row.
     """
     found = []
     for part in PARTS:

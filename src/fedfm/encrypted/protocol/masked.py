@@ -1,8 +1,8 @@
 """Server half of BlindFed's "masked" protocol under CKKS: the encrypted forward pass, one batch after another.
 
-Each batch has its own session. After every block its encrypted states are written to the server's disk; a killed run
-continues there, in a new session with new masks. The masks' statistical distance is stored before anything is sent, so
-it is never lost.
+Each batch has its own session. After every block the batch's encrypted states are written to the server's disk. A run
+that was killed continues from there, in a new session with new masks. The masks' statistical distance is stored before
+anything is sent, so no part of it is ever lost.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
 
 @dataclass
 class EncryptedForwardPass:
-    """The forward pass of all clients; carries the messages of the worker processes (:class:`.worker_pool.Relay`).
+    """The forward pass of all clients. It relays the messages of worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
-        figures: seconds, bytes, refreshes and rows so far, including those of earlier, killed processes.
-        gone: clients that gave no valid reply, and so take no further part.
+        figures: seconds, bytes, refreshes and rows so far, including those of earlier processes of a killed run.
+        gone: clients that gave no valid reply, and therefore no longer take part.
     """
 
     method: ProtocolMethod
@@ -89,7 +89,7 @@ class EncryptedForwardPass:
         return self._result()
 
     def _open(self) -> None:
-        """Ask for numbers of rows and evaluation keys; a resumed run already has these answers."""
+        """Ask for numbers of rows and evaluation keys. A resumed run already has these answers."""
         fed, passing = self.fed, self.passing
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
@@ -110,7 +110,7 @@ class EncryptedForwardPass:
         """Check a client's evaluation keys, and return them.
 
         Raises:
-            ClientFault: they, or the key for agreements, are not valid.
+            ClientFault: the evaluation keys or the key for agreements are not valid.
         """
         own, session = self.fed.secret("channel"), self.passing.session.hex()
         return keys_channel(own, to_bytes(opened.key), session, self.passing.ring, "server").unpack_keys(
@@ -132,17 +132,17 @@ class EncryptedForwardPass:
     # --- the workers' relay
     # --------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; returns encrypted rows, or b"" if the server already has states of them."""
+        """Begin the session; returns encrypted rows, or b"" if the server already has the rows' states."""
         session, go_on = of_bytes(job.session), job.start is not None
         return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
-        """Send a refresh to the client; returns its answer."""
+        """Send a refresh to the client, and return the client's answer."""
         self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """Send refreshes of several batches together, one per client and message."""
+        """Send refreshes of several batches together; each client and message has one."""
         answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
         left = list(range(len(asked)))
         while left:
@@ -187,7 +187,7 @@ class EncryptedForwardPass:
     def _ask(self, job: EncryptedBatch, handler: Callable[..., Any], **payload: Any) -> Any:
         client = job.client
         if client in self.gone:
-            raise ClientFault(E_CLIENT, "it gave no valid reply to an earlier message")
+            raise ClientFault(E_CLIENT, "the client gave no valid reply to an earlier message")
         found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
         if client not in found:
             self.gone.add(client)
@@ -209,7 +209,7 @@ class EncryptedForwardPass:
         self.fed.store["figures"] = json.dumps(self.figures).encode()
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
-        """The client's ledger, with the distance spent so far."""
+        """The client's ledger, which includes the distance spent so far."""
         place, store = f"distance-{client}", self.fed.store
         found = json.loads(store[place]) if place in store else {"spent": 0.0, "ciphertexts": 0}
 

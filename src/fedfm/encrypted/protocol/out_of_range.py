@@ -1,6 +1,6 @@
-"""Rows whose activations overflowed: an argument of one of the model's polynomials left its interval.
+"""Handle rows whose activations overflowed, because an argument of one of the model's polynomials left its interval.
 
-Training and validation skip these rows. As test rows they count, with zeros as their activations.
+Training and validation skip these rows. Test rows among them count, with zeros as their activations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fedfm.models.adapters.side_adapter import STATES, with_numbers
 
 
 def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    """Remove rows that overflowed; test rows stay, with zeros as their states.
+    """Remove rows that overflowed. Test rows stay, with zeros as their states.
 
     Returns:
-        (part -> remaining rows, part -> mask (n,) of the rows with finite states).
+        The remaining rows of each part, and for each part the mask (n,) of rows with finite states.
 
     Raises:
         ClientFault: no training row is left.
@@ -36,7 +36,7 @@ def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, R
     lost = {part: int((~mask).sum()) for part, mask in finite.items()}
     if any(lost.values()):
         counts = ", ".join(f"{n} of {len(finite[part])} {part} rows" for part, n in lost.items() if n)
-        client.log(f"{counts} left the intervals of the server's model and have no activations")
+        client.log(f"{counts} left the intervals of the server's model, so they have no activations")
     if lost["train"] and not len(found["train"]):
         raise ClientFault(E_NONFINITE, "all training rows left the intervals of the server's model")
     return found, finite

@@ -1,7 +1,7 @@
-"""Orders of a batch in BlindFed's "permuted" protocol: index vectors, order[j] = the row at position j.
+"""Orders of a batch in BlindFed's "permuted" protocol. An order is an index vector: order[j] is the row at position j.
 
-The paper writes (B Pi)_j = b^{pi(j)}. Block l's states are sent in the order Pi_l. The client gets the relative orders
-Pi_{l-1}^-1 Pi_l: for each row of list l, its position in list l - 1.
+The paper writes (B Pi)_j = b^{pi(j)}. The states of block l are sent in the order Pi_l. The client gets the relative
+orders Pi_{l-1}^-1 Pi_l: for each row of list l, the row's position in list l - 1.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ def check(order: Tensor) -> None:
     """Refuse a vector that is not an order.
 
     Raises:
-        ClientFault: it is not an order.
+        ClientFault: the vector does not name every row exactly once.
     """
     if order.dim() != 1 or sorted(order.tolist()) != list(range(len(order))):
-        raise ClientFault(E_FIELD, "an order names every row once; this one does not")
+        raise ClientFault(E_FIELD, "expected an order that names every row once")
 
 
 def draw(n: int, key: bytes, purpose: str) -> Tensor:
-    """A uniform order of n rows, from a ChaCha20 stream for this purpose. A repeated batch gets the same order.
+    """A uniformly random order of n rows, from a ChaCha20 stream for this purpose. A repeated batch gets the same
+    order.
 
     Raises:
-        InputError: there are fewer than 2 rows, which have only one order.
+        InputError: there are fewer than 2 rows, so there is only one order.
     """
     if n < 2:
         raise InputError(f'protocol = "permuted": a batch of {n} rows has no secret order; expected at least 2')
@@ -45,24 +46,26 @@ def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[T
 
 
 def steps(pi: Sequence[Tensor]) -> Tensor:
-    """The relative orders for the client: Pi_{l-1}^-1 Pi_l, then Pi_L^-1 Pi_1 for H_0 = B_L: (L + 1, n)."""
+    """The relative orders for the client: Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, then Pi_L^-1 Pi_1 for H_0 = B_L: (L +
+    1, n).
+    """
     return torch.stack([*(relative(a, b) for a, b in itertools.pairwise(pi)), relative(pi[-2], pi[0])])
 
 
 def relative(before: Tensor, after: Tensor) -> Tensor:
-    """Pi_before^-1 Pi_after: for each position of the later list, its row's position in the earlier one."""
+    """Pi_before^-1 Pi_after: for each position of the later list, the position of its row in the earlier list."""
     check(before)
     check(after)
     return torch.argsort(before)[after]
 
 
 def to_last(lists: Sequence[Tensor], relatives: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """Bring all lists into the last order, Pi_{L+1}.
+    """Bring all lists into the last order, which is Pi_{L+1}.
 
     Args:
-        lists: L lists, list l in order Pi_l.
-        relatives: L + 1 relative orders: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1. From the last one the
-            client's own computation starts.
+        lists: L lists; list l is in the order Pi_l.
+        relatives: L + 1 relative orders: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1. The client's own
+            computation starts from the last one.
     """
     out = []
     for level in range(len(lists)):

@@ -1,11 +1,11 @@
-"""Server half of BlindFed's own protocol under CKKS (Sections 3.2 and 3.3): secret orders of encrypted rows.
+"""Server half of the "permuted" protocol, BlindFed's own, under CKKS (Sections 3.2 and 3.3): secret orders of rows.
 
 Three things are as in :mod:`~fedfm.encrypted.protocol.masked`: each batch has its own session, its states are stored
 after every block, and refreshes inside a block are masked.
 
 After each block the client gets the states of all tokens of its rows in a secret order, and returns fresh encryptions
-of them. At the end it gets the relative orders, and its labels in the last order. The server sees neither rows nor
-labels.
+of these states. At the end it gets the relative orders, and its labels in the last order. The server sees neither rows
+nor labels.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ class PermutedForwardPass(EncryptedForwardPass):
     """The forward pass of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; returns encrypted labels, and encrypted rows unless the server has their states."""
+        """Begin the session; returns encrypted labels, and encrypted rows unless the server already has their
+        states.
+        """
         session, go_on = of_bytes(job.session), job.start is not None
         sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
         return join_messages(to_bytes(sent["rows"]), to_bytes(sent["labels"]))
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send a block's states; the last call sends labels and relative orders, and completes the batch."""
+        """Send a block's states. The last call sends labels and relative orders, and so completes the batch."""
         sent = of_bytes(message)
         if block < self._levels:
             answer = self._ask(job, self.method.turn, down="encrypted", batch=job.batch, block=block + 1, states=sent)
@@ -91,10 +93,10 @@ class PermutedForwardPass(EncryptedForwardPass):
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     """Compute disclosed activations of pixel rows by the complete protocol, with a new key holder in this process.
 
-    The key holder also gets the last order, so that it can match states and rows.
+    The key holder also gets the last order, with which it can match states and rows.
 
     Raises:
-        InputError: the rows are not images, or there is only one row, which has no secret order.
+        InputError: the rows are not images, or there is only one row, for which there is no secret order.
     """
     if "pixel_values" not in rows.names:
         raise InputError("an encrypted forward pass takes images")

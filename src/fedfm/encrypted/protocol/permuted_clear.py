@@ -1,9 +1,9 @@
-"""A simulation of BlindFed's own protocol (Sections 3.2 and 3.3) without encryption.
+"""A simulation of the "permuted" protocol, BlindFed's own (Sections 3.2 and 3.3), without encryption.
 
-Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l, and
-the relative orders Pi_{l-1}^-1 Pi_l, by which it reorders its own computation from block to block. In the paper
-the server returns the mean loss under encryption, which has no gradient; here it returns the labels in order Pi_{L+1}.
-The model is frozen, so the states are sent once, not in every round.
+Every batch has new secret orders Pi_1 ... Pi_{L+1}. The client gets the states of all tokens of block l in the order
+Pi_l, and the relative orders Pi_{l-1}^-1 Pi_l, by which it reorders its own computation from block to block. In the
+paper the server returns the mean loss under encryption, which has no gradient. Here it returns the labels in the order
+Pi_{L+1}. The model is frozen, so the states are sent once and not in every round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
 
 
 def _batch(method: ProtocolMethod, fed: Federation, passing: ForwardPass, client: ClientId, batch: int) -> bool:
-    """Run one batch of one client; returns whether the client has answered everything."""
+    """Run one batch of one client; returns whether the client has answered all messages."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
     passing.count_bytes()
     if client not in sent:

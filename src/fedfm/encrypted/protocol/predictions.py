@@ -1,7 +1,7 @@
-"""Predictions by a finished run at the clients: encrypted forward pass, then the server sends the adapters.
+"""Predictions at the clients with a finished run: an encrypted forward pass, after which the server sends the adapters.
 
-The server sees ciphertexts and the number of rows. It sends (theta, eta) of the finished run; each client writes its
-predictions into its own store.
+The server sees ciphertexts and the number of rows. It sends (theta, eta) of the finished run, and each client writes
+its predictions into its own store.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedfm.models.adapters.side_adapter import SideModel
 
 
 def load_trained(path: str, settings: Mapping[str, object], fed: Federation, model: SideModel) -> Params:
-    """(theta, eta) of the finished run that ``method.trained`` names.
+    """Load (theta, eta) of the finished run that ``method.trained`` names.
 
     Args:
         path: folder of the finished run.
-        settings: settings of this run on which adapters depend; the finished run must have the same.
+        settings: settings of this run on which the adapters depend; they must equal those of the finished run.
 
     Raises:
         InputError: there is no such run, or it has another model.
@@ -36,17 +36,21 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{where}: cannot be read as a run ({error}); expected the folder of a finished run") from None
+        raise InputError(
+            f"{where}: this is not a readable run ({error}); expected the folder of a finished run"
+        ) from None
     of = manifest["experiment"]["method"]
     if manifest.get("result") is None or of.get("name") != "blindfed":
         raise InputError(f"{where}: expected a finished run of blindfed")
     for key, ours in settings.items():
         if of.get(key, ours) != ours:
-            raise InputError(f"{where}: its {key} is {of[key]!r}, here it is {ours!r}; expected the same")
+            raise InputError(f"{where}: its {key} is {of[key]!r}, but here it is {ours!r}; both must be the same")
     if manifest["fingerprints"]["model"] != model.fingerprint:
-        raise InputError(f"{where}: its foundation model was another one")
+        raise InputError(f"{where}: that run had another foundation model")
     if list(manifest["model"]["classes"]) != list(model.classes):
-        raise InputError(f"{where}: its classes are {', '.join(manifest['model']['classes'])}; expected the same here")
+        raise InputError(
+            f"{where}: its classes are {', '.join(manifest['model']['classes'])}; the classes must be the same here"
+        )
     return load_adapter(fed.model, folder / "adapter")
 
 

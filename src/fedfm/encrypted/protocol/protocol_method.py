@@ -1,4 +1,4 @@
-"""The method as its protocols see it: their settings, and the client halves that they call."""
+"""The method as its protocols see it: its settings, and the client halves that protocols call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedfm.encrypted.protocol.handshake import Hello, Opened
 
 
 class ProtocolMethod(Protocol):
-    """See :class:`fedfm.encrypted.blindfed.BlindFed`, which says what each member is."""
+    """The members of :class:`fedfm.encrypted.blindfed.BlindFed` that protocols use; that class describes them."""
 
     @property
     def foundation(self) -> str:
@@ -19,7 +19,7 @@ class ProtocolMethod(Protocol):
 
     @property
     def labels(self) -> str:
-        """What the server returns for encrypted labels: the labels in its order, or only the loss."""
+        """What the server returns for the encrypted labels: the labels in its order, or only the loss."""
 
     @property
     def processes(self) -> int:

@@ -1,4 +1,4 @@
-"""Server half of BlindFed's forward pass: its clients, remaining batches, and progress."""
+"""Server half of BlindFed's forward pass: its clients, the remaining batches, and its progress."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
 
-SLOTS = 4096  # rows x tokens of a batch in a ring of degree 8192
-_SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
-_PAGE = 64  # messages that one entry of the store lists; each new message rewrites one entry
+SLOTS = 4096  # rows times tokens of a batch in a ring of degree 8192
+_SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # keys in the server's store
+_PAGE = 64  # number of messages in one entry of the store; each new message rewrites one entry
 _OFTEN = 5.0  # seconds between two reports of progress
 
 
@@ -33,10 +33,10 @@ class ForwardPass:
     Attributes:
         fed: the federation.
         model: the student with side adapters.
-        session: 16 bytes, the same after a resume.
-        ring: degree of the ciphertexts' ring; in the clear it only determines the rows per batch.
+        session: 16 bytes, which stay the same after a resume.
+        ring: degree of the ciphertexts' ring; without encryption it only determines the rows per batch.
         opened: the clients' answers to the hello.
-        done: complete batches by client; stored on disk before the next one begins.
+        done: for each client the completed batches; they are stored on disk before the next batch begins.
     """
 
     fed: Federation
@@ -55,7 +55,7 @@ class ForwardPass:
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
         done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
-        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # messages of earlier processes
+        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # messages that earlier processes sent
             for values in json.loads(fed.store[key]):
                 fed.transcript.add(Crossing(*values))
         return cls(fed, model, fed.store[_SESSION], ring, done=done)
@@ -74,7 +74,7 @@ class ForwardPass:
         """The hello to every client."""
         model, patches = self.model, fold(self.model.frozen_parts[0].module).patch
         if not isinstance(patches, Patches):
-            raise TypeError(f"clients cannot cut images as {patches!r} does")
+            raise TypeError(f"clients cannot cut images in the way of {patches!r}")
         blocks, positions, width = model.net.shape
         fields: dict[str, Any] = {
             "session": self.session.hex(),
@@ -102,7 +102,7 @@ class ForwardPass:
         self.count_bytes()
 
     def count_bytes(self) -> None:
-        """Store the list of messages, so that a killed run loses no answered message."""
+        """Store the list of messages, so that a killed run loses no message that was answered."""
         pending = self.fed.transcript.pending  # messages of round 0, which is not committed yet
         while len(pending) > self._full * _PAGE:
             page = pending[self._full * _PAGE :][:_PAGE]
@@ -112,7 +112,7 @@ class ForwardPass:
             self._full += 1
 
     def tell(self, part: float, what: str) -> None:
-        """Report progress at intervals, with the remaining time."""
+        """Report progress at intervals, with an estimate of the remaining time."""
         now = time.monotonic()
         if part > 0 and now - self._reported > _OFTEN and now - self._begun > _OFTEN:
             self._reported = now

@@ -51,7 +51,7 @@ __all__ = [
 
 
 def is_polynomial_student(module: Any) -> bool:
-    """Whether a transformers module (also under PEFT) is a polynomial student, by its configuration."""
+    """Whether a transformers module (also one inside PEFT) is a polynomial student, by its configuration."""
     return getattr(getattr(families.unwrap(module), "config", None), KEY, None) is not None
 
 
@@ -59,27 +59,25 @@ def install(module: nn.Module, config: Any) -> None:
     """Put the polynomials of ``config.json`` into a module with exact functions.
 
     Raises:
-        InputError: the key is damaged, or belongs to another model.
+        InputError: the entry in ``config.json`` is damaged, or belongs to another model.
     """
     table = getattr(config, KEY)
     try:
         if table["version"] != VERSION:
-            raise ValueError(f"version {table['version']}, this fedfm reads {VERSION}")
+            raise ValueError(f"it has version {table['version']}, but this fedfm reads {VERSION}")
         made = prepare(module)
         if len(made) != len(table["blocks"]):
-            raise ValueError(f"{len(table['blocks'])} blocks, the model has {len(made)}")
+            raise ValueError(f"it has {len(table['blocks'])} blocks, but the model has {len(made)}")
         for block, entry in zip(made, table["blocks"], strict=True):
             apply(block, entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"model.name: {KEY} in config.json does not have the form that `fedfm distil` writes: {error}"
-        ) from None
+        raise InputError(f"model.name: {KEY} in config.json is not as `fedfm distil` writes it: {error}") from None
 
 
 def prepare(module: nn.Module) -> tuple[Functions, ...]:
-    """Replace the functions of every block by modules that are exact until they get a polynomial.
+    """Replace the functions of every block by modules, which are exact until they get a polynomial.
 
-    The functions of a polynomial student are not changed.
+    The functions of a polynomial student stay as they are.
 
     Raises:
         InputError: a block does not have exactly one softmax, two LayerNorms and a GELU.
@@ -87,7 +85,7 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
     inner: Any = families.unwrap(module)
     blocks = families.find(inner, inner.config.model_type).blocks
     if not blocks:
-        raise InputError(f"model.name: the blocks of a model of type {inner.config.model_type!r} are unknown")
+        raise InputError(f"model.name: fedfm does not know the blocks of a model of type {inner.config.model_type!r}")
     register()
     made = tuple(_prepare_block(block, inner.config.model_type) for _, block in blocks)
     inner.config._attn_implementation = ATTENTION
@@ -105,7 +103,8 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
     if len(attentions) != 1 or len(norms) != 2 or len(gelus) != 1 or causal:
         raise InputError(
             f"model.name: a block of type {model_type!r} has {len(attentions)} attentions, {len(norms)} LayerNorms and "
-            f"{len(gelus)} GELUs{', and is causal' if causal else ''}: polynomials can replace one softmax over all "
+            f"{len(gelus)} GELUs{', and is causal' if causal else ''}; polynomials can replace only one softmax over "
+            f"all "
             "tokens, two LayerNorms and one GELU"
         )
     attentions[0].softmax = PolynomialSoftmax(attentions[0].num_attention_heads)
@@ -127,9 +126,10 @@ def pre_norm(module: Any) -> bool:
 
 @torch.no_grad()
 def centre(module: nn.Module) -> None:
-    """Subtract the mean over features from everything added to the tokens: embedding, attention output, MLP output.
+    """Subtract the mean over features from all that is added to tokens: embedding, attention output and MLP output.
 
-    LayerNorm subtracts it anyway, so no output of a pre-norm model changes. Post-norm models are not changed.
+    LayerNorm subtracts this mean anyway, so the outputs of a pre-norm model do not change. Post-norm models stay as
+    they are.
     """
     inner: Any = families.unwrap(module)
     if not pre_norm(inner):
@@ -161,13 +161,13 @@ def forget(module: nn.Module) -> None:
 def depth(block: Functions) -> int:
     """Number of levels that one block takes.
 
-    It counts two norms (each with its square and its product), the projections to queries, keys and values, the scores,
-    exp, the inverse, two products after it, and the three levels of the MLP.
+    These are: two norms (each with its square and its product), the projections to queries, keys and values, the
+    scores, exp, the inverse, the two products after it, and the three levels of the MLP.
 
     Raises:
         ValueError: a function is exact.
     """
     s, norms = block.softmax, [norm.inverse for norm in block.norms]
     if s.exponential is None or s.inverse is None or None in norms:
-        raise ValueError("a block has exact functions left")
+        raise ValueError("a block still has exact functions")
     return sum(2 + n.depth for n in norms if n is not None) + 2 + s.exponential.depth + s.inverse.depth + 2 + 3

@@ -1,7 +1,7 @@
 """Distil a model into a polynomial student, in a folder that experiments can name.
 
 As with a pretraining (:mod:`fedfm.api.pretrain`), a distillation that is killed and resumed gives the same bits, and
-its folder can be loaded only after the end. ``distil.json`` records how the student was made.
+its folder cannot be loaded before the end. ``distil.json`` records how the student was made.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ _TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the che
 def distil(
     what: str | Path | Mapping[str, Any] | Distillation, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
-    """Make a model's polynomial student and write its folder; resume a killed distillation with the same tables.
+    """Make a model's polynomial student and write its folder. The same tables resume a distillation that was killed.
 
     Args:
         what: a TOML file, nested tables, or a :class:`Distillation`.
-        out: the folder; it is absent, empty, or begun by this distillation.
+        out: the folder; it does not exist, is empty, or was begun by this distillation.
 
     Returns:
-        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``. On held-out rows (the source's val rows
-        if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``.
-        ``blocks`` with depth, polynomials and violations. If the head is new for these classes, it is fitted on the
-        frozen features, once for the teacher and once for the student. For a model that already is a polynomial
-        student, see :func:`recalibrate.measure_again`.
+        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; ``blocks`` with depth, polynomials and
+        violations. On held-out rows (the source's val rows if it has some, otherwise test rows): ``teacher_accuracy``,
+        ``accuracy``, ``agreement``, ``distance`` and ``outside``. If the head is new for these classes, a head is
+        fitted to the frozen features, once for the teacher and once for the student. For a model that already is a
+        polynomial student, see :func:`recalibrate.measure_again`.
 
     Raises:
-        InputError: tables, data or model are wrong, the folder contains something else, or a function's arguments
-            spread too far for a polynomial.
+        InputError: tables, data or model are invalid, the folder contains something else, or the arguments of a
+            function spread too far for a polynomial.
         RunError: the loss is NaN or infinite.
     """
     return _DistilWork.make(what, out, watcher)
 
 
 class _DistilWork(CentralWork[Distillation]):
-    """One distillation in its folder."""
+    """One distillation and its folder."""
 
     kind = Distillation
     about = ABOUT
@@ -87,10 +87,10 @@ class _DistilWork(CentralWork[Distillation]):
         if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
         student = self._student(table)
-        if conversion.pre_norm(student.module):  # a student of another type computes only in the clear
+        if conversion.pre_norm(student.module):  # students of other types compute only in the clear
             check_tokens(student.parts.embedding)
         if spec.views > 1 and table.kind != "image":
-            raise InputError(f"distil.views = {spec.views}: {table.source} holds no images")
+            raise InputError(f"distil.views = {spec.views}: {table.source} contains no images")
         distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
         lessons = Lessons(
             self._temporary,
@@ -116,7 +116,7 @@ class _DistilWork(CentralWork[Distillation]):
         return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
 
     def _student(self, table: Table) -> Model:
-        """The model, with another number of tokens if the settings ask for it."""
+        """The model, with another number of tokens if the settings require it."""
         spec, folder = self.what.spec, self._temporary / _START
         if spec.image_size is None and spec.class_token:
             return self._model(table)
@@ -168,13 +168,13 @@ class _DistilWork(CentralWork[Distillation]):
         index: np.ndarray,
         step: int,
     ) -> Tensor:
-        """The loss of the rows with these indices, after the given epochs of the stage and steps of this epoch."""
+        """The loss on the rows with these indices, after this number of epochs of the stage and steps of this epoch."""
         part = (before + step / steps) / self.what.spec.epochs[stage]
         rule.eta = self.what.spec.rate(stage, part)
         return distiller.loss(stage, rows.batch(index), part)
 
     def _swap(self, table: Table, distiller: Distiller, lessons: Lessons) -> None:
-        """Switch to polynomials; use those of the killed process if it chose them already."""
+        """Switch to polynomials. If a killed process has chosen them already, use those."""
         path, student = self._temporary / _TAMED, distiller.student.model
         if "polynomials" not in self.state:
             entries = distiller.measure(lessons.calibration_batches)
@@ -183,13 +183,13 @@ class _DistilWork(CentralWork[Distillation]):
             self.place.write()
         w = storage.load(path)
         if w is None:
-            raise RunError(f"{path} is damaged: this distillation cannot continue; give another --out")
+            raise RunError(f"{path} is damaged, so this distillation cannot continue; give another --out")
         tamed = self._student(table)
         tamed.load(w)
         distiller.swap(self.state["polynomials"], tamed)
 
     def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
-        """Set the intervals after a stage; use those of the killed process if it measured them already."""
+        """Set the intervals after a stage. If a killed process has measured them already, use those."""
         spec = self.what.spec
         if not spec.widen:
             return

@@ -1,4 +1,4 @@
-"""Rows of a distillation: several views of each image, with the teacher's outputs, which are computed once."""
+"""Rows of a distillation: several views of each image, with the teacher's outputs, which are computed only once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedfm.errors import RunError
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
 
-MEASURED = 8192  # rows on which the intervals are measured
-AT_ONCE = 64  # rows of a batch in evaluation
-_LEAST = 0.4  # smallest share of an image's area in a crop
+MEASURED = 8192  # number of rows on which intervals are measured
+AT_ONCE = 64  # number of rows in a batch for evaluation
+_LEAST = 0.4  # smallest fraction of an image's area in a crop
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an image: left, top and side as fractions of the image's width and height; whether it is mirrored."""
+    """A part of an image: left, top and side, as fractions of width and height; and whether the part is mirrored."""
 
     left: float
     top: float
@@ -45,7 +45,7 @@ class Box:
 
 
 def boxes_of(seed: int, view: int, count: int) -> list[Box]:
-    """Random boxes of one view of ``count`` images, the same on every machine."""
+    """Random boxes for one view of ``count`` images. They are the same on every machine."""
     rng = seeds.generator(seed, "distil", "view", view)
     side = np.sqrt(rng.uniform(_LEAST, 1.0, count))
     left, top = rng.uniform(size=count) * (1 - side), rng.uniform(size=count) * (1 - side)
@@ -63,7 +63,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
 
 @dataclass(frozen=True)
 class LazyBoxes:
-    """Rows that are parts of images, prepared batch by batch."""
+    """Rows that are parts of images. They are prepared batch by batch."""
 
     model: Model
     table: Table
@@ -84,7 +84,7 @@ class Taught:
     """Rows for the student, with the teacher's outputs.
 
     Attributes:
-        known: the teacher's logits (n, C), the inputs of its head (n, d), and labels.
+        known: the teacher's logits (n, C), the inputs of its head (n, d), and the labels.
     """
 
     rows: Rows | LazyBoxes
@@ -103,9 +103,9 @@ class Lessons:
     """Training rows in several views.
 
     Args:
-        folder: stores the teacher's outputs.
-        index: indexes of the table's training rows.
-        views: number of views; 1: only the unchanged rows.
+        folder: where the teacher's outputs are stored.
+        index: indices of the training rows in the table.
+        views: number of views; with 1 there are only the unchanged rows.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Lessons:
         return len(self._index)
 
     def of(self, epoch: int) -> Taught:
-        """The view of an epoch, 1, 2, ..."""
+        """The view for an epoch 1, 2, ..."""
         return self.view((epoch - 1) % self._views)
 
     def view(self, number: int) -> Taught:
-        """The view of this number; 0: the unchanged rows."""
+        """The view with this number; 0 has the unchanged rows."""
         if self._last is None or self._last[0] != number:
-            self._last = None  # frees the memory of its rows
+            self._last = None  # frees the memory of the last view's rows
             boxes = boxes_of(self._seed, number, len(self)) if number else None
             self._last = number, Taught(self._rows(boxes), self._teacher_outputs(number, boxes))
         return self._last[1]
@@ -148,7 +148,7 @@ class Lessons:
         return LazyBoxes(student, table, index, boxes)
 
     def calibration_batches(self) -> Iterator[Batch]:
-        """Rows for measuring intervals, from as many views as are needed."""
+        """Batches for measuring intervals, from as many views as are needed."""
         left = MEASURED
         for number in range(self._views):
             rows = self.view(number)

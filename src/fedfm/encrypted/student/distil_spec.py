@@ -1,4 +1,4 @@
-"""Settings of `fedfm distil`: the tables of its file."""
+"""Settings of `fedfm distil`, which are the tables of its file."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from fedfm.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class DistilSpec(Recipe):
-    """The [distil] table."""
+    """The table [distil]."""
 
     image_size: int | None = setting(
-        None, "side of the student's images in pixels; positions are interpolated [the model's]", ge=1
+        None,
+        "side of the student's images in pixels; positions are interpolated [the size of the model's images]",
+        ge=1,
     )
     class_token: bool = setting(
-        True, "false: a student of a ViT without a class token; its head reads the mean over the patches"
+        True, "false: the student of a ViT has no class token; its head reads the mean over the patches"
     )
     views: int = setting(
         1,
-        "images: epochs alternate between the unchanged images and views - 1 sets of random crops of them",
+        "for images: epochs alternate between the unchanged images and views - 1 sets of random crops",
         ge=1,
     )
     bfloat16: bool = setting(
-        False, "multiply in bfloat16 in training: half the time on processors with bfloat16; the intervals are exact"
+        False, "train with products in bfloat16: half the time on processors with bfloat16; intervals stay exact"
     )
     seed: int = setting(0, "seed of the split and the order of rows", ge=0)
-    threads: int = setting(0, "CPU threads; 0: one per core; another number may change the last bits", ge=0)
+    threads: int = setting(0, "number of CPU threads; 0: one per core; another number may change the last bits", ge=0)
 
 
 @dataclass(frozen=True)
 class Distillation(CentralTraining[DistilSpec]):
-    """Complete settings of a distillation, with all defaults filled in: [data], [model], [distil].
+    """The complete settings of a distillation, with all defaults filled in: [data], [model], [distil].
 
     Example:
         >>> d = Distillation.from_dict({
@@ -54,7 +56,9 @@ class Distillation(CentralTraining[DistilSpec]):
         """Raise an InputError for an odd degree, or for a model that cannot be distilled."""
         spec.validate()
         if model.weights != "pretrained":
-            raise InputError('model.weights = "random": an untrained model has nothing to distil', key="model.weights")
+            raise InputError(
+                'model.weights = "random": an untrained model has no knowledge to distil', key="model.weights"
+            )
         if (task := tasks.task_named(model.task)) is not None and not task.classifies_by_head:
             raise InputError(
                 f'model.task = "{model.task}": expected classification, whose models read all tokens', key="model.task"

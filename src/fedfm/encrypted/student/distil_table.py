@@ -10,7 +10,7 @@ from fedfm.encrypted.student.conversion import MOST_OUTSIDE
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Teacher and student on held-out rows, and the polynomials of each block with their measured intervals."""
+    """Compare teacher and student on held-out rows, and list each block's polynomials with their measured intervals."""
     again = "measured" in result
     lines = [
         *(_again(result) if again else _distillation_lines(result)),
@@ -25,10 +25,14 @@ def table(result: Mapping[str, Any]) -> str:
             f"{_ends(block['gelu']):<16}"
         )
     if not again and not math.isfinite(result["distance"]):
-        lines += ["", "some held-out rows are so far outside that the student's activations overflow; train it longer"]
+        lines += [
+            "",
+            "for some held-out rows the student's activations overflow, since arguments are far outside; train it "
+            "longer",
+        ]
     if not result["outside"] <= MOST_OUTSIDE:
-        lines += ["", f"over {MOST_OUTSIDE:.1%} are outside: this student is refused on encrypted rows; "]
-        lines[-1] += "measure it on more such rows" if again else "train it longer"
+        lines += ["", f"more than {MOST_OUTSIDE:.1%} are outside: encrypted runs refuse this student; "]
+        lines[-1] += "measure it again with more such rows" if again else "train it longer"
     return "\n".join(lines)
 
 

@@ -6,17 +6,17 @@ Three stages train one student, which starts as a copy of the teacher with centr
    variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
    Then the functions' arguments are measured on the training rows, and polynomials replace the functions
    (:meth:`Distiller.swap`).
-1. *States*: match scores and states of every block with the tamed model: L_a + L_h (equations 10 to 14), each a mean
-   square over the teacher's variance, summed over the blocks; H is a block's output.
+1. *States*: match scores and states of every block with those of the tamed model: L_a + L_h (equations 10 to 14). Each
+   is a mean square divided by the teacher's variance, summed over the blocks; H is a block's output.
 2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
-A teacher whose head is new for these classes, such as a backbone without a head, has no useful logits. Then the student
-matches the head's inputs: the loss is their mean squared difference, divided by the teacher's variance in each
+If the teacher's head is new for these classes, e.g. because a backbone has no head, its logits are of no use. Then the
+student matches the head's inputs. The loss is their mean squared difference, divided by the teacher's variance in each
 dimension. It replaces the KL divergence and the cross-entropy, and no labels are used.
 
-In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. After each of these stages the
-arguments are measured again without clamps (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic that replaces
-GELU is trained through the linear maps around it, which can express every a > 0, b and c.
+In stages 1 and 2 a penalty grows from 80 % of each interval on, and arguments are clamped. After each of these stages
+the arguments are measured again without clamping (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic in place
+of GELU is trained through the linear maps around it, which can express every a > 0, b and c.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
 STAGES = ("tame", "states", "outputs")
-TAUGHT = ("teacher_logits", "teacher_features")  # keys of a batch with the teacher's outputs, if already computed
-SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # thresholds of the tame stage's penalties
+TAUGHT = ("teacher_logits", "teacher_features")  # keys of a batch that has the teacher's outputs already
+SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # thresholds for the penalties of the tame stage
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
-_FAINT = 1e-3  # initial share of the penalties' weight
+_FAINT = 1e-3  # initial fraction of the penalties' weight
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings with which a model becomes its polynomial student."""
+    """Settings by which a model becomes a polynomial student."""
 
     epochs: tuple[int, ...] = setting(
         (3, 15, 15),
-        "epochs of the stages: tame, states, outputs",
+        "numbers of epochs of the stages: tame, states, outputs",
         ge=0,
         least=3,
         most=3,
@@ -71,7 +71,7 @@ class Recipe:
         most=3,
         words="three finite numbers above 0",
     )
-    batch_size: int = setting(16, "rows per step", ge=1)
+    batch_size: int = setting(16, "number of rows per step", ge=1)
     temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)
     polynomials: str = setting(
         "scaled",
@@ -79,25 +79,25 @@ class Recipe:
         "paper: exp by T_6, 1 / x scaled by its maximum with 7 steps, also for norms, GELU by 0.125 x^2 + 0.25 x + 0.5",
         choices=fit_polynomials.KINDS,
     )
-    degree: int = setting(2, "scaled: even degree of the polynomial of exp", ge=2, le=16)
-    squarings: int = setting(3, "scaled: how often the polynomial of exp is squared", ge=0, le=8)
-    decay: float = setting(1.0, "final share of a stage's learning rate, which falls linearly", gt=0, le=1)
+    degree: int = setting(2, "for scaled: even degree of the polynomial of exp", ge=2, le=16)
+    squarings: int = setting(3, "for scaled: how often the polynomial of exp is squared", ge=0, le=8)
+    decay: float = setting(1.0, "final fraction of a stage's learning rate, which falls linearly", gt=0, le=1)
     tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
     ramp: float = setting(
         0.0,
-        "share of the tame stage in which its penalties grow a thousandfold, up to tameness; full penalties at the "
+        "fraction of the tame stage in which its penalties grow a thousandfold, up to tameness; full penalties at the "
         "start can destroy a large model's knowledge",
         ge=0,
         le=1,
     )
     forced: float = setting(
         0.0,
-        "share of the states stage in which each block starts from the tamed model's state, so that no block moves "
+        "fraction of the states stage in which each block starts from the tamed model's state, so that no block moves "
         "the next ones out of their intervals; for deep models",
         ge=0,
         le=1,
     )
-    penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
+    penalty: float = setting(10.0, "weight of the penalty on arguments beyond 80 % of an interval", ge=0, finite=True)
     widen: bool = setting(
         True,
         "measure again after the states stage and at the end, and widen the intervals of arguments that have moved; "
@@ -105,38 +105,42 @@ class Recipe:
     )
 
     def rate(self, stage: int, part: float) -> float:
-        """The learning rate after ``part`` (0 to 1) of a stage."""
+        """The learning rate after the fraction ``part`` (0 to 1) of a stage."""
         return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
 
     def weight(self, part: float) -> float:
-        """The weight of the tame stage's penalties after ``part`` of the stage."""
+        """The weight of the tame stage's penalties after the fraction ``part`` of the stage."""
         return self.tameness * (_FAINT ** (1 - part / self.ramp) if part < self.ramp else 1.0)
 
     def validate(self) -> None:
         """Raise an InputError for an odd degree."""
         if self.degree % 2:
             raise InputError(
-                f"distil.degree = {self.degree}: expected an even number; an odd Taylor polynomial of exp is negative "
+                f"distil.degree = {self.degree}: expected an even number, since a Taylor polynomial of exp with odd "
+                f"degree is negative "
                 "somewhere"
             )
 
 
 class Taps:
-    """A model that records block outputs, head inputs and functions' arguments in each forward pass.
+    """A model that records the block outputs, head inputs and functions' arguments of each forward pass.
 
     Attributes:
         functions: the replaced functions of each block.
-        states: outputs of the blocks in the last forward pass, each (n, T, d). Those of a pre-norm model are centred:
-            the mean over the features is subtracted.
+        states: outputs of the blocks in the last forward pass, each (n, T, d). In a pre-norm model they are centred:
+            the mean over features is subtracted.
         features: inputs of the head in the last forward pass, (n, d).
 
     Raises:
-        InputError: the model has no head, or its blocks have other functions.
+        InputError: the model has no head, or polynomials cannot replace the functions of its blocks.
     """
 
     def __init__(self, model: Model) -> None:
         if model.head is None or not model.task.classifies_by_head:
-            raise InputError(f"model.name: {model.spec.name!r} has no classification head, hence no features to keep")
+            raise InputError(
+                f"model.name: {model.spec.name!r} has no classification head, so there are no features that the "
+                f"student could keep"
+            )
         self.model, self.functions = model, conversion.prepare(model.module)
         self.states: list[Tensor] = []
         self.features = torch.empty(0)
@@ -164,7 +168,9 @@ class Taps:
 
     @contextmanager
     def starting(self, states: list[Tensor]) -> Iterator[None]:
-        """Context manager: each block after the first gets the given state (n, T, d), not its predecessor's output."""
+        """Context manager: each block but the first gets the given state (n, T, d) instead of its predecessor's
+        output.
+        """
         blocks = [block for _, block in self.model.parts.blocks]
         hooks = [
             block.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:]))
@@ -178,7 +184,7 @@ class Taps:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager: the functions record their arguments."""
+        """Context manager: in it, the functions record their arguments."""
         for module in self.modules():
             module.recording = True
         try:
@@ -189,25 +195,25 @@ class Taps:
 
 
 class Distiller:
-    """The losses of the three stages, and the swap to polynomials after the first.
+    """The losses of the three stages, and the switch to polynomials after the first stage.
 
     Args:
-        teacher, student: two copies of one model, adaptation ``full``; the student is changed.
-        new_head: whether the teacher's head is new, so that the head's inputs replace the logits.
-        low: whether linear maps multiply in bfloat16 in training.
+        teacher, student: two copies of one model with adaptation ``full``; the student is changed.
+        new_head: whether the teacher's head is new; if so, the head's inputs take the place of the logits.
+        low: whether linear maps multiply in bfloat16 during training.
     """
 
     def __init__(self, teacher: Model, student: Model, recipe: Recipe, *, new_head: bool, low: bool = False) -> None:
         self.recipe, self.new_head, self.low = recipe, new_head, low
         self.teacher, self.student = Taps(teacher), Taps(student)
-        self.tamed = self.teacher  # until the swap
+        self.tamed = self.teacher  # until the switch to polynomials
         self.entries: list[dict[str, Any]] = []
         student.train_too = [*student.train_too, *self.student.modules()]
         conversion.centre(student.module)
 
     @torch.no_grad()
     def scale_class_tokens(self, batch: Batch) -> None:
-        """Scale the student's class tokens, if any, to the mean variance of its patches."""
+        """Scale the student's class tokens, if it has any, to the mean variance of its patches."""
         embedding: Any = self.student.model.parts.embedding
         names = [n for n in ("cls_token", "distillation_token") if hasattr(embedding, n)]
         if not names:
@@ -229,7 +235,7 @@ class Distiller:
         """Mean loss of a batch in a stage, a scalar with gradients to the student.
 
         Args:
-            part: completed part of the stage, from 0 to 1.
+            part: completed fraction of the stage, from 0 to 1.
         """
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low):
             if stage == TAME:
@@ -242,7 +248,7 @@ class Distiller:
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """Compute the student's outputs, and the teacher's unless the batch has them; returns the student's logits."""
+        """Compute the student's outputs, and the teacher's if the batch lacks them; returns the student's logits."""
         if TAUGHT[1] in batch:
             self._target, self._kept = (
                 batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT
@@ -261,7 +267,7 @@ class Distiller:
         return weight * kl + F.cross_entropy(logits, batch["labels"].to(logits.device))
 
     def _tameness(self) -> Tensor:
-        """The penalties for the functions' recorded arguments."""
+        """The penalties on the functions' recorded arguments."""
         terms = []
         for block in self.student.functions:
             log_sums = block.softmax.seen["log_sums"]  # (n, heads, T, 1)
@@ -274,7 +280,7 @@ class Distiller:
         return torch.stack([term.clamp_min(0).square().mean() for term in terms]).sum()
 
     def _states(self, batch: Batch, *, forced: bool) -> Tensor:
-        """L_a + L_h."""
+        """The loss L_a + L_h."""
         with torch.no_grad(), self.tamed.recording():
             self.tamed(batch)
             scores = [block.softmax.seen["scores"] for block in self.tamed.functions]
@@ -291,10 +297,10 @@ class Distiller:
     # --- the swap -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def measure(self, batches: Callable[[], Iterable[Batch]]) -> list[dict[str, Any]]:
-        """Choose each block's polynomials for the student's arguments on these rows, without installing them.
+        """Choose each block's polynomials for the student's arguments on these rows; do not install them yet.
 
         Raises:
-            InputError: some arguments spread too far.
+            InputError: the arguments of a function spread too far.
         """
         conversion.centre(self.student.model.module)
         exponential = fit_polynomials.exponential_of(self.recipe.polynomials, self.recipe.degree, self.recipe.squarings)
@@ -318,7 +324,7 @@ class Distiller:
         ]
 
     def swap(self, entries: list[dict[str, Any]], tamed: Model) -> None:
-        """Install the polynomials; ``tamed`` is a third copy of the model, which gets the tamed weights."""
+        """Install the polynomials. ``tamed`` is a third copy of the model, which receives the tamed weights."""
         self.put(entries)
         self.tamed = Taps(tamed)
 
@@ -330,7 +336,7 @@ class Distiller:
 
 
 def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
-    """Mean square difference over the teacher's variance; ``each``: separately for each entry of the last axis."""
+    """Mean squared difference divided by the teacher's variance; with ``each``, for each entry of the last axis."""
     student, teacher = student.float(), teacher.float()
     square = (student - teacher).square()
     if not each:
@@ -340,12 +346,12 @@ def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
 
 
 def save(model: Model, folder: Path, *, new_head: bool) -> None:
-    """Write a student as a transformers folder, with its processor or tokenizer; a new head is left out."""
+    """Write a student as a transformers folder, with its image processor or tokenizer; a new head is left out."""
     module: Any = model.module
     config = copy.deepcopy(module.config)
     if new_head:
         module = getattr(module, module.base_model_prefix)
-        module.config.num_labels = 2  # transformers' default: the folder names no classes
+        module.config.num_labels = 2  # transformers' default, since the folder names no classes
     try:
         with quiet():
             module.save_pretrained(str(folder))

@@ -1,4 +1,4 @@
-"""Choose polynomials for a block's functions from the extremes of their arguments."""
+"""Choose polynomials for the functions of a block from the extremes of the functions' arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fedfm.errors import InputError
 
 KINDS = ("scaled", "paper")
 WIDER = 1.3  # factor by which measured intervals are widened
-ROOM = 1.1  # smallest factor of room around arguments that are measured again
+ROOM = 1.1  # arguments that are measured again must have room by at least this factor
 _ROUNDING = 1e-9
 _NORMS = {"first": "variances before the attention", "second": "variances before the MLP"}
-ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) in their intervals
+ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) within their intervals
 
 
 class Measured:
-    """Extremes of the arguments of one block's functions, over all rows so far.
+    """The extremes of the arguments of one block's functions, over all rows so far.
 
     Attributes:
         extremes: lows and highs (2,) of ``scores``, ``hidden``, ``first`` and ``second`` (the variances), (2, heads) of
@@ -36,7 +36,7 @@ class Measured:
         self.targets = torch.zeros(3, dtype=torch.float64)
 
     def add(self, block: Functions) -> None:
-        """Add the arguments that the block's functions recorded for their last batch."""
+        """Add the arguments that the block's functions recorded for the last batch."""
         seen = block.softmax.seen
         self._extend("scores", seen["scores"].flatten())
         self._extend("sums", seen["sums"].transpose(0, 1).flatten(1))
@@ -56,13 +56,13 @@ class Measured:
         self.extremes[name] = torch.stack([low, high])
 
     def quadratic(self) -> tuple[float, float, float]:
-        """(a, b, c) of the least squares fit of GELU."""
+        """(a, b, c) of the quadratic that fits GELU by least squares."""
         gram = torch.stack([self.moments[i : i + 3] for i in range(3)])
         c, b, a = torch.linalg.solve(gram, self.targets).tolist()
         return a, b, c
 
     def around(self, name: str) -> tuple[float, float]:
-        """The extremes, widened around their middle by the factor :data:`WIDER`."""
+        """The extremes, widened around their middle by :data:`WIDER`."""
         low, high = self.extremes[name].tolist()
         middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
@@ -70,7 +70,7 @@ class Measured:
     def positive(self, name: str) -> Tensor:
         """The extremes (2, ...) of positive values, divided and multiplied by :data:`WIDER`.
 
-        The factor is smaller if the ratio of the extremes would exceed what 1 / x and 1 / sqrt(x) allow.
+        The factor is smaller if otherwise the ratio of the extremes would exceed what 1 / x and 1 / sqrt(x) allow.
         """
         low, high = self.extremes[name]
         factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
@@ -83,10 +83,10 @@ def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
 
 
 def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -> dict[str, Any]:
-    """The polynomials of one block, for :func:`apply` and ``config.json``.
+    """The polynomials of one block, in the form for :func:`apply` and ``config.json``.
 
     Raises:
-        InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or GELU's fit gives a quadratic with a <= 0.
+        InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or the fit of GELU has a <= 0.
     """
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
@@ -113,15 +113,15 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
 def refit(
     entry: Mapping[str, Any], measured: Measured, kind: str, name: str, *, keep: bool = False
 ) -> dict[str, Any] | None:
-    """A block's entry with the polynomials of one argument chosen again; None if its interval still has room.
+    """A block's entry in which the polynomials of one argument are chosen again; None if its interval has enough room.
 
-    exp and GELU keep their coefficients, with which the model was trained; only their intervals change.
+    exp and GELU keep their coefficients, with which the model was trained. Only their intervals change.
 
     Args:
         measured: the arguments of these polynomials.
         name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
-        keep: whether the new interval must include the old one. If 1 / x or 1 / sqrt(x) do not allow such a ratio, the
-            lower end is cut: above an interval the iterations diverge, below it they only lose accuracy.
+        keep: whether the new interval must include the old one. If 1 / x or 1 / sqrt(x) do not allow the resulting
+            ratio, the lower end is cut: above an interval the iterations diverge, but below it they only lose accuracy.
 
     Raises:
         ValueError: the arguments spread too far.
@@ -152,7 +152,7 @@ def refit(
 
 
 def _union(found: Tensor, old: Tensor | None) -> Tensor:
-    """The union of two ranges of positive arguments (2, ...), cut at the lower end if the ratio is too large."""
+    """The union of two ranges of positive arguments (2, ...). If its ratio is too large, the lower end is cut."""
     if old is None:
         return found
     low, high = torch.minimum(found[0], old[0]), torch.maximum(found[1], old[1])
@@ -160,12 +160,14 @@ def _union(found: Tensor, old: Tensor | None) -> Tensor:
 
 
 def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
-    """Whether positive arguments are in an interval, with room for unseen rows."""
+    """Whether positive arguments lie in an interval and leave room for unseen rows."""
     return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
 
 
 def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
-    """1 / x for the row sums of exp, from their extremes (2, heads). A scale per head brings all into one interval."""
+    """1 / x for the row sums of exp, from the extremes of these sums (2, heads). Scales bring all heads to one
+    interval.
+    """
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))
@@ -185,7 +187,7 @@ def _norm(found: Tensor, kind: str, name: str) -> dict[str, Any]:
 
 
 def apply(block: Functions, entry: Mapping[str, Any]) -> None:
-    """Install the polynomials of an entry in a block.
+    """Install the polynomials of an entry into a block.
 
     Raises:
         KeyError, TypeError, ValueError: the entry is damaged, or a polynomial is not accurate in its interval.
@@ -193,7 +195,7 @@ def apply(block: Functions, entry: Mapping[str, Any]) -> None:
     exp, inverse, gelu = entry["exp"], entry["inverse"], entry["gelu"]
     scales = torch.tensor(inverse["scales"], dtype=torch.float64)
     if scales.shape != block.softmax.scales.shape:
-        raise ValueError(f"{len(scales)} scales for {len(block.softmax.scales)} heads")
+        raise ValueError(f"{len(scales)} scales came for {len(block.softmax.scales)} heads")
     block.softmax.exponential = Exponential(exp["degree"], exp["squarings"], _pair(exp["interval"]))
     check_ratio(_pair(inverse["interval"]), "row sums of exp")
     block.softmax.inverse = Inverse(inverse["steps"], _pair(inverse["interval"]), 1.0)
@@ -216,9 +218,9 @@ def _pair(values: Any) -> tuple[float, float]:
 
 
 def check_ratio(interval: tuple[float, float], what: str) -> None:
-    """Raise a ValueError if an interval of 1 / x or 1 / sqrt(x) is not positive, or too wide."""
+    """Raise a ValueError if an interval for 1 / x or 1 / sqrt(x) is not positive or is too wide."""
     low, high = interval
     if not low > 0 or high / low > WIDEST:
         raise ValueError(
-            f"{what} from {low:.3g} to {high:.3g}: expected positive ones in a ratio of at most {WIDEST:g}"
+            f"{what} from {low:.3g} to {high:.3g}; expected positive values with a ratio of at most {WIDEST:g}"
         )

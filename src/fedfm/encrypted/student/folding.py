@@ -1,8 +1,8 @@
-"""A polynomial student's blocks as matrices and polynomials: every affine map is folded into the matrices.
+"""The blocks of a polynomial student as matrices and polynomials: all affine maps are folded into the matrices.
 
-The encrypted computation uses these matrices. The scales and shifts of the norms are folded into the maps after them.
-The factor of the scores is folded into the queries. Maps whose output is added to the tokens also subtract the mean
-over features.
+The encrypted computation uses these matrices. Scales and shifts of the norms are folded into the maps after them. The
+factor of the scores is folded into the queries. Maps whose output is added to the tokens also subtract the mean over
+features.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSqu
 from fedfm.errors import InputError
 from fedfm.models import families
 
-KEY = "fedfm_polynomials"  # key in config.json
-PRE_NORM = ("vit", "deit", "ijepa")  # types whose blocks are norm, attention, sum, norm, MLP, sum
-MOST_OUTSIDE = 1e-3  # largest share of arguments outside their intervals in evaluation
-_GRID = 2001  # points of an interval at which a polynomial's intermediate values are measured
+KEY = "fedfm_polynomials"  # key of the polynomials in config.json
+PRE_NORM = ("vit", "deit", "ijepa")  # model types whose blocks are norm, attention, sum, norm, MLP, sum
+MOST_OUTSIDE = 1e-3  # largest fraction of arguments outside their intervals in evaluation
+_GRID = 2001  # number of points of an interval at which a polynomial's intermediate values are computed
 
 Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class FoldedBlock:
-    """x + W_o attention(norm(x)), then z + W_2 gelu(W_1 norm(z)), of centred x.
+    """Computes x + W_o attention(norm(x)) = z, then z + W_2 gelu(W_1 norm(z)), for centred x.
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
             ``_bias``: float64. The query includes the factor of the scores.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
-        exponential, inverse, inverse_scales, gelu: as in :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`;
-            ``inverse_scales`` (heads,) multiplies the row sums before ``inverse`` and its result.
+        exponential, inverse, inverse_scales, gelu: as in :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`.
+            The factors ``inverse_scales`` (heads,) multiply the row sums before ``inverse``, and again its results.
         centred_keys: whether the mean over the tokens is subtracted from the keys.
     """
 
@@ -56,14 +56,14 @@ class FoldedBlock:
 
 @dataclass(frozen=True)
 class Folded:
-    """A polynomial student, from images to the block outputs b_1 .. b_L.
+    """A polynomial student as a map from images to the block outputs b_1 .. b_L.
 
     Attributes:
         embedding: (d, F), maps a token's pixels to its features; ``bias`` (d,), ``positions`` (T, d).
-        scales: (L,), by which the disclosed b_l are divided: root mean squares on the distillation data.
-        ranges: (L,), the largest ``|b_l|`` before the division; a larger value means that the arithmetic failed.
-        bound: the largest magnitude of any intermediate value, for arguments inside the student's intervals.
-        patch: maps pixel_values (n, 3, H, W) to the client's input (n, T, F); a class token has zeros.
+        scales: (L,), divisors of the disclosed b_l; they are the root mean squares on the distillation data.
+        ranges: (L,), the largest ``|b_l|`` before the division; larger values mean that the arithmetic failed.
+        bound: the largest magnitude of any intermediate value, if arguments are inside the student's intervals.
+        patch: maps pixel_values (n, 3, H, W) to the client's input (n, T, F); class tokens have zeros.
         class_token: whether token 0 is a class token.
     """
 
@@ -80,7 +80,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Patches:
-    """The map from images to tokens of pixels.
+    """The map from images to tokens, which contain pixels.
 
     Attributes:
         size: (height, width) of a patch.
@@ -97,10 +97,10 @@ class Patches:
 
 
 def check_tokens(embedding: Any) -> None:
-    """Refuse an embedding of images whose number of tokens does not suit encrypted rotations.
+    """Refuse an image embedding whose number of tokens does not allow encrypted rotations.
 
     Raises:
-        InputError: the number is not a power of two; the message names settings of `fedfm distil` that help.
+        InputError: the number is not a power of two; the error names settings of `fedfm distil` that help.
     """
     tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
     if not tokens & (tokens - 1):
@@ -109,10 +109,10 @@ def check_tokens(embedding: Any) -> None:
     extra = tokens - count
     cure = ["distil.class_token = false"] if extra else []
     if count & (count - 1):
-        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches per side: the next smaller power of two
+        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches per side, rounded down to a power of two
         cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
     raise InputError(
-        f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two; distil with "
+        f"{tokens} tokens, {extra} of them class tokens, but encrypted rotations need a power of two; distil with "
         f"{' and '.join(cure)}"
     )
 
@@ -121,21 +121,21 @@ def fold(module: nn.Module) -> Folded:
     """The matrices and polynomials of a polynomial student, float64.
 
     Raises:
-        InputError: the module is not a polynomial student, or cannot run encrypted; it gives the reason.
+        InputError: the module is not a polynomial student, or cannot run encrypted; the error says why.
     """
     inner: Any = families.unwrap(module)
     table = getattr(inner.config, KEY, None)
     kind = getattr(inner.config, "model_type", "")
     if table is None:
-        raise InputError("the model has no polynomials: make its polynomial student with `fedfm distil`")
+        raise InputError("the model has no polynomials; make its polynomial student with `fedfm distil`")
     if kind not in PRE_NORM:
-        raise InputError(f"a model of type {kind!r} cannot run encrypted: expected a ViT, a DeiT or an I-JEPA")
+        raise InputError(f"a model of type {kind!r} cannot run encrypted; expected a ViT, a DeiT or an I-JEPA")
     if inner is not module:
-        raise InputError("the model has adapters: merge them into its weights first")
+        raise InputError("the model has adapters; merge them into its weights first")
     if not table["outside"] <= MOST_OUTSIDE:
         raise InputError(
             f"{table['outside']:.2%} of the arguments of the model's functions were outside their intervals on "
-            f"held-out rows, over {MOST_OUTSIDE:.1%}: train it longer"
+            f"held-out rows, more than {MOST_OUTSIDE:.1%}; train it longer"
         )
     parts = families.find(inner, kind)
     embedding: Any = parts.embedding
@@ -146,7 +146,7 @@ def fold(module: nn.Module) -> Folded:
     bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
     for i, token in enumerate(front):
-        positions[i] += _array(token[0, 0]) - bias  # its pixels are zeros, so its embedding is the bias
+        positions[i] += _array(token[0, 0]) - bias  # a class token's pixels are zeros, so its embedding is the bias
     blocks = tuple(fold_block(block) for _, block in parts.blocks)
     largest = max(entry["largest"] for entry in table["blocks"])
     return Folded(
@@ -170,7 +170,7 @@ def fold_block(block: Any) -> FoldedBlock:
     exponential, inverse, quadratic = softmax.exponential, softmax.inverse, gelu.quadratic
     first, second = (norm.inverse for norm in norms)
     if exponential is None or inverse is None or quadratic is None or first is None or second is None:
-        raise InputError("a block has exact functions left")
+        raise InputError("a block still has exact functions")
     maps = {
         "query": (attention.q_proj, norms[0]),
         "key": (attention.k_proj, norms[0]),
@@ -186,7 +186,7 @@ def fold_block(block: Any) -> FoldedBlock:
         if norm is None:
             w, b = _centre(w), _centre(b)
         else:
-            # evaluate_folded() of 1 / x does not multiply by its scale; the weights must contain it.
+            # evaluate_folded() of 1 / x does not multiply by its scale, so the weights must contain the scale.
             scale = norm.inverse.fold[0] if isinstance(norm.inverse, Inverse) else 1.0
             w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
         factor = attention.scaling if name == "query" else 1.0
@@ -203,7 +203,7 @@ def fold_block(block: Any) -> FoldedBlock:
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
-    """b_1 .. b_L of images (n, 3, H, W) in the clear: (n, L, T, d), with the mean over features subtracted.
+    """The block outputs b_1 .. b_L of images (n, 3, H, W) in the clear: (n, L, T, d), minus their mean over features.
 
     Raises:
         InputError: the blocks of the model are unknown.
@@ -211,7 +211,7 @@ def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
     inner: Any = families.unwrap(module)
     blocks = families.find(inner, inner.config.model_type).blocks
     if not blocks:
-        raise InputError(f"the blocks of a model of type {inner.config.model_type!r} are unknown")
+        raise InputError(f"fedfm does not know the blocks of a model of type {inner.config.model_type!r}")
     caught: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, y: Any) -> None:
@@ -230,7 +230,7 @@ def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
 # --- magnitudes -------------------------------------------------------------------------------------------------------
 @dataclass
 class _Watched:
-    """An array that records the largest magnitude of all values computed from it."""
+    """An array that records the largest magnitude of all values that are computed from it."""
 
     value: Matrix
     most: list[float]
@@ -249,7 +249,7 @@ class _Watched:
 
 
 def _inside(polynomial: Polynomial) -> float:
-    """The largest magnitude of an intermediate value of a polynomial, over its interval."""
+    """The largest magnitude of an intermediate value of a polynomial on its interval."""
     most = [0.0]
     a, b = polynomial.fold
     polynomial.evaluate_folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
@@ -257,7 +257,7 @@ def _inside(polynomial: Polynomial) -> float:
 
 
 def largest_inside(block: FoldedBlock) -> float:
-    """The largest magnitude inside a block's polynomials, of its row sums and of their inverses."""
+    """The largest magnitude inside a block's polynomials, row sums and inverses."""
     low, high = block.inverse.interval
     c = block.inverse_scales
     polynomials = (*block.norms, block.exponential, block.inverse, block.gelu)
@@ -267,7 +267,7 @@ def largest_inside(block: FoldedBlock) -> float:
 def largest_between(block: FoldedBlock, x: Tensor) -> float:
     """The largest magnitude of a block's tokens and linear maps, for centred tokens x (n, T, d), in float64.
 
-    These values have no interval, so they are measured.
+    These values have no intervals, so they are measured.
     """
     w = {name: torch.from_numpy(matrix) for name, matrix in block.weights.items()}
     n, tokens, d = x.shape

@@ -1,4 +1,4 @@
-"""The table of blocks in a polynomial student's ``config.json``: polynomials, and the magnitudes of the states."""
+"""The table of blocks in a polynomial student's ``config.json``: its polynomials, and the magnitudes of its states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.encrypted.student.distillation_loss import Distiller, Taps
 
 
 def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
-    """Centre the student, and put its table into its configuration; arguments as in :func:`table_of`."""
+    """Centre the student, and write its table into its configuration; arguments as in :func:`table_of`."""
     model = distiller.student.model
     conversion.centre(model.module)
     table = table_of(distiller.student, distiller.entries, distiller.recipe.polynomials, batches, outside)
@@ -33,7 +33,7 @@ def table_of(
         taps: the centred student, with the polynomials of ``entries``.
         kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
         batches: the rows; rows with a state that is not finite are left out.
-        outside: the share of arguments outside their intervals on held-out rows.
+        outside: fraction of the arguments on held-out rows that are outside their intervals.
     """
     model = taps.model
     blocks = [block for _, block in model.parts.blocks]
@@ -68,6 +68,6 @@ def table_of(
 
 
 def _finite(states: list[Tensor]) -> list[Tensor]:
-    """The rows with only finite values in all states."""
+    """The rows whose values are finite in all states."""
     kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
     return states if bool(kept.all()) else [state[kept] for state in states]

@@ -1,8 +1,8 @@
-"""Softmax, LayerNorm and GELU as modules that compute the exact function until they have a polynomial.
+"""Softmax, LayerNorm and GELU as modules, which compute the exact function until they have a polynomial.
 
-Each keeps the weights of the replaced module under the same names. In training it clamps the argument of its polynomial
-into the interval and adds a penalty from 80 % of the interval. In evaluation it clamps nothing, since encrypted values
-cannot be clamped; it counts the arguments outside the interval.
+Each module keeps the weights of the module that it replaces, under the same names. In training it clamps the argument
+of its polynomial to the interval, and adds a penalty on arguments beyond 80 % of the interval. In evaluation it clamps
+nothing, since encrypted values cannot be clamped. Instead it counts the arguments outside the interval.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSqu
 from fedfm.models.derived_modules import Bounded
 
 ATTENTION = "fedfm_polynomial"  # name in transformers' registry of attention functions
-HINGE = 0.8  # distance from the middle, as a share of half the interval, from which the penalty grows
-NO_KEY = -math.inf  # the exact score of a masked key
+HINGE = 0.8  # the penalty grows from this distance to the middle on, as a fraction of half the interval
+NO_KEY = -math.inf  # score of a masked key in the exact softmax
 
 
 class Replaced(Bounded):
-    """Common part of the three modules.
+    """The common part of the three modules.
 
     Attributes:
         recording: whether to keep the last arguments in ``seen``, for penalties and measurements.
-        seen: name of an argument -> its last values.
+        seen: the last values of each argument, by name.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Replaced(Bounded):
             self.seen[name] = x
 
     def _take(self, polynomial: Polynomial, x: Tensor, among: Tensor | None = None) -> Tensor:
-        """Clamp the argument of a polynomial (in training), or count entries outside the interval (in evaluation).
+        """In training clamp the argument of a polynomial; in evaluation count its entries outside the interval.
 
-        ``among`` is a mask of the entries to count.
+        ``among`` is a mask of the entries that are counted.
         """
         if not self.training:
             outside = polynomial.outside(x.detach())
@@ -65,7 +65,7 @@ class Replaced(Bounded):
 
 
 def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
-    """Distance from the interval's middle over half its length; logarithmic for 1 / x and 1 / sqrt(x)."""
+    """Distance from the interval's middle divided by half its length; logarithmic for 1 / x and 1 / sqrt(x)."""
     low, high = polynomial.interval
     if isinstance(polynomial, (Inverse, InverseSquareRoot)):
         low, high, x = math.log(low), math.log(high), x.clamp_min(low * 1e-3).log()
@@ -75,12 +75,12 @@ def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
 class PolynomialSoftmax(Replaced):
     """Attention weights: softmax, or exp / sum(exp) by polynomials.
 
-    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
+    Keys are centred over the tokens, so that scores spread around zero; the softmax does not change by this.
 
     Attributes:
-        exponential, inverse: the polynomials; if they are None, the softmax is exact. With ``exponential`` alone, its
-            row sums are recorded.
-        scales: (heads,), factors of the row sums before ``inverse``, and again of its result.
+        exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
+            its row sums are recorded.
+        scales: (heads,), factors that multiply the row sums before ``inverse``, and again its results.
     """
 
     scales: Tensor
@@ -92,7 +92,10 @@ class PolynomialSoftmax(Replaced):
         self.register_buffer("scales", torch.ones(heads), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Query and key (n, heads, T, d / heads), mask of keys (n, 1, T or 1, T) or None -> (n, heads, T, T)."""
+        """Attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
+
+        ``mask`` marks the keys that count, (n, 1, T or 1, T); None: all.
+        """
         if mask is None:
             key = key - key.mean(-2, keepdim=True)
         else:
@@ -107,7 +110,7 @@ class PolynomialSoftmax(Replaced):
             return masked.softmax(-1).to(query.dtype)
         taken = (
             scores if mask is None else scores.masked_fill(~mask, 0.0)
-        )  # 0, so that a masked score does not overflow
+        )  # scores of masked keys become 0, so that they do not overflow
         powers = self.exponential(self._take(self.exponential, taken, mask))
         if mask is not None:
             powers = powers * mask
@@ -123,7 +126,8 @@ class PolynomialSoftmax(Replaced):
 class PolynomialNorm(Replaced):
     """LayerNorm, exact or with a polynomial in place of 1 / sqrt of the variance.
 
-    ``Inverse`` in place of ``InverseSquareRoot`` divides by the variance itself, as BlindFed's paper does.
+    If ``Inverse`` takes the place of ``InverseSquareRoot``, the norm divides by the variance itself, as in BlindFed's
+    paper.
     """
 
     def __init__(self, norm: nn.LayerNorm) -> None:
@@ -171,7 +175,7 @@ class Functions:
 
     @classmethod
     def of(cls, block: nn.Module) -> Functions:
-        """The functions of a block; both norms are in the order of their use."""
+        """The functions of a block, with both norms in the order of their use."""
         found = list(block.modules())
         first, second = (m for m in found if isinstance(m, PolynomialNorm))
         softmax = next(m for m in found if isinstance(m, PolynomialSoftmax))
@@ -204,7 +208,7 @@ def attend(
 
 
 def register() -> None:
-    """Register :data:`ATTENTION` with transformers; its masks are true for keys that count."""
+    """Register :data:`ATTENTION` with transformers; its masks are true for the keys that count."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

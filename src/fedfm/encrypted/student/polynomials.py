@@ -1,11 +1,12 @@
 """Polynomials for exp, 1/x, 1/sqrt(x) and GELU, for models that compute on encrypted values.
 
 Each class computes its polynomial by sums and products only. It works on tensors, and on any object with ``+``, ``*``
-(by its own kind or by a number) and ``square()``, such as an array of ciphertexts. The polynomials come from BlindFed
-(arXiv:2502.01289, equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
+(by an object of its own kind or by a number) and ``square()``, such as an array of ciphertexts. The polynomials come
+from BlindFed (arXiv:2502.01289, equations 1 to 3, Algorithm 1). Scaling, squaring and the start of the square root are
+ours.
 
 An affine map before a polynomial costs nothing if it is folded into the weights of the layer before. So each class
-separates this map (:attr:`~Polynomial.fold`) from the remaining computation (:meth:`~Polynomial.evaluate_folded`),
+separates this map (:attr:`~Polynomial.fold`) from the rest of the computation (:meth:`~Polynomial.evaluate_folded`),
 whose multiplicative depth is :attr:`~Polynomial.depth`.
 """
 
@@ -33,10 +34,10 @@ X = TypeVar("X", bound=Arithmetic)
 
 
 class Polynomial(ABC):
-    """A polynomial with its interval of validity.
+    """A polynomial and the interval on which it is valid.
 
     Attributes:
-        interval: (low, high) of the argument; outside it the polynomial may differ strongly from its function.
+        interval: (low, high) of the argument. Outside it the polynomial may differ strongly from its function.
     """
 
     interval: tuple[float, float]
@@ -44,7 +45,7 @@ class Polynomial(ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Sequential multiplications in :meth:`evaluate_folded`, including those by constants."""
+        """Number of sequential multiplications in :meth:`evaluate_folded`, including those by constants."""
 
     @property
     def fold(self) -> tuple[float, float]:
@@ -56,7 +57,7 @@ class Polynomial(ABC):
         """The value at x, given u = a x + b."""
 
     def evaluate(self, x: X) -> X:
-        """The value at x; here :attr:`fold` costs one more multiplication."""
+        """The value at x. Here :attr:`fold` costs one more multiplication."""
         a, b = self.fold
         u = x if a == 1.0 else x * a
         return self.evaluate_folded(u if b == 0.0 else u + b)
@@ -66,7 +67,7 @@ class Polynomial(ABC):
         return self.evaluate(x)
 
     def outside(self, x: Tensor) -> Tensor:
-        """Mask of the entries of x that are outside the interval or NaN."""
+        """A mask of the entries of x that are outside the interval or NaN."""
         low, high = self.interval
         return ~((x >= low) & (x <= high))
 
@@ -75,10 +76,11 @@ class Polynomial(ABC):
 class Exponential(Polynomial):
     """exp by T_d(x / 2^r)^(2^r), where T_d is the Taylor polynomial at 0 (equation 1: degree 6, r = 0).
 
-    Levels: one for T_2 + r, else ceil(log2(d + 1)) + r.
+    Levels: one for T_2, otherwise ceil(log2(d + 1)); plus r.
 
     Raises:
-        ValueError: the degree is odd or below 2. An odd Taylor polynomial has a real root, hence negative values.
+        ValueError: the degree is odd or below 2. A Taylor polynomial of odd degree has a real root, so it has negative
+            values.
     """
 
     degree: int = 2
@@ -113,11 +115,11 @@ class Exponential(Polynomial):
 
 @dataclass(frozen=True)
 class Inverse(Polynomial):
-    """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1); ``scale`` is folded into x.
+    """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1). ``scale`` is folded into x.
 
     Start with a = 2 - x, b = 1 - x; then ``steps`` times b <- b^2, a <- a (1 + b). The relative error is
     (1 - x)^(2^(steps + 1)).
-    Without a scale it is 2 / (m + M), which makes the error equal at both ends.
+    The default scale is 2 / (m + M), which makes the error equal at both ends.
     """
 
     steps: int = 4
@@ -140,7 +142,7 @@ class Inverse(Polynomial):
         return self._scale, 0.0
 
     def evaluate_folded(self, u: X) -> X:
-        """1 / u for the scaled argument u; the caller multiplies by the scale, or folds it, too."""
+        """1 / u for the scaled argument u. The caller has to multiply by the scale, or to fold it elsewhere."""
         _renew(u)
         minus = u * -1
         a, b = minus + 2.0, minus + 1.0
@@ -161,7 +163,7 @@ class Inverse(Polynomial):
 
     @classmethod
     def within(cls, error: float, interval: tuple[float, float], least: int = 1) -> Inverse:
-        """Choose the fewest steps, at least ``least``, with an error of at most ``error``.
+        """Choose the smallest number of steps, but at least ``least``, with an error of at most ``error``.
 
         Raises:
             ValueError: M / m is above :data:`WIDEST`.
@@ -171,11 +173,11 @@ class Inverse(Polynomial):
 
 @dataclass(frozen=True)
 class InverseSquareRoot(Polynomial):
-    """1/sqrt(v) by Newton's iteration, started from a straight line.
+    """1/sqrt(v) by Newton's iteration, which starts from a straight line.
 
     With z = v / m in [1, R]: start with y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2; the result is
     y / sqrt(m). The line is chosen so that the errors after the first step are equal at both ends and at the turning
-    point. It takes 1 + 2 steps levels.
+    point. The computation takes 1 + 2 steps levels.
 
     Raises:
         ValueError: the interval is not positive.
@@ -189,7 +191,7 @@ class InverseSquareRoot(Polynomial):
 
     @property
     def line(self) -> tuple[float, float]:
-        """(p, q) of the starting line."""
+        """(p, q) of the line at the start."""
         r = self.interval[1] / self.interval[0]
         s = r + math.sqrt(r) + 1
         rho = 2 / 3 * math.sqrt(s / 3) * s / (s - 1)
@@ -217,7 +219,9 @@ class InverseSquareRoot(Polynomial):
         return y
 
     def error(self) -> float:
-        """Largest relative error: that of the line at three points, after ``steps`` times e <- e^2 (3 - e) / 2."""
+        """Largest relative error: that of the line at three points, after e <- e^2 (3 - e) / 2 was applied ``steps``
+        times.
+        """
         p, q = self.line
         r = self.interval[1] / self.interval[0]
         turn = p / (3 * q)  # the maximum of sqrt(z) (p - q z)
@@ -231,7 +235,7 @@ class InverseSquareRoot(Polynomial):
 
     @classmethod
     def within(cls, error: float, interval: tuple[float, float]) -> InverseSquareRoot:
-        """Choose the fewest steps with an error of at most ``error``.
+        """Choose the smallest number of steps with an error of at most ``error``.
 
         Raises:
             ValueError: M / m is above :data:`WIDEST`.
@@ -241,7 +245,7 @@ class InverseSquareRoot(Polynomial):
 
 @dataclass(frozen=True)
 class Quadratic(Polynomial):
-    """a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5). One level.
+    """a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5). It takes one level.
 
     Raises:
         ValueError: a is not positive.
@@ -270,7 +274,7 @@ class Quadratic(Polynomial):
 
 
 def power_series(coefficients: list[float], u: X) -> X:
-    """Sum of c_i u^i for a degree d >= 2, in ceil(log2(d + 1)) levels, by Paterson and Stockmeyer's method."""
+    """Sum of c_i u^i up to degree d >= 2, in ceil(log2(d + 1)) levels, by the method of Paterson and Stockmeyer."""
     powers = {1: u}
     while 2 * max(powers) < len(coefficients):
         powers[2 * max(powers)] = powers[max(powers)].square()
@@ -287,14 +291,14 @@ def power_series(coefficients: list[float], u: X) -> X:
 
 
 def _renew(first: X, *others: X) -> None:
-    """Refresh all ciphertexts of the next product in one message, if one has no level left."""
+    """Refresh all ciphertexts of the next product in one message, if one of them has no level left."""
     if (renew := getattr(first, "renew_with", None)) is not None:
         renew(*others)
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A float with a square."""
+    """A float that has a square() method."""
 
     value: float
 
@@ -320,5 +324,5 @@ def _positive(interval: tuple[float, float]) -> None:
 def _narrow(interval: tuple[float, float]) -> tuple[float, float]:
     _positive(interval)
     if interval[1] / interval[0] > WIDEST:
-        raise ValueError(f"values from {interval[0]:.3g} to {interval[1]:.3g}: their ratio is above {WIDEST:g}")
+        raise ValueError(f"values from {interval[0]:.3g} to {interval[1]:.3g}; their ratio is above {WIDEST:g}")
     return interval

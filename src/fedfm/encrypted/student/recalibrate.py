@@ -1,13 +1,13 @@
-"""Set new intervals of a student: after a training stage, or without training for rows of another kind.
+"""Set new intervals of a student, either after a training stage, or without training for rows of another kind.
 
 The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
 of 1 / x or 1 / sqrt(x) can drive all later ones out of their intervals. So blocks are measured one after another, and
-the arguments of a block in the order of computation. Then all earlier arguments are in their intervals when the next
-one is measured.
+within a block its arguments in the order of computation. When an argument is measured, all earlier ones are then in
+their intervals.
 
-For example, a student that was distilled on photographs gets drawings: their arguments leave the intervals, and its
-features are NaN. With some drawings its owner can measure wider intervals. The weights do not change, so heads trained
-on its features stay valid.
+For example, a student that was distilled on photographs gets drawings. Their arguments leave the intervals, and the
+features are NaN. With some drawings the student's owner can measure wider intervals. The weights do not change, so
+heads trained on its features stay valid.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from fedfm.runtime.progress import EpochProgress
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments of a block
 _PRE_NORM = ("first", "scores", "sums", "second", "hidden")  # the order of a block's arguments
 _POST_NORM = ("scores", "sums", "first", "hidden", "second")
-_MOST = 1 << 30  # largest size in bytes of the stored states before a block
-_UNCHANGED = ("scores", "hidden")  # their polynomials do not change
-_SIZES = ("scale", "range", "largest")  # keys of a block's entry other than its polynomials
+_MOST = 1 << 30  # largest size in bytes of the states that are stored before a block
+_UNCHANGED = ("scores", "hidden")  # arguments whose polynomials do not change
+_SIZES = ("scale", "range", "largest")  # keys of a block's entry that are not polynomials
 
 
 @torch.no_grad()
@@ -55,17 +55,17 @@ def widen(
     keep: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure a student's arguments without clamps, and choose new polynomials where the intervals are too narrow.
+    """Measure a student's arguments without clamping, and choose new polynomials where intervals are too narrow.
 
     Args:
-        taps: the student with the polynomials of ``entries``; it gets the new ones.
+        taps: the student with the polynomials of ``entries``. It gets the new ones.
         kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows. Only the first ones are used: their states before a block take at most one gigabyte.
+        batches: the rows. Only the first ones are used, as many as have at most one gigabyte of states before a block.
         keep: whether intervals may only grow, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 
     Returns:
-        The entries of all blocks.
+        The new entries of all blocks.
 
     Raises:
         InputError: the arguments of a block spread too far.
@@ -97,10 +97,10 @@ def widen(
 def _refit_next(
     entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fit polynomials of a block again, in the order of computation, up to the first that changes later arguments.
+    """Fit a block's polynomials again, in the order of computation, up to the first one that changes later arguments.
 
     Returns:
-        (the block's entry, the names of the later arguments, which must be measured again).
+        The block's entry, and the names of the later arguments, which have to be measured again.
     """
     for k, name in enumerate(names, 1):
         new = refit(entry, measured, kind, name, keep=keep)
@@ -112,13 +112,13 @@ def _refit_next(
 
 
 def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Measured, list[Tensor]]:
-    """Run one block on all batches; returns its arguments and its outputs."""
+    """Run one block on all batches; returns the block's arguments and its outputs."""
     measured, states = Measured(), []
     with taps.recording():
         for args, kwargs in calls:
             y = block(*args, **kwargs)
             states.append(y[0] if isinstance(y, tuple) else y)
-            taps.states.clear()  # the block's hook also stores them
+            taps.states.clear()  # the block's hook stores the outputs, too
             measured.add(functions)
     return measured, states
 
@@ -145,9 +145,9 @@ def _calls(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]
 def measure_again(
     place: ModelFolder, spec: DistilSpec, table: Table, student: Model, watcher: EpochProgress
 ) -> dict[str, Any]:
-    """Widen a student's intervals where the training rows need it, and write the student into the folder.
+    """Widen a student's intervals where the training rows need this, and write the student into the folder.
 
-    Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow up to the ratio that their polynomials allow.
+    Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow at most to the ratio that their polynomials allow.
 
     Returns:
         ``folder``, ``epochs`` (0), ``parameters``, ``measured`` (rows), ``seconds``, ``params_sha256``, and ``blocks``
@@ -155,7 +155,7 @@ def measure_again(
         ``outside``, and ``without_numbers`` (rows whose features overflow), the last three also with ``_before``.
 
     Raises:
-        InputError: the settings ask for epochs, tokens or views, which need training.
+        InputError: the settings request epochs, tokens or views, which need training.
     """
     began = time.perf_counter()
     _check(spec, student)
@@ -174,10 +174,10 @@ def measure_again(
     before = _scores_of(taps, table, held)
     entries = widen(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
     after = _scores_of(taps, table, held)
-    shares = [outside([block]) for block in taps.functions]  # shares on the held-out rows
+    shares = [outside([block]) for block in taps.functions]  # fractions on the held-out rows
     new = table_of(taps, entries, known["kind"], batches, after["outside"])
     for block, old in zip(new["blocks"], known["blocks"], strict=True):
-        block["scale"] = old["scale"]  # heads were trained on features divided by this scale
+        block["scale"] = old["scale"]  # because heads were trained on features divided by this scale
         block |= {name: max(block[name], old[name]) for name in ("range", "largest")}
     setattr(config, conversion.KEY, new)
     save(student, place.half(), new_head=bool(student.new))
@@ -202,12 +202,12 @@ def measure_again(
 def _check(spec: DistilSpec, student: Model) -> None:
     if any(spec.epochs):
         raise InputError(
-            f"model.name: {student.spec.name!r} is a polynomial student already; with distil.epochs = [0, 0, 0] "
-            "its intervals are measured again on these rows, without training"
+            f"model.name: {student.spec.name!r} is a polynomial student already; set distil.epochs = [0, 0, 0] "
+            "to measure its intervals again on these rows, without training"
         )
     if spec.image_size is not None or not spec.class_token or spec.views > 1:
         raise InputError(
-            "without training, a polynomial student keeps its tokens and reads rows without augmentation: drop "
+            "without training, a polynomial student keeps its tokens and reads rows without augmentation; drop "
             "distil.image_size, distil.class_token and distil.views"
         )
 

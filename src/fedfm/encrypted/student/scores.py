@@ -17,12 +17,12 @@ from fedfm.training.fit_head import HeadSpec, fit
 
 _AT_ONCE = 64
 Outputs = tuple[Tensor, Tensor, Tensor]
-PROBED = 8192  # training rows on which a head is fitted
+PROBED = 8192  # largest number of training rows to which a head is fitted
 _L2 = 1e-2
 
 
 class RowSource(Protocol):
-    """A source of rows, which returns batches."""
+    """A source of rows that returns batches."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -33,7 +33,7 @@ class RowSource(Protocol):
 
 @torch.no_grad()
 def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
-    """(logits (n, C), head inputs (n, d), labels (n,)) of the first ``most`` rows, without gradients."""
+    """Logits (n, C), head inputs (n, d) and labels (n,) of the first ``most`` rows, without gradients."""
     logits, features, labels = [], [], []
     n = min(len(rows), most)
     with taps.model.evaluating():
@@ -66,7 +66,7 @@ def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs
     If the head is new, a softmax regression is fitted to each model's features of training rows. Then ``agreement``
     compares the teacher's regression on the teacher's features with the same regression on the student's features.
     ``distance`` is the mean squared difference of the head's inputs, divided by the teacher's variance in each
-    dimension. ``outside`` is the share of arguments outside their intervals.
+    dimension. ``outside`` is the fraction of arguments outside their intervals.
 
     Args:
         theirs, known: the teacher's outputs on the held-out rows, and on the first :data:`PROBED` training rows.
@@ -93,7 +93,7 @@ def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs
 
 
 def outside(blocks: Iterable[Functions]) -> float:
-    """The share of arguments outside their intervals, among all arguments of these blocks in evaluation."""
+    """The fraction of arguments outside their intervals, of all arguments of these blocks in evaluation."""
     modules = [m for block in blocks for m in block]
     return sum(m.outside for m in modules) / max(sum(m.total for m in modules), 1)
 

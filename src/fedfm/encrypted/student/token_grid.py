@@ -1,7 +1,7 @@
-"""Change the number of tokens of a vision transformer, by another image size or without its class token.
+"""Change the number of tokens of a vision transformer, by another image size or by dropping its class token.
 
-Encrypted rotations need a power of two as the number of tokens. A ViT at 224 pixels has 196 patches and a
-class token. Its linear maps accept any number of tokens; only the position embeddings depend on the grid.
+Encrypted rotations need a power of two as the number of tokens. A ViT at 224 pixels has 196 patches and a class token.
+Its linear maps accept any number of tokens. Only the position embeddings depend on the grid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OTHER = ("model_type", "architectures", "transformers_version", "dtype", "torch
 def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
     """A new module with the weights of a ViT, DeiT or I-JEPA, for images of ``side`` x ``side`` pixels.
 
-    Positions of patches are interpolated (bicubic); those of class tokens stay. Without class tokens the type is
-    ``ijepa``, whose head reads the mean over the patches, so its initial outputs differ from the model's.
+    Positions of patches are interpolated (bicubic), and those of class tokens stay. Without class tokens the type is
+    ``ijepa``, whose head reads the mean over the patches, so its initial outputs differ from those of the model.
 
     Args:
-        side: None: the model's own size.
+        side: image size; None: the model's own size.
         class_token: whether class tokens stay.
 
     Raises:
@@ -39,12 +39,14 @@ def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
     config, kind = module.config, module.config.model_type
     if kind not in _TYPES:
         what = "distil.image_size" if class_token else "distil.class_token = false"
-        raise InputError(f"{what}: a model of type {kind!r} cannot change its tokens, expected a ViT, DeiT or I-JEPA")
+        raise InputError(f"{what}: a model of type {kind!r} cannot change its tokens; expected a ViT, DeiT or I-JEPA")
     embedding: Any = model.parts.embedding
     patches = embedding.patch_embeddings
     height, width = patches.patch_size
     if side is not None and (side % height or side % width):
-        raise InputError(f"distil.image_size = {side}: expected a multiple of the patches, {height} x {width} pixels")
+        raise InputError(
+            f"distil.image_size = {side}: expected a multiple of the patch size, {height} x {width} pixels"
+        )
     extra = embedding.position_embeddings.shape[1] - patches.num_patches
     if not class_token and not extra:
         raise InputError(f"distil.class_token = false: a model of type {kind!r} has no class token")
