@@ -1,4 +1,4 @@
-"""Sections of the report: messages and who saw what, privacy, the manifest, details of the result."""
+"""Sections of the report: messages and who saw what, privacy, the manifest, and details of the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _RECEIVED["across"] = _RECEIVED["down"] + " of other clients"
 _KEY = " as ciphertext: only a holder of the secret key can read it"
 _READ = {
     ("up", "plain"): " in the clear and could read what each client sent.",
-    ("up", "masked"): " masked: the masks cancel in the sum of the cohort; it cannot read one client's part.",
+    (
+        "up",
+        "masked",
+    ): " masked, and the masks cancel in the sum over the cohort; the server cannot read one client's part.",
     ("up", "encrypted"): f"{_KEY}; the server saw sizes and times.",
     ("down", "plain"): " in the clear and could read all of it.",
     ("down", "masked"): " masked: they could read only the masked values.",
@@ -39,12 +42,12 @@ _NEIGHBOURS = {
     ("client", "replace"): " Neighbours: federations that differ in all rows of one client.",
 }
 _RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
-_CLASSES = ("confusion", "class_counts")  # fields of the result that the section on classes shows
+_CLASSES = ("confusion", "class_counts")  # fields of the result that the section about classes shows
 _FORMS = ("plain", "masked", "encrypted")
 
 
 def messages(run: RunFiles) -> str:
-    """Bytes by type of message, and what the receivers could read."""
+    """Bytes by kind of message, and what the receivers could read."""
     if not run.exposure.traffic:
         return note("No message has been recorded yet.")
     n = sum(t.messages for t in run.exposure.traffic)
@@ -80,7 +83,7 @@ def messages(run: RunFiles) -> str:
 
 
 def smallest_sum(run: RunFiles) -> str:
-    """A sentence on the smallest number of clients in a sum that the server saw."""
+    """A sentence about the smallest number of clients in a sum that the server saw."""
     least = run.exposure.smallest_sum
     if least == 1:
         return "The smallest sum that the server saw has 1 update: it could read what each client sent."
@@ -91,7 +94,7 @@ def smallest_sum(run: RunFiles) -> str:
 
 
 def _traffic_by_form(run: RunFiles) -> str:
-    """Bytes that the server and each client received, by form, in a folded section."""
+    """Bytes that the server and each client received in each form, in a folded section."""
     receivers = sorted(run.exposure.received.items(), key=lambda item: (item[0] != SERVER, item[0]))
     forms = [*_FORMS, *sorted({form for _, by in receivers for form in by} - {*_FORMS})]
     rows = [[name, *(size(by[form]) if form in by else "" for form in forms)] for name, by in receivers]
@@ -100,7 +103,7 @@ def _traffic_by_form(run: RunFiles) -> str:
 
 
 def _operations(run: RunFiles) -> str:
-    """A sentence on the clients' computation, if the ledger has it."""
+    """A sentence about the clients' computation; empty if the ledger does not have it."""
     found = mapping(mapping(run.manifest.get("ledger")).get("operations"))
     sample, each = numeric(found.get("macs_per_sample")), numeric(found.get("macs_per_client_round"))
     if sample is None or each is None:
@@ -147,7 +150,7 @@ def privacy(run: RunFiles) -> str:
 
 
 def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
-    """The differential privacy that the run claims, in a sentence, and its assumptions."""
+    """The differential privacy that the run claims, as a sentence, and the assumptions of the claim."""
     found = run.guarantee
     if found is None:
         return "No differential privacy is claimed for this run.", []
@@ -161,7 +164,7 @@ def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
 
 
 def manifest(run: RunFiles) -> str:
-    """Experiment, versions and fingerprints: what is needed to repeat the run."""
+    """Experiment, versions and fingerprints, which are needed to repeat the run."""
     m = run.manifest
     facts: list[list[str]] = [["directory", run.path.resolve().name], ["created", _plain(m.get("created"))]]
     facts += [["finished", _plain(m.get("finished"))], ["fedfm", _plain(m.get("fedfm"))]]
@@ -193,7 +196,7 @@ def result(run: RunFiles) -> str:
 
 
 def share_box(run: RunFiles) -> str:
-    """A box with the files of the run, and the facts in this report, that must not be shared."""
+    """A box that lists the files of the run, and the facts in this report, that must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
     private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
     counted = " and shows their rows per class" if read and not private else ""

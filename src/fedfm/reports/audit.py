@@ -1,4 +1,4 @@
-"""The section on audits: the findings in the run's audit.json."""
+"""The section about audits: the findings in the run's audit.json."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fedfm.reports.text import esc, number, plural
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
     """The findings in the run's audit.json.
 
-    None if there is no such file, or if the run's parameters have changed since the audit. A file that ``fedfm audit``
-    did not write has no findings.
+    None if there is no such file, or if the run's parameters changed after the audit. A file that ``fedfm audit`` did
+    not write has no findings.
     """
     content = findings_file.read(run.path)
     return None if content is None or is_outdated(run) else findings_file.findings(content)
 
 
 def is_outdated(run: RunFiles) -> bool:
-    """Whether the run continued after its audit, so that the findings are about earlier parameters."""
+    """Whether the run was continued after its audit, so that the findings are about earlier parameters."""
     return not findings_file.is_about(findings_file.read(run.path) or {}, run.result.get("params_sha256"))
 
 
 def section(run: RunFiles) -> str:
-    """A table of verdicts, then a paragraph for each finding; empty without an audit."""
+    """A table of verdicts, then a paragraph for each finding; empty if there was no audit."""
     found = findings(run)
     if found is None:
         return note("The run continued after its audit: repeat <code>fedfm audit</code>.") if is_outdated(run) else ""
@@ -46,7 +46,7 @@ def section(run: RunFiles) -> str:
 
 
 def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
-    """A chart: with what error coalitions of clients compute the server's foundation model."""
+    """A chart of the errors with which coalitions of clients compute the server's foundation model."""
     rows, spans, line = list[ChartBar](), list[tuple[float, float] | None](), 0.0
     for f in found:
         name, error = str(f.get("name")), numeric(f.get("estimate"))
@@ -83,7 +83,7 @@ def _paragraph(f: Mapping[str, Any]) -> str:
         body += details("By tensor", table(["tensor", "relative error"], shown, "Error by tensor"))
     leaks = [mapping(leak) for leak in sequence(detail.get("leaks"))]
     if leaks:
-        # Row numbers stay in audit.json, which only its owner can read.
+        # Numbers of rows are only in audit.json, which only its owner can read.
         keys = ("component", "ratio", "carries")
         shown = [[str(x.get("client")), str(x.get("class")), *(number(numeric(x.get(k))) for k in keys)] for x in leaks]
         head = ["client", "class", "component", "distance / neighbours'", "examples carried"]

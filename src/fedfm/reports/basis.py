@@ -1,4 +1,4 @@
-"""The accuracy by which runs are compared: it must be measured on the same rows in all runs."""
+"""Choose the accuracy by which runs are compared. It must be measured on the same rows in all runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Basis(NamedTuple):
     Attributes:
         key: its key in a run's metrics.
         rows: the rows on which it was measured, in words.
-        mixed: whether the meaning of ``accuracy`` differs among the runs.
+        mixed: whether the meaning of ``accuracy`` is not the same in all runs.
     """
 
     key: str
@@ -31,11 +31,11 @@ class Basis(NamedTuple):
 
 
 def basis(runs: Sequence[RunFiles]) -> Basis:
-    """The accuracy that all runs state on the same rows.
+    """The accuracy that all runs state for the same rows.
 
-    It is the first of these that all runs have with one meaning: the headline ``accuracy``, the accuracy on all test
-    rows, the mean of the clients' accuracies. The headline of a method with one model is measured on all test rows; the
-    headline of a method with a model for each client is the mean.
+    It is the first of these three that all runs have with one meaning: the headline ``accuracy``, the accuracy on all
+    test rows, the mean of the clients' accuracies. The headline of a method with one model is measured on all test
+    rows. The headline of a method with a model for each client is the mean over clients.
     """
     meant = {meaning(run) for run in runs if finite(run.value(ACCURACY))}
     if len(meant) <= 1:
@@ -47,13 +47,15 @@ def basis(runs: Sequence[RunFiles]) -> Basis:
 
 
 def meaning(run: RunFiles) -> str:
-    """The key of the metric that a run's headline ``accuracy`` repeats."""
+    """The key of the metric that has the same value as the run's headline ``accuracy``."""
     stated = run.value(ACCURACY)
     return next((key for key in (GLOBAL_ACCURACY, LOCAL_ACCURACY) if run.value(key) == stated), ACCURACY)
 
 
 def unlike_settings(experiments: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    """The settings that differ: dotted key -> one value for each experiment, None if the experiment lacks the key."""
+    """The settings that differ, by dotted key; each has one value per experiment, None if an experiment lacks the
+    key.
+    """
     flat = [_flat(experiment) for experiment in experiments]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [one.get(key) for one in flat] for key in keys}

@@ -1,4 +1,4 @@
-"""The section on classes: the confusion matrix on the global test rows, and the scores of each class."""
+"""The section about classes: the confusion matrix on the global test rows, and the scores of each class."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import heat
 from fedfm.reports.text import count, esc, percent
 
-_MOST = 40  # classes in the matrix
-_KEPT = 1000  # classes whose counts a result has
-_WORST = 5  # classes and mistakes in words
-_ALL = 60  # classes in a table that is not folded
+_MOST = 40  # largest number of classes in a matrix
+_KEPT = 1000  # largest number of classes whose counts a result has
+_WORST = 5  # number of classes, and of mistakes, that the text names
+_ALL = 60  # a table with more classes is folded
 
 
 class _ClassLine(NamedTuple):
     """Counts of one class.
 
-    In order: its rows, the rows that are predicted as this class, those among them that are right, the class that is
-    most often predicted instead, and how often.
+    In order: its rows; the rows that are predicted as this class; those among the latter that are right; the class that
+    is most often predicted in its place; and how often that happens.
     """
 
     name: str
@@ -42,7 +42,9 @@ class _ClassLine(NamedTuple):
 
 
 def section(run: RunFiles) -> str:
-    """The confusion matrix, or why there is none, and a table; empty if the result has no counts by class."""
+    """The confusion matrix, or the reason why there is none, and a table; empty if the result has no counts by
+    class.
+    """
     own = run.value("accuracy") == run.value(LOCAL_ACCURACY) != run.value(GLOBAL_ACCURACY)
     several = own and len(run.manifest.get("clients") or ()) > 1
     text = "All clients' models are added up. " if several else ""
@@ -64,7 +66,7 @@ def section(run: RunFiles) -> str:
 
 
 def _cells(run: RunFiles) -> list[list[float]]:
-    """The confusion matrix; [] if the result has none."""
+    """The confusion matrix; empty if the result has none."""
     found = mapping(run.result.get("details")).get("confusion")
     cells = [[numeric(n) or 0.0 for n in sequence(row)] for row in sequence(found)]
     return [] if any(len(row) != len(cells) for row in cells) else cells
@@ -118,7 +120,7 @@ def _from_counts(names: Sequence[str], lists: list[list[float]], counts: Mapping
 def _in_words(
     names: Sequence[str], scored: list[_ClassLine], pairs: Sequence[tuple[int, int, float]], text: str
 ) -> str:
-    """Why no matrix is drawn, the worst classes, the most frequent mistakes, and the scores."""
+    """The reason why no matrix is drawn, the worst classes, the most frequent mistakes, and the scores."""
     said = f"Global test rows. {text}No confusion matrix is drawn: with {len(names)} classes it would have "
     said += f"{count(len(names) ** 2)} cells, and more than {_MOST} in a row are too small to read."
     worst = sorted(((s.f1, i) for i, s in enumerate(scored) if s.rows and s.f1 is not None))[:_WORST]

@@ -1,4 +1,4 @@
-"""The section on who learns from whom: the K x K weights by which the server mixes models of K clients for each one."""
+"""The section about who learns from whom: the K x K weights by which the server mixes K models for each client."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from fedfm.reports.svg import COLOURS, Series, lines, matrix, neighbours
 from fedfm.reports.text import count, esc, numbers, percent, plural, shorten
 
 FILE = WEIGHTS
-MOST_CLIENTS = 60  # rows of a map; more are grouped
-GROUPS = 40  # rows of a grouped map
-SMALL = 24  # rows of a small map
+MOST_CLIENTS = 60  # largest number of rows in a map; more rows are grouped
+GROUPS = 40  # number of rows in a grouped map
+SMALL = 24  # largest number of rows in a small map
 FEW = 5  # number of layers, and of rounds, that get a map of their own
-MOST_WORDS = 12  # clients in the terminal's text
+MOST_WORDS = 12  # number of clients that the terminal's text names
 REVEALS = (
-    "The map shows which clients are alike: the data of one client disclose something about those of its neighbours. "
+    "The map shows which clients are alike, so the data of one client disclose something about those of its "
+    "neighbours. "
     "fedfm audit measures this on this run. The server "
-    "computes the map and sends it to no client: share it only with readers whom all clients trust."
+    "computes the map and sends it to no client; share it only with readers whom all clients trust."
 )
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Content of the file of weights: T rounds, L layers, K clients.
+    """Content of the file of weights, for T rounds, L layers and K clients.
 
     Attributes:
-        p: (T, L, K, K): entry (t, l, i, k) is the share of client k's vector in client i's model, in layer l. Rows of
-            clients outside the round's cohort are zero.
+        p: (T, L, K, K): entry (t, l, i, k) is the fraction of client k's vector in client i's model, in layer l. Rows
+            of clients outside the round's cohort are zero.
         rounds: (T,): the numbers of the rounds.
     """
 
@@ -45,13 +46,13 @@ class Weights:
 
     @property
     def cohorts(self) -> np.ndarray:
-        """(T, K): whether the client was in the round's cohort."""
+        """(T, K): whether the client was in the cohort of the round."""
         found: np.ndarray = (self.p != 0).any((1, 3))
         return found
 
     @property
     def last(self) -> np.ndarray:
-        """(L, K, K): each client's row in the last round of which it was in the cohort; zero if there is none."""
+        """(L, K, K): each client's row in its last round in a cohort; zero if there was none."""
         known = self.cohorts
         at = len(known) - 1 - known[::-1].argmax(0)  # (K,)
         return self.p[at, :, np.arange(len(self.clients))].swapaxes(0, 1)
@@ -77,7 +78,7 @@ def load(path: Path) -> Weights | None:
 
 
 def section(run: RunFiles) -> str:
-    """The map of the last round, small maps of single rounds and layers, and the weight of each client's own vector."""
+    """The map of the last round, small maps of single rounds and layers, and each client's weight of its own vector."""
     try:
         w = load(run.path)
     except ValueError:
@@ -122,7 +123,7 @@ def words(path: Path) -> str:
 
 
 def seriation(p: np.ndarray) -> list[int]:
-    """An order of the K clients in which those that learn from each other are neighbours (average linkage)."""
+    """An order of the K clients in which clients that learn from each other are neighbours (average linkage)."""
     if len(p) < 3:
         return list(range(len(p)))
     from scipy.cluster.hierarchy import leaves_list, linkage
@@ -137,11 +138,11 @@ def seriation(p: np.ndarray) -> list[int]:
 
 
 def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray, list[list[int]]]:
-    """The map in this order, with neighbours averaged in at most ``most`` groups.
+    """The map in this order, with neighbours averaged into at most ``most`` groups.
 
     Returns:
-        (q, groups). q (G, G): entry (a, b) is the share that all clients of group b together have in the model of a
-        client of group a, averaged over the clients of group a.
+        q (G, G) and the groups. Entry (a, b) of q is the fraction that all clients of group b together have in the
+        model of a client of group a, averaged over the clients of group a.
     """
     groups = [list(group) for group in neighbours(order, most)]
     q = np.array([[p[np.ix_(a, b)].sum(1).mean() for b in groups] for a in groups])
@@ -183,7 +184,7 @@ def _table(w: Weights, order: Sequence[int]) -> str:
 
 
 def _most(p: np.ndarray) -> list[tuple[int, float]]:
-    """(k, weight) for each client: the other client k from which it learns most; (-1, 0) if there is none."""
+    """For each client, the other client k from which it learns most, and the weight; (-1, 0) if there is none."""
     off = p.copy()
     np.fill_diagonal(off, -np.inf)
     best = off.argmax(1) if len(p) > 1 else np.zeros(1, dtype=int)
@@ -191,7 +192,7 @@ def _most(p: np.ndarray) -> list[tuple[int, float]]:
 
 
 def _own(w: Weights) -> np.ndarray:
-    """(T, L, K): the weight p_ii of each client's own vector; NaN for clients outside the round's cohort."""
+    """(T, L, K): p_ii, each client's weight of its own vector; NaN for clients outside the round's cohort."""
     own = np.einsum("tlkk->tlk", w.p)
     return np.where(w.cohorts[:, None], own, np.nan)
 
@@ -250,5 +251,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _spread(n: int, most: int) -> list[int]:
-    """At most ``most`` of n positions, evenly spaced from the first to the last."""
+    """At most ``most`` of n positions, evenly spaced, including the first and the last."""
     return sorted({round(i) for i in np.linspace(0, n - 1, min(n, most)).tolist()})

@@ -1,4 +1,4 @@
-"""Comparison of runs: a page, and a section of a report with baselines."""
+"""Comparison of runs: a page of its own, and a section of a report with baselines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedfm.reports.run_table import table as table
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, lines
 from fedfm.reports.text import NONE, duration, esc, finite, number, percent, plural, shorten
 
-_TITLE = "Comparison · fedfm"  # of the page
+_TITLE = "Comparison · fedfm"  # title of the page
 
 
 def write(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -49,7 +49,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def section(runs: Sequence[RunFiles]) -> str:
-    """Table and plots of the runs; the first run is the one that others are compared with."""
+    """Table and plots of the runs. The others are compared with the first run."""
     from fedfm.reports import frontier
 
     names = labels(runs)
@@ -126,21 +126,24 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences if the runs' data differ or may differ, according to the fingerprints of all rows.
+    """Sentences for the case that the runs' data differ or may differ, by the fingerprints of all rows.
 
-    Under [privacy] each run computes its fingerprint with its own key, so that two runs cannot be compared.
+    Under [privacy] each run computes its fingerprint with its own key, so two runs cannot be compared.
     """
     out, public = [], _not_private(runs)
     if others := _unlike(public, lambda run: mapping(run.manifest.get("fingerprints")).get("data")):
         text = f"The scores are of different data: the rows (fingerprint) of {', '.join(others)} are not "
         out.append(f"{text}{next(iter(public))}'s.")
     if (keyed := [n for n in labels(runs) if n not in public]) and len(runs) > 1:
-        out.append(f"The data of {', '.join(keyed)} cannot be compared: [privacy] keys the fingerprint.")
+        out.append(
+            f"The data of {', '.join(keyed)} cannot be compared, since under [privacy] each run's fingerprint has its "
+            f"own key."
+        )
     return out
 
 
 def _not_private(runs: Sequence[RunFiles]) -> dict[str, RunFiles]:
-    """Label -> run, for the runs whose manifests describe their rows."""
+    """The runs whose manifests describe their rows, by label."""
     return {n: run for n, run in zip(labels(runs), runs, strict=True) if not run.experiment.get("privacy")}
 
 
@@ -158,9 +161,9 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         points = [(float(r.number), r.values.get(key)) for r in run.rounds]
         once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
-        if (run.done_rounds <= 1 or once) and last > 1 and points:  # one value becomes a level line
+        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a single value becomes a level line
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
-        # A run that was evaluated in some rounds only is also a line.
+        # A run that was evaluated only in some rounds is a line, too.
         points = [(x, y) for x, y in points if y is not None] or points
         if points:
             series.append(Series(name, points, i % COLOURS + 1))
@@ -177,20 +180,20 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
 
 
 def _curve_key(runs: Sequence[RunFiles]) -> str:
-    """The metric that the lines show: it is measured on the same rows in all runs, round by round."""
+    """The metric that the lines show. It is measured on the same rows in all runs, in each round."""
 
     def has_curve(key: str) -> bool:
         counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)
         return all(count > min(run.done_rounds, 1) for count, run in zip(counts, runs, strict=True))
 
-    # Clients' own models are evaluated on the global test rows at the end only: these figures have no line.
+    # Clients' own models are evaluated on the global test rows only at the end, so these figures have no line.
     if all(sum(r.values.get("perplexity") is not None for r in run.rounds) > 1 for run in runs):
         return "perplexity"
     by = basis(runs)
     keys = [by.key, LOCAL_ACCURACY, GLOBAL_ACCURACY] if by.mixed else [ACCURACY]
     if found := next(filter(has_curve, keys), None):
         return found
-    # A run that was evaluated at its end only is a level line, if all lines are measured on the same rows.
+    # A run that was evaluated only at its end is a level line if all lines are measured on the same rows.
     if by.mixed and all(run.rounds and run.rounds[-1].values.get(by.key) is not None for run in runs):
         return by.key
     rounds = [r for run in runs for r in run.rounds]

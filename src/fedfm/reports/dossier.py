@@ -1,8 +1,8 @@
-"""``dossier.html``: one printable page on a run for a data protection officer.
+"""``dossier.html``: one printable page about a run, for a data protection officer.
 
-Its order is that of an opinion of the European Data Protection Board: Opinion 28/2024 on certain data protection
+It has the order of an opinion of the European Data Protection Board: Opinion 28/2024 on certain data protection
 aspects related to the processing of personal data in the context of AI models. 17 December 2024, sections 3.2 to 3.4.
-Statements come from the run's files; the controller fills in the other lines.
+The statements come from the run's files. The controller fills in the other lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedfm.reports.text import count, esc, plural, size
 Fact = tuple[str, str | None]  # label and text; None: a line to fill in
 
 FILE = DOSSIER
-_MOST = 8  # rows of a table, so that the dossier has one or two pages
+_MOST = 8  # largest number of rows of a table, so that the dossier has one or two pages
 # Kinds of attacks that the opinion names, and this library's findings of each kind.
 _KINDS = {
     "membership inference": (
@@ -43,7 +43,7 @@ _KINDS = {
     "reconstruction": ("reconstruction", "single_holder", "head_rows"),
 }
 _OTHER = "other"
-_NUMBERS = re.compile(r" \([^()]*: (?:yes|no)\)")  # the numbers in a rule of fedfm.audits.finding
+_NUMBERS = re.compile(r" \([^()]*: (?:yes|no)\)")  # matches the numbers in a rule of fedfm.audits.finding
 _ORDER = ("leaks", "inconclusive", "holds")
 
 
@@ -51,14 +51,14 @@ def write(run_dir: Path, unfit: str = "") -> Path:
     """Write ``dossier.html`` into a run's directory; the same files give the same bytes.
 
     Args:
-        unfit: why no attack of this library applies to the run; "" if some apply.
+        unfit: why no attack of this library applies to the run; "" if an attack applies.
 
     Raises:
-        InputError: the manifest is missing or invalid, or the run is unfinished.
+        InputError: the manifest is missing or invalid, or the run is not finished.
     """
     run = read(run_dir)
     if not run.is_finished:
-        raise InputError(f"{run_dir} is not finished: `fedfm resume {run_dir}` first")
+        raise InputError(f"{run_dir} is not finished; run `fedfm resume {run_dir}` first")
     found = findings(run) or []
     parts = [
         ("purpose", "1 Purpose and roles", _purpose(run)),
@@ -193,7 +193,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
 
 
 def _rules(found: Sequence[Any]) -> str:
-    """The rules of the findings, numbered as in the table, which has the measured values."""
+    """The rules of the findings, with the numbers of the table, which has the measured values."""
     by_rule: dict[str, list[str]] = {}
     for i, f in enumerate(found, 1):
         if f.get("rule"):

@@ -1,4 +1,4 @@
-"""The section on a FedMS run: how many parameters stage two trained in each round, and the time of backward passes."""
+"""The section about a FedMS run: parameters trained by stage two in each round, and the time of backward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEAD = ["round", "parameters trained, all clients", "mean per client", "mean ac
 
 
 def section(run: RunFiles) -> str:
-    """Empty for other methods, and before stage two."""
+    """The section; empty for other methods and before stage two."""
     timed = [r for r in run.rounds if "backward_seconds" in r.figures]
     if not timed:
         return ""

@@ -1,4 +1,4 @@
-"""The section on a FedPFT run: bytes sent and bytes by the paper's formulas, withheld classes, the bound, the noise."""
+"""The section about a FedPFT run: bytes sent and by the paper's formulas, withheld classes, bound and noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedfm.reports.text import count, number, percent, plural, size
 
 
 def section(run: RunFiles) -> str:
-    """Empty for other methods."""
+    """The section; empty for other methods."""
     info = mapping(run.result.get("details"))
     if "formula_bytes" not in info:
         return ""

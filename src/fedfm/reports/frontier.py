@@ -12,16 +12,16 @@ from fedfm.reports.read import RunFiles
 from fedfm.reports.svg import COLOURS, Scale, axes, domain, frame, ticks
 from fedfm.reports.text import esc, finite, percent, shorten, size
 
-Spot = tuple[str, float, float]  # name, bytes, accuracy
+Spot = tuple[str, float, float]  # name, bytes and accuracy of a run
 
 
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """The plot; empty if fewer than two runs have an accuracy and sent bytes."""
+    """The plot; empty if fewer than two runs have both an accuracy and sent bytes."""
     by, spots = basis(runs), []
     alone, pooled = list[str](), list[str]()
     for run, name in zip(runs, short(names), strict=True):
         if run.method == "centralised":
-            pooled.append(name)  # all rows in one place: it sends no bytes
+            pooled.append(name)  # a run with all rows in one place sends no bytes
             continue
         sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value(by.key)
         if finite(reached) and sent > 0:
@@ -59,7 +59,7 @@ def _prefix_length(names: Sequence[str]) -> int:
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
-    """The Pareto frontier, in order of bytes: the points whose accuracy no point with fewer bytes reaches."""
+    """The Pareto frontier in order of bytes: the points whose accuracy no point with fewer bytes reaches."""
     out: list[Spot] = []
     for spot in sorted(spots, key=lambda s: (s[1], -s[2])):
         if not out or spot[2] > out[-1][2]:

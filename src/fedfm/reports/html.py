@@ -18,10 +18,10 @@ from fedfm.runtime.runs_below import order_in
 def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
     """Write ``report.html`` into a run's directory.
 
-    The same files give the same bytes. The report of an unfinished run shows its rounds so far.
+    The same files give the same bytes. The report of an unfinished run shows the rounds so far.
 
     Args:
-        run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
+        run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
         baselines: directories of other runs for comparison; None: the baselines that ran with this run.
 
     Returns:
@@ -63,7 +63,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
 
 
 def _of_some(name: str, run: RunFiles, has: bool) -> str:
-    """The section that the module ``name`` writes; empty if the run has no data for it."""
+    """The section that the module ``name`` writes; empty if the run has no data for this section."""
     return str(import_module(f"fedfm.reports.{name}").section(run)) if has else ""
 
 
@@ -74,7 +74,7 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
 
 
 def sentence(run: RunFiles) -> str:
-    """The result in one line."""
+    """The result in one sentence."""
     model = mapping(run.experiment.get("model")).get("name") or "a model of the server"
     clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
     text = (
@@ -94,10 +94,10 @@ def sentence(run: RunFiles) -> str:
 
 
 def data_of(run: RunFiles) -> str:
-    """The data's name and how they were split."""
+    """The name of the data, and how they were split."""
     data = mapping(run.experiment.get("data"))
     named = next((data[k] for k in ("name", "hub", "path") if data.get(k)), None)
-    if run.silos_own_rows:  # nothing was split
+    if run.silos_own_rows:  # no common rows were split
         return "the silos’ own data"
     partition = mapping(data.get("partition"))
     how = str(partition.get("name", ""))

@@ -1,4 +1,4 @@
-"""The section on clients that joined after training, by ``fedfm join``."""
+"""The section about clients that joined after training, by ``fedfm join``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which clients have their own models at the end of a run, also those that joined after training."""
+"""Which clients have their own models at the end of a run, including those that joined after training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedfm.runtime.predictions import personal
 
 
 def own_models(run: RunFiles) -> bool | None:
-    """Whether every client of the run ends with its own model; None if the manifest's experiment is unreadable."""
+    """Whether every client ends with its own model; None if the manifest's experiment is unreadable."""
     try:
         return personal(Experiment.from_dict(dict(run.experiment), imports=True).method)
     except (FedfmError, ImportError):

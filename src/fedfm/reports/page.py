@@ -1,4 +1,4 @@
-"""Parts of a page: its shell, sections, figures in two widths, scrolling tables."""
+"""Parts of a page: its frame, sections, figures in two widths, and tables that scroll."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedfm.errors import InputError, RunError
 from fedfm.reports.svg import Series
 from fedfm.reports.text import count, esc, shorten, width_of
 
-WIDE, NARROW = 892, 358  # width of a drawing in pixels, on screens that are 1280 and 390 pixels wide
-MOST_ROWS = 2000  # largest number of rows of a table; the run's own files have the rest
+WIDE, NARROW = 892, 358  # widths of a drawing in pixels, for screens of 1280 and of 390 pixels
+MOST_ROWS = 2000  # largest number of rows of a table; further rows are only in the run's own files
 # The page loads nothing and runs no script, even if a name in the run contains HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -23,7 +23,7 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
 
     Args:
         sections: (id, heading, HTML) of each section.
-        kind: CSS class of the body, by which the style sheet distinguishes a report and a dossier.
+        kind: CSS class of the body, by which the style sheet tells reports and dossiers apart.
     """
     style = files("fedfm.reports").joinpath("style.css").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
@@ -51,7 +51,9 @@ def save(text: str, path: Path) -> Path:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # a killed process may have left it; if it is a link, a write would follow it
+        part.unlink(
+            missing_ok=True
+        )  # a killed process may have left this file, and if it is a link, a write would follow it
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
@@ -64,7 +66,7 @@ def save(text: str, path: Path) -> Path:
 
 
 def figure(draw: Callable[[int], str]) -> str:
-    """The drawing in two widths. The style sheet shows the one that fits the screen, so that text keeps its size."""
+    """The drawing in two widths. The style sheet shows the width that fits the screen, so that text keeps its size."""
     return f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>'
 
 
@@ -95,7 +97,7 @@ def swatches(names: Sequence[str]) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
     """A table in a scrolling box.
 
-    The first column names the row. ``words`` are the indices of columns with text; all other columns have numbers.
+    The first column names the row. ``words`` has the indices of columns with text; all others contain numbers.
     """
     start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
@@ -124,12 +126,12 @@ def code(text: str, label: str) -> str:
 
 
 def note(html: str) -> str:
-    """A note (HTML, already escaped)."""
+    """A note, given as HTML that is escaped already."""
     return f'<p class="note">{html}</p>'
 
 
 def aside(title: str, items: Sequence[str], attributes: str = "") -> str:
-    """A highlighted box with a list of texts; empty without items."""
+    """A highlighted box with a list of texts; empty if the list is."""
     listed = "".join(f"<li>{esc(text)}</li>" for text in items)
     box = f'<aside aria-label="{title}"{attributes}><strong>{title}</strong><ul>{listed}</ul></aside>'
     return box if items else ""

@@ -1,4 +1,4 @@
-"""A run's epsilon in two sentences, and sentences on its private files."""
+"""Explain a run's epsilon in two sentences, and adapt sentences about its private files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST = 700.0  # largest epsilon with a finite e^epsilon
 
 
 def _content_of(private: Path) -> list[str]:
-    """What kinds of files a run's private folder holds, in words, except for a lock and ``data.json``."""
+    """The kinds of files in a run's private folder, in words; a lock and ``data.json`` are not listed."""
     files = [path.relative_to(private) for path in private.rglob("*") if path.is_file()]
     kinds = {
         "clients' memories": lambda p: p.parts[0] == "memory" and "+kept" not in p.parts and p.suffix != ".secret",
@@ -31,7 +31,7 @@ def _content_of(private: Path) -> list[str]:
 
 
 def reading(run: RunFiles) -> str:
-    """The meaning of a run's epsilon for one person, in two sentences; "" without an epsilon.
+    """What a run's epsilon means for one person, in two sentences; "" without an epsilon.
 
     Group privacy: a mechanism that is (epsilon, delta)-private for one row is (k epsilon, delta (e^(k epsilon) - 1) /
     (e^epsilon - 1))-private for k rows of one person.
@@ -58,7 +58,7 @@ def reading(run: RunFiles) -> str:
 
 
 def present(run: RunFiles, sentence: str) -> str:
-    """Reduce a sentence about files to those that the run has; "" if the run has none of them."""
+    """Reduce a sentence about files to the files that the run has; "" if it has none of them."""
     subject = _SUBJECT.match(sentence)
     if subject is None:
         return sentence

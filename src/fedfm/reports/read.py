@@ -1,4 +1,4 @@
-"""Read a run directory for its report. Invalid files are refused; an unfinished run may lack values."""
+"""Read a run directory for its report. Invalid files are refused. An unfinished run may lack values."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import Exposure, exposure_of
 from fedfm.runtime.runs_below import no_run
 
-WEIGHTS, AUDIT, DOSSIER = "weights.npz", "audit.json", "dossier.html"  # files that only some runs have
+WEIGHTS, AUDIT, DOSSIER = "weights.npz", "audit.json", "dossier.html"  # names of files that only some runs have
 SCHEMA = 1  # newest version of the manifest that this module reads
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.models.metrics names them
 
 
 @dataclass(frozen=True)
 class Round:
-    """A line of metrics.jsonl; values are None if undefined, and NaN if training diverged.
+    """A line of metrics.jsonl. A value is None if it is undefined, and NaN if training diverged.
 
     Attributes:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
             train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean.
-        seconds: duration of this round; in the file seconds count from the start of the run.
+        seconds: duration of this round. (In the file, seconds count from the start of the run.)
         bytes_up, bytes_down: bytes of the method's own messages since the start of the run.
-        figures: every number of the line, including those of the method.
-        clients: accuracy of each client on its own test rows; None if it has none.
+        figures: all numbers of the line, including those of the method.
+        clients: accuracy of each client on its own test rows; None if the client has none.
         losses: loss of each client, if no accuracy is defined.
-        scored: client -> round of the model that it scored, if that is an earlier round.
+        scored: for each client that scored the model of an earlier round, that round.
     """
 
     number: int
@@ -56,10 +56,10 @@ class Round:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Content of the files of one run.
+    """The content of the files of one run.
 
     Attributes:
-        result: the result line, empty while the run is unfinished.
+        result: the run's result; empty while the run is unfinished.
         rounds: committed rounds in order of number.
         exposure: what each party received, summed over all messages.
         missing: a sentence for each damaged or missing record, and for each lost file without which the run continued.
@@ -84,7 +84,7 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The run's name, else its directory's."""
+        """The run's name, or else the name of its directory."""
         return str(self.manifest.get("name") or self.path.resolve().name)
 
     @property
@@ -94,17 +94,17 @@ class RunFiles:
 
     @property
     def planned_rounds(self) -> int | None:
-        """Number of rounds that the experiment asks for."""
+        """Number of rounds in the experiment."""
         asked = numeric(mapping(self.experiment.get("method")).get("rounds"))
         return int(asked) if finite(asked) else None
 
     @property
     def done_rounds(self) -> int:
-        """Committed rounds of training."""
+        """Number of committed rounds of training."""
         return max((r.number for r in self.rounds), default=0)
 
     def value(self, name: str) -> float | None:
-        """A metric of the result line, else of the last committed round."""
+        """A metric of the result, or else of the last committed round."""
         for known in (self.result, mapping(self.result.get("details"))):
             if name in known:
                 return numeric(known[name])
@@ -112,13 +112,13 @@ class RunFiles:
 
     @property
     def client_accuracy(self) -> Mapping[str, float | None]:
-        """Each client's accuracy at the end; None if it reported none."""
+        """Each client's accuracy at the end; None for a client that reported none."""
         final = _by_client(self.result.get("client_accuracy"))
         return final or next((r.clients for r in reversed(self.rounds) if r.clients), {})
 
     @property
     def client_loss(self) -> Mapping[str, float | None]:
-        """Each client's loss at the end, if no accuracy is defined; None if it reported none."""
+        """Each client's loss at the end, if no accuracy is defined; None for a client that reported none."""
         final = _by_client(mapping(self.result.get("details")).get("client_loss"))
         return final or next((r.losses for r in reversed(self.rounds) if r.losses), {})
 
@@ -140,19 +140,19 @@ class RunFiles:
 
     @property
     def spread(self) -> float | None:
-        """Population standard deviation over the clients."""
+        """Population standard deviation of the clients' accuracies."""
         return statistics.pstdev(self.finite_accuracies) if self.finite_accuracies else None
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the result line, else the sum over the rounds."""
+        """Seconds in the result, or else the sum over the rounds."""
         total = numeric(self.result.get("seconds"))
         if total is not None or not self.rounds:
             return total
         return sum(numbers(r.seconds for r in self.rounds))
 
     def traffic_total(self, direction: str) -> float | None:
-        """Bytes of the method's own messages ``"up"`` or ``"down"``."""
+        """Bytes of the method's own messages in the direction ``"up"`` or ``"down"``."""
         total = numeric(self.result.get(f"bytes_{direction}"))
         if total is not None or not self.rounds:
             return total
@@ -172,11 +172,11 @@ class RunFiles:
 
 
 def read(run_dir: Path, messages: bool = True) -> RunFiles:
-    """The files of a run, finished or not.
+    """Read the files of a run, finished or not.
 
     Args:
-        run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
-        messages: read messages.jsonl too, which may be long.
+        run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
+        messages: whether to read messages.jsonl, too, which may be long.
 
     Raises:
         InputError: the manifest is missing or invalid, or a newer fedfm wrote it.
@@ -195,10 +195,11 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     schema = manifest.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:
         raise InputError(
-            f"{path}: schema {schema!r}, this fedfm reads up to {SCHEMA}; use the fedfm that wrote the run"
+            f"{path}: its schema is {schema!r}, but this fedfm reads up to {SCHEMA}; use the release of fedfm that "
+            f"wrote the run"
         )
     result = mapping(manifest.get("result"))
-    # If a round is in the file twice, a resumed run has repeated it; the later line counts.
+    # If a round is in the file twice, a resumed run has repeated the round; the later line counts.
     rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
     left_out = {(r.number, client) for r in rounds.values() for client, _, _, part in r.excluded if part == ROUND}
     lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
@@ -214,36 +215,36 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The valid objects of a log; ``RunFiles.missing`` names the others."""
+    """The valid objects of a log; ``RunFiles.missing`` names the invalid lines."""
     return (line for _, line, _ in logs.lines(path) if line is not None)
 
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
-    """Sentences on missing records. Those of a finished run must reach its end, else its newest checkpoint."""
+    """Sentences about missing records. A finished run needs them up to its end, others up to the newest checkpoint."""
     files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
     committed = [int(name) for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
     # A round's line is written after its checkpoint.
     last = int(whole(result.get("rounds"))) if result else max([last, *(t - 1 for t in committed)])
     logs_of = (run_dir if messages else run_dir / logs.METRICS), last, result or None
     of_logs = logs.gaps(*logs_of) if messages else logs.gaps_of_metrics(*logs_of)
-    # A copy without private/ was made to share the run; its checkpoint may have been left out on purpose.
+    # A copy without private/ was made to share the run, and may lack the checkpoint on purpose.
     gone = bool(result) and last not in committed and (run_dir / "private").is_dir()
     model = f"the checkpoint of round {last} is missing: `fedfm predict`, `export` and `audit` need it"
     return [*of_logs, *([model] if gone else [])]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a JSON object, else an empty one."""
+    """The value if it is a JSON object; otherwise an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: Any) -> Sequence[Any]:
-    """The value if it is a JSON array, else an empty one."""
+    """The value if it is a JSON array; otherwise an empty one."""
     return value if isinstance(value, list) else []
 
 
 def numeric(value: Any) -> float | None:
-    """The value if it is a number, else None."""
+    """The value if it is a number; otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -284,18 +285,18 @@ def _exclusion(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _spans(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The rounds, each with its own seconds instead of the seconds since the start of the run."""
+    """The rounds, each with its own duration instead of the seconds since the start of the run."""
     out, before = [], 0.0
     for r in rounds:
         own = r.seconds
         if finite(r.seconds):
             own, before = r.seconds - before, r.seconds
-            own = own if own >= 0 else before  # the clock restarted
+            own = own if own >= 0 else before  # the clock started again from 0
         out.append(replace(r, seconds=own))
     return tuple(out)
 
 
 def whole(value: Any) -> float:
-    """The value if it is a finite number, else 0."""
+    """The value if it is a finite number; otherwise 0."""
     x = numeric(value)
     return x if finite(x) else 0.0

@@ -1,4 +1,4 @@
-"""Write the pages of a run again after its files have changed."""
+"""Write the pages of a run again, because its files have changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedfm.reports.read import DOSSIER
 
 
 def renew(run_dir: Path) -> Path:
-    """Write the report again, and the dossier if the run has one; returns the report's path."""
+    """Write the report again, and also the dossier if the run has one; returns the report's path."""
     if (Path(run_dir) / DOSSIER).is_file():
         from fedfm.reports import dossier
 

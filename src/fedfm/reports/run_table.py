@@ -1,4 +1,4 @@
-"""Runs as a text table for the terminal, one per line."""
+"""Runs as a text table for the terminal, one line per run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
 
 
 def table(run_dirs: Sequence[Path]) -> str:
-    """The runs as an aligned text table, one per line, in the given order.
+    """The runs as an aligned text table, one line per run, in the given order.
 
-    Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows
-    in others, it is left out, and a last line names the score for comparison. ``spread`` is the standard deviation
-    over the clients' accuracies. For language models the table has ``perplexity`` and ``local loss`` (mean on the
-    clients' own test rows), but no column that all runs lack. If a run is unfinished, ``state`` is added.
+    Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows in
+    others, the column is left out, and a last line names the score by which runs are compared. ``spread`` is the
+    standard deviation of the clients' accuracies. For language models the table has ``perplexity`` and ``local loss``
+    (mean over clients, on their own test rows); columns that all runs lack are left out. If a run is unfinished, there
+    is a column ``state``.
 
     Raises:
         InputError: no run is given, or a file is missing or invalid.
@@ -64,7 +65,7 @@ def listed_runs(
     show: Callable[[str, float | None], str],
     seconds: Callable[[float | None], str],
 ) -> tuple[list[str], list[list[str]]]:
-    """(head, rows): each run's label, metrics, traffic and time, and the states if a run is unfinished."""
+    """Head and rows of a table: each run's label, metrics, traffic and time; and states if a run is unfinished."""
     figures = _figures(runs)
     head, rows = ["run", *figures, "up", "down", time], []
     for i, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
@@ -78,7 +79,7 @@ def listed_runs(
 
 
 def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
-    """Metrics: column -> one value per run; for language models without the columns that all runs lack."""
+    """One value per run for each column of metrics; for language models, columns that all runs lack are left out."""
     shares = {} if basis(runs).mixed else {"accuracy": [run.value("accuracy") for run in runs]}
     shares |= {
         "global": [run.value(GLOBAL_ACCURACY) for run in runs],
@@ -97,7 +98,7 @@ def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Short unique names of the runs: methods, names, directories or paths, whichever differ first."""
+    """Short unique names of the runs: methods, names, directories or paths, the first of these that differ."""
     for of in (lambda r: r.method, lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
         out = [of(run) for run in runs]
         if len(set(out)) == len(out):
@@ -117,7 +118,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
 
 
 def state_of(run: RunFiles) -> str:
-    """Whether a run is finished, and how far it is otherwise."""
+    """The state of a run: finished, or how many rounds it has."""
     if run.is_finished:
         return "finished"
     of = "" if run.planned_rounds is None else f" of {run.planned_rounds}"

@@ -1,4 +1,4 @@
-"""Sections of the report: metrics by round and by client, the split, time, exclusions.
+"""Sections of the report: metrics by round and by client, the split, time, and exclusions.
 
 Each public function takes a run and returns HTML.
 """
@@ -16,13 +16,13 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-MOST_BARS = 40  # clients with their own bar; more are averaged in groups of neighbours
+MOST_BARS = 40  # largest number of clients with a bar of their own; more are averaged in groups of neighbours
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # largest number of cells in the table of class counts
 
 
 def curves(run: RunFiles) -> str:
-    """Accuracy, perplexity and losses by round, as far as they are defined."""
+    """Accuracy, perplexity and losses by round, as far as these are defined."""
     rounds = run.rounds
     if not rounds:
         return note("No round has been committed yet.")
@@ -104,7 +104,7 @@ def _numbers(rounds: tuple[Round, ...]) -> str:
 def clients(run: RunFiles) -> str:
     """Each client's accuracy at the end, or its loss if no accuracy is defined.
 
-    The best client comes first; clients without scores come last.
+    The best client comes first. Clients without scores come last.
     """
     as_loss = bool(numbers(run.client_loss.values()))
     final = run.client_loss if as_loss else run.client_accuracy
@@ -140,13 +140,13 @@ def clients(run: RunFiles) -> str:
 
 
 def _why_no_scores(run: RunFiles, client: str) -> str:
-    """Why a client has no scores. The run does not know a silo's rows and policy."""
+    """Why a client has no scores. The run knows neither a silo's rows nor its policy."""
     counts = mapping(mapping(mapping(run.manifest.get("split")).get("clients")).get(client))
     return "no test rows" if mapping(counts.get("test")).get("rows") == 0 else "no scores"
 
 
 def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: Sequence[str], as_loss: bool) -> str:
-    """Each client's score with the model that the server sent, and after its last local pass."""
+    """Each client's score with the model that the server sent, and after the client's last local training."""
     known = mapping(run.result.get("details")).get("server_client_loss" if as_loss else "server_client_accuracy")
     before = {str(c): numeric(v) for c, v in mapping(known).items()}
     if not numbers(before.values()):
@@ -232,7 +232,7 @@ def _heat(train: dict[str, list[int]], classes: list[str], label: str) -> str:
     shares = {c: [sum(v[j] for j in g) / max(sum(v), 1) for g in groups] for c, v in train.items()}
     rows = [(c, s, count(sum(train[c]))) for c, s in shares.items()]
     many = ""
-    if len(rows) > MOST_BARS:  # neighbours in this order have the same largest class, so a mean keeps the pattern
+    if len(rows) > MOST_BARS:  # neighbours in this order have the same largest class, so their mean keeps the pattern
         rows.sort(key=lambda r: (max(range(len(r[1])), key=r[1].__getitem__, default=0), -max(r[1], default=0)))
         parts, rows = neighbours(rows, MOST_BARS), []
         for part in parts:
@@ -265,7 +265,7 @@ def _counts(value: object) -> list[int]:
 
 
 def time(run: RunFiles) -> str:
-    """Seconds of each round of training, and of round 0, which only evaluates."""
+    """Seconds of each round of training, and of round 0, which is only an evaluation."""
     timed = [(float(r.number), r.seconds) for r in run.rounds if r.number > 0]
     known = numbers(s for _, s in timed)
     start = numbers(r.seconds for r in run.rounds if r.number == 0)
@@ -280,7 +280,7 @@ def time(run: RunFiles) -> str:
 
 
 def exclusions(run: RunFiles) -> str:
-    """Clients excluded from rounds, with the reasons."""
+    """Clients that were excluded from rounds, with the reasons."""
     if not run.exclusions:
         return note("None: every client that was asked gave a valid reply.")
     rows = [[str(t), c, part, code, reason] for t, c, code, reason, part in run.exclusions]

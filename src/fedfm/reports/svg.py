@@ -1,7 +1,7 @@
 """Small plots as inline SVG.
 
-The page's style sheet assigns colours to the classes ``s1`` to ``s8``, for light and dark screens. Each ``aria-label``
-describes its drawing. Values that are absent or not finite leave a gap.
+The page's style sheet gives colours to the classes ``s1`` to ``s8``, for light and dark screens. Each ``aria-label``
+describes its drawing. Values that are missing or not finite leave a gap.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedfm.reports.text import NBSP, esc, finite, numbers, shorten, width_of
 T = TypeVar("T")
 Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
-MOST_POINTS = 1200  # points of a line: a screen cannot show more, and they would enlarge the file
+MOST_POINTS = 1200  # largest number of points of a line; a screen cannot show more, and more would enlarge the file
 COLOURS = 8
-_HOVER = 30  # most rows of a matrix whose cells show their values on hover
-_LEVELS = 20  # of opacity
-_COLUMN = 6.6  # mean width of a character at 12 px
+_HOVER = 30  # cells show their values on hover in a matrix with at most this many rows
+_LEVELS = 20  # number of levels of opacity
+_COLUMN = 6.6  # mean width of a character in pixels, at 12 px
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class ChartBar:
 
     Attributes:
         value: length of the bar; None: no bar.
-        text: shown behind the bar.
-        title: shown on hover.
+        text: text after the bar.
+        title: text that is shown on hover.
     """
 
     label: str
@@ -82,7 +82,7 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[f
 
 
 def domain(values: Sequence[float], within: tuple[float, float] | None = None) -> tuple[float, float]:
-    """A range with round ends that holds the values and a margin; it stays inside ``within`` if that is given."""
+    """A range with round ends that contains the values and a margin; it stays inside ``within``, if given."""
     least, most = within or (-math.inf, math.inf)
     low, high = min(values), max(values)
     margin = max((high - low) * 0.06, abs(high) * 0.01, 1e-2 if within else 1e-9)  # fractions are labelled to 0.1 %
@@ -94,13 +94,13 @@ def domain(values: Sequence[float], within: tuple[float, float] | None = None) -
 
 
 def neighbours(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """The items in at most ``most`` groups of neighbours; the sizes of the groups differ by at most one."""
+    """The items in at most ``most`` groups of neighbours, whose sizes differ by at most one."""
     n = min(most, len(items))
     return [items[len(items) * i // n : len(items) * (i + 1) // n] for i in range(n)]
 
 
 def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Every nth point and the last, at most MOST_POINTS."""
+    """Every nth point and the last one, so that there are at most MOST_POINTS."""
     stride = math.ceil(len(points) / MOST_POINTS)
     return points if stride < 2 else [*points[:-1:stride], points[-1]]
 
@@ -116,7 +116,7 @@ def lines(
     height: int = 0,
     from_zero: bool = False,
 ) -> str:
-    """Lines over integer x, with an optional band (x, least, greatest) behind them."""
+    """Lines over integers x, with an optional band (x, least, greatest) behind the lines."""
     values = [*(y for s in series for _, y in s.points), *(y for _, *b in band for y in b)]
     known = [y for y in numbers(values) if abs(y) < 1e100]
     if not known:
@@ -156,7 +156,7 @@ def axes(
     height: int,
     x_label: str,
 ) -> list[str]:
-    """The grid of a plot, which begins at ``left``, with marks (value, name) below it and at its left."""
+    """The grid of a plot, which begins at ``left``, with marks (value, name) below the plot and to its left."""
     body = []
     for t, name in beside:
         body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
@@ -168,7 +168,7 @@ def axes(
 
 
 def _runs(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[tuple[float, float, float]]]:
-    """The points, cut at missing values."""
+    """The points, cut into pieces at missing values."""
     runs: list[list[tuple[float, float, float]]] = [[]]
     for a, lo, hi in points:
         if finite(lo) and finite(hi):
@@ -206,7 +206,9 @@ def bars(
     reference: tuple[float, str] | None = None,
     spans: Sequence[tuple[float, float] | None] = (),
 ) -> str:
-    """Horizontal bars, one in each row. Bars with parts are stacked. With ``spans``, each row has a dot on a range."""
+    """Horizontal bars, one per row. Bars with parts are stacked. With ``spans`` each row has a dot on a range
+    instead.
+    """
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4
@@ -258,7 +260,9 @@ def _parts(row: ChartBar, x: Scale, y: int) -> list[str]:
 def heat(
     width: int, rows: Sequence[tuple[str, Sequence[float], str]], columns: Sequence[str], label: str, high: float
 ) -> str:
-    """Cells by share: rows (name, share per column, text at the right end), darker towards ``high``."""
+    """Cells coloured by fraction. A row has a name, a fraction per column, and a text at the right end; ``high`` is
+    darkest.
+    """
     if not rows or not columns:
         return empty(width, label)
     left = min(max(width_of(r[0]) for r in rows) * _COLUMN + 12, width * 0.28)
@@ -296,7 +300,7 @@ def heat(
 
 
 def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
-    """Square cells, darker for values near ``high``, in a second colour for values below 0; ``names`` may be empty."""
+    """Square cells; those near ``high`` are darker, and those below 0 have a second colour. ``names`` may be empty."""
     if not cells:
         return empty(width, label)
     left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0
@@ -333,7 +337,7 @@ def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], l
 
 
 def _row_name(name: str, left: float, base: float) -> str:
-    """The name of a row that begins at ``left``; all of it shows on hover."""
+    """The name of a row that begins at ``left``, cut if it is long; the complete name shows on hover."""
     cut = esc(shorten(name, int((left - 10) / _COLUMN)))
     place = f'x="{left - 8:.1f}" y="{base:.1f}" text-anchor="end"'
     return f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>'
@@ -350,6 +354,6 @@ def empty(width: int, label: str) -> str:
 
 
 def frame(width: int, height: float, label: str, body: Sequence[str]) -> str:
-    """The drawing as one element."""
+    """The drawing as one SVG element."""
     size = f'viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}"'
     return f'<svg {size} role="img" aria-label="{esc(label)}">{"".join(body)}</svg>'

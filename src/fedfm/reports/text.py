@@ -1,6 +1,6 @@
 """Text and numbers for people: escaping and units.
 
-Names of clients, classes and files are untrusted. So a run's text is written to a terminal only through
+Names of clients, classes and files are not trusted. So text of a run is written to a terminal only through
 :func:`visible`, and to a page only through :func:`esc`.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from fedfm.core.text import visible
 
 NBSP = "\N{NO-BREAK SPACE}"
-NONE = "\N{EN DASH}"  # a missing value
+NONE = "\N{EN DASH}"  # shown for a missing value
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -27,7 +27,7 @@ def esc(text: object) -> str:
 
 
 def width_of(text: str) -> int:
-    """Columns of the text in a fixed-width font: East Asian wide characters take two, combining ones none."""
+    """Columns that the text takes in a fixed-width font: wide East Asian characters take two, combining ones none."""
     return sum(map(_columns, visible(text)))
 
 
@@ -37,7 +37,7 @@ def _columns(character: str) -> int:
 
 
 def shorten(text: object, columns: int) -> str:
-    """The text, cut to ``columns`` with an ellipsis if it is longer; the function reads no more than it needs."""
+    """The text, cut to ``columns`` with an ellipsis if it is longer. The function reads no more of it than it needs."""
     width, kept = 0, 0  # columns so far; characters that fit before an ellipsis
     text = visible(text)
     for at, character in enumerate(text):
@@ -65,7 +65,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits."""
+    """The value with four significant digits."""
     if value is None:
         return NONE
     if math.isnan(value):
@@ -83,7 +83,7 @@ def count(value: int) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in decimal units: ``1.23 MB``."""
+    """Bytes in decimal units, e.g. ``1.23 MB``."""
     if not finite(value):
         return number(value)
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -108,7 +108,7 @@ def duration(seconds: float | None) -> str:
 
 
 def plural(n: int, one: str, many: str = "") -> str:
-    """``1 round``, ``2 rounds``."""
+    """A count and a noun, e.g. ``1 round`` or ``2 rounds``."""
     return f"{count(n)}{NBSP}{one if n == 1 else many or one + 's'}"
 
 
