@@ -317,16 +317,16 @@ def rostered(case: Case) -> None:
 ATTACKS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "server in the middle, after a first agreement": (middle, ("c00 has another identity than before",)),
     "server in the middle, with rosters": (rostered, ("the server shows a key of c00",)),
-    "replayed keys": (replayed, ("not signed by it for this agreement",)),
+    "replayed keys": (replayed, ("did not sign its keys for this agreement",)),
     "seeds dealt again": (seeds_again, ("shares of seeds again",)),
     "two lists of survivors": (
         views,
         # Of three clients two are left, and the second list would have one.
         ("signed another list of survivors", "is no neighbour that survived", "a sum of 1 clients, expected 2"),
     ),
-    "both shares of one client": (shares, ("another list of survivors than the one",)),
+    "both shares of one client": (shares, ("agreed to another list of survivors",)),
     "the same shares again": (twice, ("shares again",)),
-    "two models": (models, ("c02 was shown another model than c00",)),
+    "two models": (models, ("c02 received another model than c00",)),
     "a replayed round with another model": (replayed_round, ("a masked update again",)),
     "a second vector with the same masks": (vectors, ("a masked update again",)),
     "wrong share": (share, ("a share is wrong",)),

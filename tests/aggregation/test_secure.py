@@ -145,9 +145,9 @@ def test_dropouts_at_several_messages_of_one_sum(tmp_path):
 @pytest.mark.parametrize(
     ("message", "drops", "threshold", "reason"),
     [
-        ("keys", 3, 0.5, "2 clients sent keys, a sum that hides them needs 3"),
-        ("give", 3, 0.5, "2 clients sent a masked update, a sum that hides them needs 3"),
-        ("give", 2, 0.67, "3 clients sent a masked update, a sum that hides them needs 4"),
+        ("keys", 3, 0.5, "2 clients sent keys, but a sum that hides them needs 3"),
+        ("give", 3, 0.5, "2 clients sent a masked update, but a sum that hides them needs 3"),
+        ("give", 2, 0.67, "3 clients sent a masked update, but a sum that hides them needs 4"),
         ("unmask", 3, 0.5, r"the masks of c0. stay in the sum: 2 shares came, 3 are needed"),
         ("unmask", 2, 0.67, r"the masks of c0. stay in the sum: 3 shares came, 4 are needed"),
         ("consent", 2, 0.5, "0 of 2 clients gave a valid reply to aggregate.SecAgg_unmask"),
@@ -187,7 +187,7 @@ def test_the_graph_has_log_n_neighbours_and_is_symmetric(n, d):
 
 def test_two_clients_are_too_few(tmp_path):
     fed, _, method = federation(tmp_path, 2)
-    with pytest.raises(RunError, match="2 clients are asked, a sum that hides them needs 3"):
+    with pytest.raises(RunError, match="2 clients are asked, but a sum that hides them needs 3"):
         step(fed, method, 1)
 
 

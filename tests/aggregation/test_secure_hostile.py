@@ -95,7 +95,11 @@ def test_a_second_list_of_survivors_and_a_second_reveal_are_refused(tmp_path):
                 assert reply.fault is not None, (call, request.handler)
                 assert reply.fault.code == "E_REFUSED"
                 reasons.append(reply.fault.reason)
-        for wanted in ("a list of survivors again", "shares again", "another list of survivors than the one"):
+        for wanted in (
+            "a list of survivors requested again",
+            "shares requested again",
+            "agreed to another list of survivors",
+        ):
             assert any(wanted in reason for reason in reasons), wanted
 
 
@@ -139,7 +143,7 @@ def test_clients_that_are_shown_different_models_reveal_nothing(dropped, tmp_pat
     link.late["give"] = dropped
     link.change = changed("give", "c02", w=lambda w: w * 1.5)
     found = refusals(fed, link, method, 2)
-    assert sum("c02 was shown another model than c00" in reason for reason in found) == 6 - len(dropped)
+    assert sum("c02 received another model than c00" in reason for reason in found) == 6 - len(dropped)
     assert not any(reply.fault is None for _, reply in link.heard if reply.call == 3 and reply.round == 2)
 
 
@@ -243,7 +247,7 @@ def test_a_server_in_the_middle_from_the_first_message_is_found_by_a_roster(tmp_
     fed, link, method = federation(tmp_path / "b", 4, own=rostered(4))
     link.change = forging(fed, link, keys.sign)
     found = refusals(fed, link, method)
-    assert sum("the server shows a key of c00, " in r and "that is not the roster's" in r for r in found) == 3
+    assert sum("the server shows a key of c00, " in r and "that differs from the roster's" in r for r in found) == 3
 
 
 def test_a_client_that_is_not_in_the_roster_is_refused_by_name(tmp_path):
@@ -294,7 +298,7 @@ def test_replayed_keys_of_an_earlier_agreement_are_refused(tmp_path):
         )
 
     link.change = change
-    assert sum("not signed by it for this agreement" in r for r in refusals(fed, link, method, 2)) == 4
+    assert sum("did not sign its keys for this agreement" in r for r in refusals(fed, link, method, 2)) == 4
 
 
 def test_the_server_cannot_choose_who_is_whose_neighbour(tmp_path):
@@ -339,24 +343,24 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
     ("change", "reason"),
     [
         (changed("share", names=lambda n: n[:2], published=lambda p: p[:2]), "a sum of 2 clients, expected at least 3"),
-        (changed("share", names=lambda n: n[::-1]), "a list of members that is not in order"),
-        (changed("share", names=lambda n: [n[0], *n[:4]]), "a list of members that is not in order"),
-        (changed("share", names=lambda n: [*n[:4], "c05"]), "or is without this client"),
+        (changed("share", names=lambda n: n[::-1]), "the list of members is not in order"),
+        (changed("share", names=lambda n: [n[0], *n[:4]]), "the list of members is not in order"),
+        (changed("share", names=lambda n: [*n[:4], "c05"]), "or lacks this client"),
         (changed("share", published=lambda p: p.roll(1, 0)), "other keys of this client than its own"),
-        (changed("keys", "c01", session="x"), "not signed by it for this agreement"),
+        (changed("keys", "c01", session="x"), "did not sign its keys for this agreement"),
         (changed("hold", present=lambda p: p[:1], sealed=lambda s: s[:1]), "shares of 1 neighbours came, 3 are needed"),
-        (changed("hold", present=lambda p: p[::-1]), "shares of clients that are not neighbours"),
+        (changed("hold", present=lambda p: p[::-1]), "shares came from clients that are not neighbours"),
         (changed("hold", sealed=lambda s: s.flip(0)), "do not fit their key and context"),
-        (changed("give", **{"+told": None}), "a request without number and cohort of the sum"),
-        (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 2)}), "a cohort without this client"),
-        (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 0)}), "a cohort without this client"),
-        (changed("give", **{"+told": lambda t: replace(t, number=16)}), "no keys are agreed for this sum"),
-        (changed("give", **{"+told": lambda t: replace(t, number=-1)}), "no keys are agreed for this sum"),
-        (changed("unmask", status=lambda s: s * 0 + 1), "a list of survivors that is not one"),
-        (changed("unmask", status=lambda s: s * 2), "a list of survivors that is not one"),
-        (changed("unmask", sum=16), "a list of survivors that is not one"),
+        (changed("give", **{"+told": None}), "the request lacks number and cohort of the sum"),
+        (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 2)}), "the cohort lacks this client"),
+        (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 0)}), "the cohort lacks this client"),
+        (changed("give", **{"+told": lambda t: replace(t, number=16)}), "there are no agreed keys for this sum"),
+        (changed("give", **{"+told": lambda t: replace(t, number=-1)}), "there are no agreed keys for this sum"),
+        (changed("unmask", status=lambda s: s * 0 + 1), "the list of survivors is not for a sum"),
+        (changed("unmask", status=lambda s: s * 2), "the list of survivors is not for a sum"),
+        (changed("unmask", sum=16), "the list of survivors is not for a sum"),
         (changed("unmask", sum=1), "did not mask an update in sum 1 for this cohort"),
-        (changed("unmask", seals=SEALED), "seals of 0 survivors, expected 5"),
+        (changed("unmask", seals=SEALED), "seals of 0 survivors came, expected 5"),
         (changed("unmask", seals=lambda s: s.flip(0)), "did not mask an update in sum 0 for this cohort"),
     ],
 )

@@ -130,4 +130,4 @@ def test_a_key_that_is_not_the_rosters_ends_the_run_with_the_name(tmp_path):
     assert (
         "aggregate.SecAgg_share is not answered: E_REFUSED: secure aggregation: the server shows a key of east" in log
     )
-    assert "that is not the roster's" in log
+    assert "that differs from the roster's" in log

@@ -593,5 +593,5 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
 def test_promises_that_cannot_be_kept_are_refused(file, privacy, method, said):
     with pytest.raises(InputError, match=said):
         Experiment.from_dict(tables(file, privacy=RECORD | privacy, **method))
-    with pytest.raises(InputError, match="no own mechanism"):
+    with pytest.raises(InputError, match="no mechanism of its own"):
         Experiment.from_dict(tables(file, privacy=RECORD) | {"method": {"name": "fedavg"}})

@@ -99,7 +99,7 @@ def test_a_lie_about_the_bit_or_the_length_counts_as_one_client():
 
 @pytest.mark.parametrize("clip", [None, 0.0, -1.0, math.inf, math.nan])
 def test_a_client_refuses_what_is_no_clip(clip):
-    with pytest.raises(ClientFault, match="a clipping norm of"):
+    with pytest.raises(ClientFault, match="the clipping norm is"):
         mechanism().bound(client(clip), Update(Params({"w": torch.ones(2)}), 1.0))
 
 

@@ -93,7 +93,7 @@ def test_a_round_that_a_resume_releases_with_another_sum_is_spent_twice(tmp_path
         fedfm.run(tables(tmp_path), tmp_path / "run")
     result = fedfm.resume(tmp_path / "run")
     assert result["epsilon"] == pytest.approx(epsilon_of([Releases(0.5, 5)], 1e-5))
-    told = "round 2 was released before, with another sum: epsilon counts one more release"
+    told = "round 2 was released before, with another sum; epsilon includes one more release"
     assert told in fedfm.load_run(tmp_path / "run").manifest["notices"]
 
 
@@ -176,7 +176,7 @@ def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
         ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier"),
         ({"clip_norm": 0.0}, r"privacy\.clip_norm"),
         ({"mechanism": "laplace"}, r"privacy\.mechanism"),
-        ({"unit": "record"}, "no own mechanism"),
+        ({"unit": "record"}, "no mechanism of its own"),
         ({"mechanism": "distributed_gaussian"}, "secagg"),
         ({"halt_at_epsilon": 1.0}, "one round spends"),
         ({"noise_multiplier": None, "target_epsilon": 1e-6}, "needs more noise"),

@@ -1,3 +1,3 @@
-"""Rules by which the server combines many updates into one. A rule is named after its file: ``[aggregation] name =
+"""Rules by which the server combines many updates into one. A rule has the name of its file: ``[aggregation] name =
 "median"``.
 """

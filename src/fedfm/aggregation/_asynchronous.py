@@ -1,4 +1,4 @@
-"""Buffered asynchronous rounds (FedBuff): a server update takes the first updates that arrive.
+"""Buffered asynchronous rounds (FedBuff): each server update uses the first updates that arrive.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba. Federated Learning with Buffered Asynchronous Aggregation.
 AISTATS 2022, arXiv:2106.06639, Algorithm 1. A round is one server update, from a buffer of K updates Delta_i of clients
@@ -6,12 +6,12 @@ that began tau_i server updates ago:
 
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
-or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered starts
-again at once with the newest model. If it has just trained that model, it waits for the next update, so that no client
-is in a buffer twice. If K is the number of clients, every round is one of FedAvg.
+or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered immediately
+starts again with the newest model. If it has just trained that model, it waits for the next one, so that no client is
+in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
 
-On a deployment the order of arrival is real. On other engines a clock is simulated, so that a run has the same bits
-every time: a local pass takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
+On a deployment the order of arrival is real. Other engines simulate a clock, so that a run has the same bits every
+time: a client's local training takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from fedfm.linalg.params import Layout
 
 Check = Callable[[ClientId, Update], None]
 
-# Keys in the server's memory: client -> [time at which it ends, round in which it began]; round -> payload; clocks.
+# Keys in the server's memory: for each client its [end time, first round]; for each round its payload; the clocks.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 
 @dataclass(frozen=True)
 class Buffered(Transport):
-    """Updates are taken as they arrive and scaled by their age.
+    """Takes updates as they arrive, and scales them by their age.
 
     Attributes:
-        buffer: K, number of updates in a server update.
+        buffer: K, number of updates that a server update uses.
         staleness: a of s(tau) = (1 + tau)^(-a).
-        speeds: speed of a client relative to all others, by client; for the simulated clock only.
+        speeds: relative speed of each client, only for the simulated clock.
     """
 
     figures: ClassVar[tuple[str, ...]] = ("clock", "synchronous_clock", "staleness", "largest_staleness")
@@ -56,17 +56,19 @@ class Buffered(Transport):
         return float((1 + tau) ** -self.staleness)
 
     def duration(self, seed: int, client: ClientId, t: int) -> float:
-        """Simulated time of the pass that a client begins in round t."""
+        """Simulated time of the local training that a client begins in round t."""
         draw = seeds.generator(seed, "server", "arrival", client, t).standard_normal()
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
     def _discount(self, update: Update, tau: int) -> Update:
-        """The update multiplied by s(tau), with its weight n_i; integers, such as counts of batches, do not change."""
+        """The update multiplied by s(tau), with its weight n_i. Integers, such as counts of batches, stay as they
+        are.
+        """
         s = self.scale(tau)
         return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        """Server half: the updates of the next buffer, sorted by name."""
+        """Server half: the updates of the next buffer, in order of the clients' names."""
 
         def check(client: ClientId, update: Update) -> None:
             match(update.delta, like, "delta")
@@ -83,7 +85,7 @@ class Buffered(Transport):
             fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}
 
     def _arriving(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """(round in which it began, update) of the first K clients that answer."""
+        """For the first K clients that answer: the round in which the client began, and its update."""
         idle = [client for client in fed.clients if client not in fed.underway]
         first = fed.exchange(
             "train", handler, idle, payload, self.wire_type, form=self.form, check=check, first=self.buffer
@@ -92,7 +94,8 @@ class Buffered(Transport):
             yield fed.began[client], update
 
     def _simulate(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """(round in which it began, update) of the first K clients that finish by the simulated clock.
+        """For the first K clients that finish by the simulated clock: the round in which the client began, and its
+        update.
 
         If a client fails, the next one takes its place, as on a deployment. The run's seed determines clock and order.
         """
@@ -122,7 +125,7 @@ class Buffered(Transport):
                 yield began[client], update
         for client in sorted(cohort, key=lambda client: (taken[client][0], client))[:-1]:
             end, t = taken[client]
-            if t < fed.round:  # it received this round's model while the server waited for the last client
+            if t < fed.round:  # the client received this round's model while the server waited for the last client
                 simulated[client] = [max(start, end) + took[client], fed.round]
         fed.cohort, fed.heard = tuple(sorted(cohort)), len(cohort)
         fed.suffice(len(cohort), self.buffer, f"train.{action(handler)}", before)
@@ -134,7 +137,7 @@ class Buffered(Transport):
 
 
 def with_buffer(aggregation: Aggregator, buffer: int, staleness: float, speeds: Mapping[str, float]) -> Aggregator:
-    """The aggregation with buffered asynchronous rounds."""
+    """Change an aggregation to buffered asynchronous rounds."""
     late: Any = copy.copy(aggregation)
     object.__setattr__(late, "transport", Buffered(buffer, staleness, speeds))
     return late  # type: ignore[no-any-return]

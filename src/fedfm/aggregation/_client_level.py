@@ -1,4 +1,4 @@
-"""Client-level differential privacy of a mean: it hides whether a client took part, with all of its rows.
+"""Client-level differential privacy of a mean. It hides whether a client took part at all, with all of its rows.
 
 McMahan, Ramage, Talwar, Zhang. Learning Differentially Private Recurrent Language Models. ICLR 2018, arXiv:1710.06963,
 Algorithm 1 with a fixed denominator, equal weights and flat clipping. With ``distributed_gaussian`` each client adds
@@ -6,10 +6,10 @@ its share of the noise under secure aggregation: Kairouz, Liu, Steinke. The Dist
 Federated Learning with Secure Aggregation. ICML 2021, arXiv:2102.06387. Under ``clip_quantile`` the clipping norm
 follows the clients: :mod:`fedfm.privacy.clipping`.
 
-A clipped update is rounded towards zero to a lattice. That cannot increase its norm, so the sensitivity of the sum is
+A clipped update is rounded towards zero to a lattice. This cannot increase its norm, so the sensitivity of the sum is
 exactly ``clip_norm``. Sums of lattice points are exact, and the noise is rounded to the lattice. So the result is a
-rounded Gaussian mechanism, and no low bit of a float discloses more (Mironov. On Significance of the Least Significant
-Bits for Differential Privacy. CCS 2012).
+rounded Gaussian mechanism, and the low bits of floats disclose nothing more (Mironov. On Significance of the Least
+Significant Bits for Differential Privacy. CCS 2012).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fedfm.privacy.noise import digest
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-WITHIN = "+within"  # entry of an update with an adaptive clip: b - 1/2, where b is 1 if its norm is within the clip
-CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of figures of a round
+WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2, where b is 1 if the norm is within the clip
+CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of metrics of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
 _AGAIN = "releases again"  # key of the server's store
 _LEAST_SHARE = 4096.0  # smallest standard deviation of a client's share of the noise, in lattice steps
@@ -56,18 +56,18 @@ _STATISTICS = (
 
 @dataclass(frozen=True)
 class CentralGaussian(Mechanism):
-    """The server adds the noise: the guarantee holds against readers of the models, not against the server.
+    """The server adds the noise. The guarantee holds against readers of the models, but not against the server.
 
     Attributes:
         clip_norm: C, the largest L2 norm of a client's part of a sum; 1 under an adaptive clip, whose sums are in
             units of the round's clip.
         noise_multiplier: z; the noise on each entry of a sum has the standard deviation z C.
-        delta: of (epsilon, delta).
+        delta: delta of (epsilon, delta).
         budget: the epsilon that no round may exceed.
         releases: number of means in a round.
         hidden: whether the server sees only sums.
-        rate: q; below 1 a secret coin decides whether a client is in a round, and the sum is divided by q N.
-        adaptive: how the clip adapts to the clients; None: it is fixed.
+        rate: q. If it is below 1, a secret coin decides whether a client is in a round, and sums are divided by q N.
+        adaptive: how the clip adapts to the clients; None: the clip is fixed.
     """
 
     clip_norm: float
@@ -90,7 +90,7 @@ class CentralGaussian(Mechanism):
 
     @property
     def step(self) -> float:
-        """Distance of two neighbouring numbers of the lattice, a power of two."""
+        """Distance between neighbouring numbers of the lattice, a power of two."""
         return step_of(self.clip_norm)
 
     def fits(self, model: Model) -> None:
@@ -107,24 +107,24 @@ class CentralGaussian(Mechanism):
         return by_coins(fed.secret("cohort"), fed.round, fed.clients, self.rate)
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
-        """The size of the cohort, or its expectation. It does not depend on any client's coin, data or failure.
+        """The size of the cohort, or its expectation. It depends on no client's coin, data or failure.
 
         Raises:
-            RunError: the method asks different clients from those that the accountant assumes.
+            RunError: the method asks other clients than the accountant assumes.
         """
         if self.fraction is None:
             return len(asked)
         if set(asked) != set(self.cohort(fed)):
             raise RunError(
-                f"round {fed.round}: this method asks other clients than fed.sample(fraction), which the account "
-                "of [privacy] assumes; set method.fraction = 1.0"
+                f"round {fed.round}: this method asks other clients than fed.sample(fraction), but the accounting "
+                "of [privacy] assumes those; set method.fraction = 1.0"
             )
         return self.fraction * len(fed.clients)
 
     # --- client half
 
     def bound(self, client: Client, update: Update) -> Update:
-        """The clipped delta on the lattice, with weight 1; metrics and integers are not sent.
+        """The clipped delta on the lattice, with weight 1. Metrics and integers are not sent.
 
         Raises:
             ClientFault: E_NONFINITE, the delta has NaN or infinity; E_FIELD, the message has no clip.
@@ -134,14 +134,14 @@ class CentralGaussian(Mechanism):
         else:
             clip = client.scale
             if clip is None or not 0 < clip < math.inf:
-                raise ClientFault(E_FIELD, f"a clipping norm of {clip}, expected a number above 0")
+                raise ClientFault(E_FIELD, f"the clipping norm is {clip}, expected a number above 0")
             bit = 0.5 if norm_of(flat_of(update.delta)) <= clip else -0.5
             steps = np.append(clip_to_lattice(update.delta, self.clip_norm, clip), round(bit / self.step))
         steps = self._add_share(client, steps)
         return Update(on_layout(self.wire(update.delta.layout), steps * self.step), 1.0)
 
     def blank(self, client: Client) -> Update:
-        """An update of zeros, with the weight and the noise of any other update."""
+        """An update of zeros, which has the weight and the noise of any other update."""
         request = client.aggregation_message
         layout = client.model.layout
         if isinstance(request, Sum) and request.size:
@@ -150,25 +150,27 @@ class CentralGaussian(Mechanism):
         return self.bound(client, Update(Params.from_flat(layout, flats), 1.0))
 
     def _add_share(self, client: Client, steps: Steps) -> Steps:
-        """Add the client's share of the noise; here there is none."""
+        """Add the client's share of the noise; in this class clients add none."""
         return steps
 
     def wire(self, like: Layout) -> Layout:
-        """A layout with one floating-point type, in which the lattice is exact; an adaptive clip adds one entry."""
+        """A layout with one floating-point type that represents the lattice exactly. An adaptive clip adds one
+        entry.
+        """
         like = in_dtype(like, dtype := torch.float64 if self.hidden else torch.float32)
         return like if self.adaptive is None else layout_of((*like.entries, (WITHIN, dtype, (1,))))
 
     # --- server half
 
     def message(self, fed: Federation) -> Mapping[str, Any]:
-        """The round's clip, for the clients."""
+        """The round's clip, which is sent to the clients."""
         return {} if self.adaptive is None else {SCALE: _clip(fed, self.adaptive)}
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
-        """(sum + noise) / asked: the denominator does not depend on any client's data or failure.
+        """(sum + noise) / asked. The denominator does not depend on any client's data or failure.
 
         Raises:
-            RunError: the round makes more releases than are accounted.
+            RunError: the round makes more releases than the accounting has.
         """
         if rest := fed.initial.layout.slots.keys() - fed.model.live().keys():
             raise RunError(_STATISTICS.format(sorted(rest)[0]))
@@ -176,10 +178,10 @@ class CentralGaussian(Mechanism):
         wide = in_dtype(self.wire(like), torch.float64)
         total = np.zeros(sum(n for dtype, n in wide.sizes.items() if dtype.is_floating_point), np.int64)
         for update in updates:
-            # The server clips an update in the clear again: a client that does not clip gains no influence.
+            # The server clips an update in the clear again, so a client that does not clip gains no influence.
             total += self._sum(update) if self.hidden else self._again(update.delta)
         if self.rate < 1:
-            fed.heard = max(round(asked), 1)  # the number of drawn clients is secret
+            fed.heard = max(round(asked), 1)  # because the number of drawn clients is secret
         if not self.fresh:
             self._enter(fed, at, total)
         total = self._noisy(fed, total, f"round {fed.round}, release {at}", asked)
@@ -192,10 +194,10 @@ class CentralGaussian(Mechanism):
         return on_layout(in_dtype(like, torch.float64), total * scale).cast(like)
 
     def _enter(self, fed: Federation, at: int, total: Steps) -> None:
-        """Write a digest to the disk before a release; count a round that is released again with a different sum.
+        """Write a digest to the disk before a release. Count a round that is released again with another sum.
 
         Raises:
-            RunError: it would exceed the budget.
+            RunError: one more release would exceed the budget.
         """
         name, mark = f"release {fed.round} {at}", digest(total).encode()
         before = fed.store.get(name, mark)
@@ -203,22 +205,22 @@ class CentralGaussian(Mechanism):
             again = self.repeat_count(fed.store) + 1
             if self.affordable(fed.round + again) < fed.round + again:
                 raise RunError(
-                    f"round {fed.round} was released before, with other clients: one more release would exceed "
+                    f"round {fed.round} was released before, with other clients; one more release would exceed "
                     "privacy.halt_at_epsilon"
                 )
             fed.store[_AGAIN] = str(again).encode()
-            fed.notice(f"round {fed.round} was released before, with another sum: epsilon counts one more release")
+            fed.notice(f"round {fed.round} was released before, with another sum; epsilon includes one more release")
         fed.store[name] = mark
 
     def repeat_count(self, store: Mapping[str, bytes]) -> int:
         return int(store.get(_AGAIN, b"0"))
 
     def _sum(self, update: Update) -> Steps:
-        """The exact sum, from the mean that secure aggregation returned."""
+        """The exact sum, computed from the mean that secure aggregation returned."""
         return np.rint(flat_of(update.delta) * (update.weight / self.step)).astype(np.int64)
 
     def _again(self, delta: Params) -> Steps:
-        """One client's update, clipped by the server."""
+        """One client's update, clipped again by the server."""
         if self.adaptive is None:
             return clip_to_lattice(delta, self.clip_norm)
         bit = math.copysign(0.5, float(delta[WITHIN]))
@@ -229,37 +231,38 @@ class CentralGaussian(Mechanism):
         return self._add_noise(fed.secret("noise"), purpose, total, asked)
 
     def _add_noise(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
-        """These numbers plus the noise, or plus one of ``shares`` equal shares of it."""
+        """The numbers plus the noise, or plus one of ``shares`` equal shares of the noise."""
         z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
         purpose = f"{purpose}, step {self.step!r}"
         if self.adaptive is None:
             return add_noise(key, purpose, steps, z * unit)
         sigma_b = self.adaptive.count_noise(clients, z)
-        purpose = f"{purpose}, {digest(steps)}"  # the same count from other updates gets other noise
+        purpose = f"{purpose}, {digest(steps)}"  # so that the same count from other updates gets other noise
         own = add_noise(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
         return np.append(own, add_noise(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
-        """Check that every trainable tensor has moved in the first round.
+        """Check that every trainable tensor changed in the first round.
 
-        A frozen tensor cannot move: by their layout states, updates and means have only the trainable tensors, and
+        A frozen tensor cannot change: by their layout, states, updates and means have only the trainable tensors, and
         loading refuses any other name.
 
         Raises:
-            RunError: with the first tensor that did not move.
+            RunError: a tensor did not change; the error names the first one.
         """
         then, now = model_of(before), model_of(after)
         for name, tensor in then.items():
             if tensor.is_floating_point() and tensor.numel() and torch.equal(tensor, now[name]):
                 raise RunError(
-                    f"round {fed.round}: {name} did not move, not even by the noise: the method does not use the mean "
+                    f"round {fed.round}: {name} did not change, not even by the noise: the method does not use the "
+                    f"mean "
                     "for it, or its dtype is too coarse for the noise"
                 )
 
     # --- accounting
 
     def epsilon_after(self, rounds: int) -> float:
-        """Epsilon of this number of rounds. The means of one round share the coins."""
+        """Epsilon after this number of rounds. All means of one round use the same coins."""
         if self.rate < 1:
             return epsilon_of(
                 [Releases(self.noise_multiplier / math.sqrt(self.releases), rounds, self.rate)], self.delta
@@ -311,7 +314,7 @@ class CentralGaussian(Mechanism):
     @property
     def _note(self) -> str:
         sees = "the sum of a round" if self.hidden else "every update"
-        note = f"against those who see the models, not against the server, which sees {sees} without noise"
+        note = f"against those who see the models, but not against the server, which sees {sees} without noise"
         if self.rate < 1:
             note += ", and not against those who see who took part (metrics.jsonl, messages.jsonl, report)"
         return note
@@ -321,16 +324,17 @@ class CentralGaussian(Mechanism):
 class DistributedGaussian(CentralGaussian):
     """Each client adds a share of the noise, so that every sum that can be unmasked has at least the full noise.
 
-    In a cohort of n clients secure aggregation unmasks no sum of fewer than t > ``threshold`` n clients. A share has
-    the variance (z C)^2 / t. If all n stay, the noise has n / t times the stated variance.
+    In a cohort of n clients, secure aggregation unmasks no sum of fewer than t > ``threshold`` n clients. A share has
+    the variance (z C)^2 / t. If all n clients stay, the noise has n / t times the stated variance.
 
-    The accounting is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1): with shares of s >= 4096
-    steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal, whose
-    probabilities at x standard deviations differ from a discrete Gaussian's by a relative (x^2 - 1) / (24 s^2).
+    The accounting is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). With shares of s >= 4096
+    steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal variable,
+    whose probabilities at x standard deviations differ from those of a discrete Gaussian by a relative (x^2 - 1) / (24
+    s^2).
 
     An adaptive clip costs no more: in concentrated privacy the two parts of a sum add up as in Theorem 1 of Andrew et
-    al. A server that sends a false clip cannot weaken a client's privacy, since the client measures the norm of its
-    update, and the noise, in units of this clip.
+    al. A server that sends a false clip cannot weaken a client's privacy, because the client measures both the norm of
+    its update and the noise in units of this clip.
     """
 
     threshold: float = 0.67
@@ -348,7 +352,7 @@ class DistributedGaussian(CentralGaussian):
         least = max(least_of(self.threshold, clients), 2)
         scale = self.noise_multiplier * self.clip_norm / self.step / math.sqrt(least)
         if scale < _LEAST_SHARE:
-            raise refusal(f"a share of the noise of {scale:.2g} steps, expected at least {_LEAST_SHARE:g}")
+            raise refusal(f"the share of the noise has {scale:.2g} steps, expected at least {_LEAST_SHARE:g}")
         call = hashlib.sha256(repr((client.memory[MEMORY]["session"], request.number)).encode()).hexdigest()
         return self._add_noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
 

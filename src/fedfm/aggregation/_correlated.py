@@ -24,16 +24,16 @@ _GROUPS, _SUMS = "CorrelatedGaussian/groups", "CorrelatedGaussian/sums"  # keys 
 
 @dataclass(frozen=True)
 class CorrelatedGaussian(CentralGaussian):
-    """The server adds C^-1 Z to the sums of the rounds; a client takes part every b rounds, in a rotation.
+    """The server adds C^-1 Z to the sums of the rounds. A client takes part every b rounds, in a rotation.
 
-    Row j of Z has the standard deviation z clip_norm. It is derived from the secret, the round j and the sums of all
-    rounds up to j, so that a resumed run repeats it. If a round is repeated with another sum, it and all later rounds
+    Row j of Z has the standard deviation z clip_norm. The secret, the round j and the sums of all rounds up to j
+    determine it, so a resumed run repeats it. If a round is repeated with another sum, this round and all later ones
     get other rows. With the old rows, the difference of the two results would disclose the difference of the sums.
-    Round t costs t draws of a vector.
+    Round t takes t draws of a vector.
 
     Attributes:
         rounds: T, number of rounds for which the strategy is made.
-        period: b, number of rounds in which every client takes part once.
+        period: b, number of rounds within which every client takes part once.
     """
 
     rounds: int = 1
@@ -67,8 +67,11 @@ class CorrelatedGaussian(CentralGaussian):
         t, known = fed.round, list(fed.memory.get(_SUMS, ()))
         if len(known) != t - 1:
             raise RunError(f"round {t}: the server's memory of the noise of earlier rounds is lost")
-        fed.memory[_SUMS] = known = [*known, noise.digest(total, *known[-1:])]  # of this sum and of all before it
-        weights = self.strategy.inverse()[t - 1 :: -1]  # of rounds 1, ..., t
+        fed.memory[_SUMS] = known = [
+            *known,
+            noise.digest(total, *known[-1:]),
+        ]  # digest of this sum and of all before it
+        weights = self.strategy.inverse()[t - 1 :: -1]  # weights of rounds 1, ..., t
         key, scale = fed.secret("noise"), self.noise_multiplier * self.clip_norm / self.step
         found = np.empty(len(total), np.int64)
         for at in range(0, len(total), noise.BLOCK):
@@ -84,7 +87,7 @@ class CorrelatedGaussian(CentralGaussian):
         return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
 
     def sensitivity(self, rounds: int) -> float:
-        """As :class:`CentralGaussian`; each round beyond T stands for a round that was released again.
+        """As :class:`CentralGaussian`. Each round beyond T stands for a round that was released again.
 
         From such a round on, the run has other sums and other rows of noise. So it costs at most as much as a second
         run.
@@ -94,7 +97,7 @@ class CorrelatedGaussian(CentralGaussian):
 
     @property
     def noise_of_one_answer(self) -> float:
-        """The noise multiplier of independent releases that spend at least as much for a client's answers."""
+        """The noise multiplier of independent releases that would spend at least as much for a client's answers."""
         return self.noise_multiplier / self.strategy.of_one_answer()
 
     @property

@@ -1,4 +1,4 @@
-"""Bounded updates and noise as integer multiples of a step: sums are exact, and no bit of a float discloses more."""
+"""Bounded updates and noise as integer multiples of a step, so that sums are exact and float bits disclose nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedfm.privacy import noise
 
 Steps = NDArray[np.int64]  # a vector of R^P as multiples of the lattice's step
 
-_LATTICE_BITS = 20  # clip_norm has 2^20 to 2^21 steps: their multiples up to it are exact in float32
-_MARGIN = 2.0**-40  # relative; far above the rounding of a norm in float64
+_LATTICE_BITS = 20  # clip_norm has 2^20 to 2^21 steps, so their multiples up to clip_norm are exact in float32
+_MARGIN = 2.0**-40  # relative margin, far above the rounding error of a norm in float64
 
 
 def step_of(clip_norm: float) -> float:
@@ -44,7 +44,7 @@ def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps
 
 
 def norm_of(x: NDArray[np.float64]) -> float:
-    """The L2 norm.
+    """The L2 norm of x.
 
     Raises:
         ClientFault: E_NONFINITE, an entry is NaN or infinite.
@@ -56,9 +56,9 @@ def norm_of(x: NDArray[np.float64]) -> float:
 
 
 def add_noise(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
-    """The integers plus rounded normal noise of standard deviation ``scale``.
+    """The integers plus rounded normal noise with the standard deviation ``scale``.
 
-    A repeated round gets the same noise; a round with other numbers gets other noise.
+    A repeated round gets the same noise. A round with other numbers gets other noise.
     """
     return np.asarray(noise.cover(key, f"client level/{purpose}", steps, scale))
 

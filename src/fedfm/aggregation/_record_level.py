@@ -1,7 +1,7 @@
 """Record-level differential privacy by DP-SGD at the clients, as the mechanism of a mean.
 
-The updates are private when they leave the client: neither the server nor a later reader learns more.
-:mod:`fedfm.privacy.dp_sgd` is the guarantee, :mod:`fedfm.training.private` the training.
+The updates are private already when they leave the client, so neither the server nor a later reader learns more.
+:mod:`fedfm.privacy.dp_sgd` has the guarantee, :mod:`fedfm.training.private` the training.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class DpSgd(Mechanism):
     """DP-SGD at every client.
 
     Attributes:
-        chosen: the plan that each client follows.
+        chosen: the plan that every client follows.
         batch_size: B of the client optimiser.
-        steps: number of steps of the client optimiser in a round, as a function of the number of rows.
+        steps: the client optimiser's number of steps in a round, as a function of the number of rows.
     """
 
     chosen: DescentPlan
@@ -48,7 +48,7 @@ class DpSgd(Mechanism):
         return replace(self.plan.releases(max(rows, 1), self.batch_size, steps), times=steps)
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
-        """Compose the releases of the client with the largest epsilon."""
+        """Add the releases of the client with the largest epsilon to the accountant."""
         plan = self.plan
         if not rounds:
             return
@@ -60,7 +60,7 @@ class DpSgd(Mechanism):
                     "not know; set target_epsilon, by which each silo chooses its own noise",
                     key="privacy.noise_multiplier",
                 )
-            # Among clients with the same number of steps, the one with the fewest rows draws each row most often.
+            # Of the clients with the same number of steps, the one with the fewest rows draws each row most often.
             least = {self.steps(n): n for n in sorted(rows, reverse=True) if n}
             found = [plan.releases(n, self.batch_size, steps) for steps, n in least.items()]
             epsilon = max((plan.epsilon(releases) for releases in found), default=0.0)
@@ -72,7 +72,7 @@ class DpSgd(Mechanism):
                 epsilon=epsilon,
                 delta=plan.delta,
                 sensitivity=plan.clip_norm,
-                sigma=None,  # the steps are sampled: no Gaussian release of one sigma spends this
+                sigma=None,  # rows are sampled for each step, so no single Gaussian release spends this
                 composition=f"{rounds} rounds of Poisson-sampled steps, privacy loss distributions; the largest "
                 "epsilon over clients, whose rows are disjoint",
                 note="against the server, too; the numbers of rows are public; a person with rows at two clients "
@@ -87,7 +87,7 @@ class DpSgd(Mechanism):
 
 
 def under(aggregation: Aggregator, plan: DescentPlan, batch_size: int, steps: Callable[[int], int]) -> Aggregator:
-    """The aggregation of clients that train by DP-SGD."""
+    """The aggregation for clients that train by DP-SGD."""
     private: Aggregator = copy.copy(aggregation)
     object.__setattr__(private, "mechanism", DpSgd(plan, batch_size, steps))
     return private

@@ -1,4 +1,4 @@
-"""Base class of the robust rules, which keep all updates of a cohort in memory and work on blocks of coordinates."""
+"""Base class of the robust rules. They keep all updates of a cohort in memory, and work on blocks of coordinates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fedfm.core.federation import Federation
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 
-_ENTRIES = 1 << 20  # entries of all clients together in one block
-_LEAST = 1024  # coordinates of a block, for any number of clients
+_ENTRIES = 1 << 20  # number of entries of all clients together in one block
+_LEAST = 1024  # smallest number of coordinates of a block, for any number of clients
 
 
 @dataclass(frozen=True)
 class Robust(Aggregator):
-    """A rule that needs all updates x_1 ... x_m at once: the server's memory grows by P for each client.
+    """A rule that needs all updates x_1 ... x_m at once, so the server's memory grows by P for each client.
 
-    It reads every update in the clear, so it does not work with a transport that hides them.
+    The rule reads every update in the clear, so it does not work with a transport that hides updates.
     """
 
     def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
@@ -34,12 +34,12 @@ class Robust(Aggregator):
         """
         received = list(updates)
         if len(received) < self.least():
-            raise RunError(f"round {fed.round}: {len(received)} updates arrived, {self} needs {self.least()}")
+            raise RunError(f"round {fed.round}: {len(received)} updates arrived, but {self} needs {self.least()}")
         return self.combine([u.weight for u in received], [u.delta for u in received])
 
     @abstractmethod
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
-        """Combine m updates of equal layout into one."""
+        """Combine m updates with equal layouts into one."""
 
 
 def by_coordinate(x: Sequence[Params], rule: Callable[[Tensor], Tensor]) -> Params:
@@ -69,7 +69,7 @@ def _blocks(x: Sequence[Params], dtype: torch.dtype) -> Iterator[tuple[slice, Te
 
 
 def combination(x: Sequence[Params], beta: Tensor) -> Params:
-    """sum_k beta_k x_k, beta (m,) float64, summed in float64."""
+    """sum_k beta_k x_k for beta (m,) float64, summed in float64."""
     return by_coordinate(x, lambda block: beta @ block)
 
 
@@ -82,7 +82,8 @@ def shares(weights: Sequence[float]) -> Tensor:
 def squared_distances(x: Sequence[Params]) -> Tensor:
     """||x_i - x_j||^2, (m, m), float64.
 
-    Computed from differences: in inner products one update of enormous norm would cancel the distances of all others.
+    They are computed from differences: with inner products, one update of enormous norm would cancel the distances of
+    all others.
     """
     d = torch.zeros(len(x), len(x), dtype=torch.float64)
     for block in blocks(x):

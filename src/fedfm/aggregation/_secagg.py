@@ -1,35 +1,35 @@
-"""Secure aggregation: the server sees sums of updates, weights and metrics, and learns nothing about a single client.
+"""Secure aggregation: the server sees sums of updates, weights and metrics, but learns nothing about single clients.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017. Figure 4, with signatures and the consistency check. Bell, Bonawitz,
 Gascon, Lepoint, Raykova. CCS 2020: each client shares masks with O(log n) neighbours. As in Ma, Woods, Angel,
-Polychroniadou, Rabin. Flamingo. S&P 2023, keys are agreed once for many sums, and clients outside a sum help to
+Polychroniadou, Rabin. Flamingo. S&P 2023, clients agree on keys once for many sums, and clients outside a sum help to
 unmask it.
 
 1. keys: each client publishes signed keys for the next sums;
 2. share: it receives the keys of all, and sends its neighbours encrypted shares of the seeds of its masks;
 3. hold: it receives its neighbours' shares;
-4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, its signature
-   of the cohort and of what the server sent to all;
+4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, which is its
+   signature of the cohort and of what the server sent to all;
 5. consent, if a client of the cohort dropped out: the others sign the list of survivors;
-6. unmask: they reveal, for each neighbour in the cohort, a share of one of its two seeds.
+6. unmask: for each neighbour in the cohort, they reveal a share of one of the neighbour's two seeds.
 
-Messages 1 to 3 go to all clients before the first sum. They are repeated when a cohort has a client without keys, a
-client dropped out, the keys are used up, or the run was resumed. With agreed keys a sum takes two messages, or three.
+Messages 1 to 3 go to all clients before the first sum. They are repeated if a cohort has a client without keys, a
+client dropped out, the keys are used up, or the run was resumed. With agreed keys a sum takes two or three messages.
 
 *Why no client is unmasked alone*. Consider one client. Let h clients (its holders) have shares of its two seeds, let c
-of them help the server, and let t shares determine a seed.
+of these help the server, and let t shares determine a seed.
 
-(a) For each sum an honest holder agrees to one list of survivors, and reveals once, one kind of share. The server can
-get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one of the seeds.
+(a) For each sum an honest holder agrees to one list of survivors, and reveals once, and only one kind of share. The
+server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one of the seeds.
 (b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need 2 (t - c) of
 the h - c honest holders, so there is only one.
 (c) Some holders may also reveal for the full cohort, in which nobody dropped out. These are at most h - c - (t - c)
 honest ones, and with the c others fewer than t. So the server gets the sum over one list only.
 
-The default t > 0.67 h gives 2 t - h > h / 3: the proof holds while at most a third of the holders help the server.
-``threshold = 0.5`` gives 2 t - h >= 1: it holds against the server alone. In a sparse graph all of this is true for
-each neighbourhood.
+The default t > 0.67 h gives 2 t - h > h / 3, so the proof holds while at most a third of the holders help the server.
+``threshold = 0.5`` gives 2 t - h >= 1, so the proof holds against the server alone. In a sparse graph all of this is
+true for each neighbourhood.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.privacy.crypto import keys, masks
 from fedfm.privacy.crypto.fixed_point import FixedPoint
 
-MEMORY = "SecAgg"  # key of the state at server and client
-_TOLD = "SecAgg/coarse"  # set once the user was notified of the rounding of sums
+MEMORY = "SecAgg"  # key of the state in the memories of server and client
+_TOLD = "SecAgg/coarse"  # set once the user has got a notice about the rounding of sums
 _SEAL = KEY + SIGNATURE
 _WORD = 8  # bytes of a masked number
 _MILLIONTH = 1e-6
@@ -106,12 +106,12 @@ class SecAgg(Transport):
 
     @property
     def _terms(self) -> str:
-        """Digest of the settings: clients with other settings can neither sign nor decrypt for those with these."""
+        """Digest of the settings. Clients with other settings can neither sign nor decrypt for clients with these."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()
 
     def why_missing(self, metric: str) -> str:
         if metric in self.metrics:
-            return f'no client reported it, or its sum is 0; fed.metrics.get("{metric}", 0.0) is right for both'
+            return f'no client reported it, or its sum is 0; fed.metrics.get("{metric}", 0.0) covers both cases'
         return (
             "clients did not report it, because secure aggregation sums only what aggregation.metrics names; set "
             f'[aggregation] name = "secure", metrics = {json.dumps([*self.metrics, metric])}'
@@ -143,7 +143,7 @@ class SecAgg(Transport):
         """Message 2: encrypted shares for each neighbour, (d, 28 + 64 sums) uint8."""
         member, n = self._member(client), len(names)
         if n < (least := max(LEAST, client.smallest_cohort)):
-            raise refusal(f"a sum of {n} clients, expected at least {least}")
+            raise refusal(f"the sum has {n} clients, expected at least {least}")
         once(client, f"{member.tag}-share", "shares of seeds")
         member.join(client, names, check_bytes(published, n, Card.length(member.sums)))
         sealed = member.deal(client.id, least_of(self.threshold, degree(self.neighbours, n) + 1))
@@ -162,14 +162,14 @@ class SecAgg(Transport):
         request, member = sum_of(client), self._member(client)
         member.fit(client, request.number, bytes_of(request.cohort))
         if not 0 <= request.size * _WORD <= limits.room(getattr(client.model, "layout", None)):
-            raise refusal(f"a masked vector of {request.size} numbers")
+            raise refusal(f"the server requests a masked vector of {request.size} numbers")
 
     def protect(self, client: Client, update: Update) -> Masked:
         """Message 4.
 
         Raises:
             ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_SHAPE, the update has another
-                size than the sum; E_REFUSED, no keys are agreed.
+                size than the sum; E_REFUSED, there are no agreed keys.
         """
         factor, request = update.weight, sum_of(client)
         if request.size not in (0, size := sum(update.delta.layout.sizes.values())):
@@ -184,13 +184,13 @@ class SecAgg(Transport):
             flats = (flat.numpy() for flat in update.delta.flats.values())
             body = np.concatenate([body_code.encode(flat, factor) for flat in flats])
         except ValueError as error:
-            raise ClientFault(E_NORM, f"{error}: see aggregation.bound") from None
+            raise ClientFault(E_NORM, f"{error}; see aggregation.bound") from None
         return self._mask(client, head, body)
 
     def blank(self, client: Client) -> Masked:
-        """Message 4 of a client without an update: masked zeros of weight 0, which look like any other update."""
+        """Message 4 of a client that has no update: masked zeros with weight 0, which look like any other update."""
         size = sum_of(client).size or sum(client.model.layout.sizes.values())
-        head, body = self.head_code(1), self.body_code(1)  # zeros have the same code under any settings
+        head, body = self.head_code(1), self.body_code(1)  # zeros have the same code for any settings
         return self._mask(client, np.zeros(1 + len(self.metrics), head.dtype), np.zeros(size, body.dtype))
 
     def _mask(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
@@ -202,7 +202,7 @@ class SecAgg(Transport):
 
     @on_client(kind="aggregate")
     def consent(self, client: Client, sum: int, status: Tensor, seals: Tensor) -> Tensor:
-        """Message 5: signature, (64,) uint8; ``status`` (n,) uint8 is OUT, DEAD or ALIVE."""
+        """Message 5: a signature, (64,) uint8. ``status`` (n,) uint8 is OUT, DEAD or ALIVE."""
         member = self._member(client)
         return to_tensor(member.consent(client, sum, self._survivors(member, client, sum, status, seals)))
 
@@ -210,7 +210,7 @@ class SecAgg(Transport):
     def unmask(
         self, client: Client, sum: int, status: Tensor, seals: Tensor, names: list[str], signatures: Tensor
     ) -> Tensor:
-        """Message 6: a share of one seed of each cohort member whose shares this client has, (members, 32) uint8."""
+        """Message 6: for each cohort member of whose seeds this client has shares, one share, (members, 32) uint8."""
         member = self._member(client)
         digest = self._survivors(member, client, sum, status, seals)
         signed = map(bytes_of, check_bytes(signatures, len(names), SIGNATURE))
@@ -230,14 +230,14 @@ class SecAgg(Transport):
         asked = sorted(fed.clients if of is None else of)
         if undeclared := {k for k, v in payload.items() if isinstance(v, each)} - {*handler.varying}:  # type: ignore[attr-defined]
             raise RunError(f"{handler.__name__}: {undeclared} differ by client; mark it @on_client(varying=(...))")
-        fed.cohort = fed.cohort or tuple(asked)  # some clients with agreed keys are missing
+        fed.cohort = fed.cohort or tuple(asked)  # some clients with agreed keys may be missing
         _enough(fed, len(asked), LEAST, "clients are asked")
         session: Session | None = fed.process_memory.get(MEMORY)
         if session is None or not session.serves(asked):
             session = self._agree(fed)
         i, agreement = session.used, session.agreement
         fed.process_memory[MEMORY] = session
-        session.used, session.broken = i + 1, True  # reset below if all messages succeed
+        session.used, session.broken = i + 1, True  # set back below if all messages succeed
         wanted = set(asked)
         cohort = bytes(p in session.shares_at and name in wanted for p, name in enumerate(agreement.names))
         n = sum(cohort)
@@ -255,7 +255,7 @@ class SecAgg(Transport):
             seal, p = bytes_of(reply.seal), position[client]
             said = agreement.statement("masked", i, cohort, seal[:KEY])
             if not keys.verify(agreement.card(p).identity, seal[KEY:], *said):
-                raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
+                raise ClientFault(E_FIELD, f"the masked update is not for sum {i} and its cohort")
             seals[p] = seal
 
         payloads = {**payload, AGGREGATION_MESSAGE: Sum(i, to_tensor(cohort), vectors[1].size)}
@@ -289,10 +289,10 @@ class SecAgg(Transport):
         yield Update(Params.from_flat(like, flats), weight)
 
     def _judge(self, fed: Federation, off: float, total: Tensor) -> None:
-        """Notify the user once if the rounding of a compact sum is more than a millionth of it.
+        """Give the user a notice, once, if a compact sum is rounded by more than a millionth of it.
 
         Args:
-            off: root mean square of the rounding error; each of the sum's terms is off by up to half a step, uniformly.
+            off: root mean square of the rounding error; each term of the sum is off by up to half a step, uniformly.
         """
         if not self.compact or fed.process_memory.get(_TOLD):
             return
@@ -301,7 +301,8 @@ class SecAgg(Transport):
             fed.process_memory[_TOLD] = True
             share = f"{off / size:.1g} of it" if size else "all of it"
             fed.notice(
-                f"secure aggregation: aggregation.compact rounds the sum by {share}; a lower aggregation.bound rounds "
+                f"secure aggregation: aggregation.compact rounds the sum by {share}; a smaller aggregation.bound "
+                f"rounds "
                 "less, and without compact there is nothing to set"
             )
 
@@ -338,7 +339,7 @@ class SecAgg(Transport):
     def _reveal(
         self, fed: Federation, session: Session, i: int, status: bytes, seals: Mapping[int, bytes]
     ) -> dict[int, Tensor]:
-        """Messages 5 and 6: the shares that each client reveals, by position."""
+        """Messages 5 and 6: for each client, by position, the shares that it reveals."""
         names = session.agreement.names
         asked = {names[p]: p for p in session.askable(status)}
         rows = {
@@ -368,4 +369,4 @@ class SecAgg(Transport):
 
 def _enough(fed: Federation, got: int, least: int, what: str) -> None:
     if got < least:
-        raise RunError(f"round {fed.round}: {got} {what}, a sum that hides them needs {least}")
+        raise RunError(f"round {fed.round}: {got} {what}, but a sum that hides them needs {least}")

@@ -1,6 +1,6 @@
-"""The client's side of secure aggregation: its neighbours' shares, and the requests that it refuses.
+"""The client's side of secure aggregation: the shares of its neighbours' seeds, and the requests that it refuses.
 
-For each sum, a client reveals at most one of the two seeds of another client, masks at most one vector with a key, and
+For each sum, a client reveals at most one of another client's two seeds, masks at most one vector with a key, and
 agrees to at most one list of survivors. :attr:`Client.write_once` writes these answers to the disk, so that neither a
 resumed run nor a repeated message undoes them.
 """
@@ -43,27 +43,27 @@ def refusal(why: str) -> ClientFault:
 
 
 def once(client: Client, name: str, what: str, value: bytes = b"") -> None:
-    """Refuse a second request."""
+    """Refuse a second request of this name that needs another answer."""
     mark = value + keys.entropy(16)
     if client.write_once(name, mark) != mark:
-        raise refusal(f"{what} again: this was answered before, and a second answer would reveal an update")
+        raise refusal(f"{what} requested again; a second answer would reveal an update")
 
 
 @dataclass
 class Member:
-    """A client's state of one agreement on keys, as its memory keeps it.
+    """A client's state for one agreement on keys, as its memory stores it.
 
     Attributes:
-        session: the server's name of this agreement.
+        session: the server's name for this agreement.
         master: see :class:`OwnKeys`, in hexadecimal digits.
         tag: name of this client's records of past answers, derived from its own keys.
         terms: digest of the settings, which every signature covers.
-        neighbours: the setting.
+        neighbours: the setting of this name.
         threshold: number of shares that determine a seed.
-        names, table: of all members, see :class:`Agreed`; rows of :class:`Card`.
-        digest, ring: see :class:`Agreed`; computed once for an agreement, because they take time for each member.
+        names, table: the names of all members, see :class:`Agreed`; their rows of :class:`Card`.
+        digest, ring: see :class:`Agreed`; computed once per agreement, because they take time for each member.
         holds: positions of the members of whose seeds this client has shares; its own position comes first.
-        held: these shares, 64 bytes per sum.
+        held: these shares, 64 bytes for each sum.
     """
 
     session: str
@@ -90,17 +90,18 @@ class Member:
         return Agreed(self.terms, self.session, self.names, self.table, self.neighbours, known)
 
     def key_context(self, name: str, data: bytes) -> tuple[keys.Context, ...]:
-        """The context of the signature of a client's keys."""
+        """What the signature of a client's keys covers."""
         return (LABEL, "keys", self.terms, self.session, name, data)
 
     def join(self, client: Client, names: Sequence[str], table: Tensor) -> None:
         """Accept the keys of all members.
 
         Raises:
-            ClientFault: the list is not sorted, a signature or an identity is wrong, or two members have the same one.
+            ClientFault: the list is not sorted, a signature or an identity is wrong, or two members have the same
+                identity.
         """
         if client.id not in names or list(names) != sorted(set(names)):
-            raise refusal("a list of members that is not in order, or is without this client")
+            raise refusal("the list of members is not in order, or lacks this client")
         self.names, self.table, self.ring = list(names), table, []
         self.digest, self.ring = self.agreement.digest.hex(), self.agreement.ring
         found = {}
@@ -108,12 +109,12 @@ class Member:
         for at, name in enumerate(names):
             card = self.agreement.card(at)
             if (owner := owners.setdefault(card.identity, name)) != name:
-                raise refusal(f"{owner} and {name} sign with the same key: one silo would count twice")
+                raise refusal(f"{owner} and {name} sign with the same key, so one silo would count twice")
             if name == client.id:
                 if card.keys != self.own.public():
                     raise refusal("the list of members has other keys of this client than its own")
             elif not keys.verify(card.identity, card.signature, *self.key_context(name, card.keys)):
-                raise refusal(f"the keys of {name} are not signed by it for this agreement")
+                raise refusal(f"{name} did not sign its keys for this agreement")
             else:
                 found[name] = card.identity.hex()
         _trust(client, found)
@@ -135,16 +136,16 @@ class Member:
         ]
 
     def hold(self, name: str, present: Sequence[str], sealed: Sequence[bytes]) -> None:
-        """Decrypt the shares of the neighbours whose shares came.
+        """Decrypt the shares of those neighbours whose shares arrived.
 
         Raises:
-            ClientFault: too few arrived, or a share is not what its sender encrypted for this client.
+            ClientFault: too few shares arrived, or a share is not what its sender encrypted for this client.
         """
         if len(self.holds) != 1 or len(present) + 1 < self.threshold:
             raise refusal(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
         around = {self.names[p]: p for p in self.agreement.around(self.holds[0])}
         if list(present) != sorted(around.keys() & set(present)):
-            raise refusal("shares of clients that are not neighbours")
+            raise refusal("shares came from clients that are not neighbours")
         for other, data in zip(present, sealed, strict=True):
             try:
                 share = keys.unseal(self._channel(around[other], other, name), data, *self._route(other, name))
@@ -160,28 +161,28 @@ class Member:
         return self.agreement.statement("shares", *ends)
 
     def fit(self, client: Client, i: int, cohort: bytes) -> None:
-        """Check number and cohort of a sum.
+        """Check the number and the cohort of a sum.
 
         Raises:
-            ClientFault: the cohort is too small or without this client, or no keys are agreed.
+            ClientFault: the cohort is too small or lacks this client, or there are no agreed keys.
         """
         if not self.held or not 0 <= i < self.sums:
-            raise refusal("no keys are agreed for this sum")
+            raise refusal("there are no agreed keys for this sum")
         if len(cohort) != len(self.names) or set(cohort) - {0, 1} or not cohort[self.holds[0]]:
-            raise refusal("a cohort without this client")
+            raise refusal("the cohort lacks this client")
         _enough(client, sum(cohort), LEAST)
 
     def mask(
         self, client: Client, i: int, cohort: bytes, payload_digest: bytes, vectors: Sequence[masks.Words]
     ) -> tuple[bytes, bytes]:
-        """Add the masks of sum i, in place; returns ``payload_digest``, and a signature of it and of the cohort.
+        """Add the masks of sum i, in place; returns ``payload_digest``, and a signature of this digest and the cohort.
 
         Args:
-            cohort: a byte for each position.
-            payload_digest: of the payload that the server sent to all.
+            cohort: one byte for each position.
+            payload_digest: digest of the payload that the server sent to all.
 
         Raises:
-            ClientFault: the cohort is too small or without this client, or these keys were used.
+            ClientFault: the cohort is too small or lacks this client, or these keys were used before.
         """
         self.fit(client, i, cohort)
         once(client, f"{self.tag}-mask-{i}", f"sum {i}: a masked update")
@@ -195,38 +196,38 @@ class Member:
         )
 
     def survivors(self, client: Client, i: int, status: bytes, seals: Sequence[bytes], share: float) -> bytes:
-        """Check a list of survivors; returns its digest.
+        """Check a list of survivors, and return its digest.
 
         Args:
             status: OUT, DEAD or ALIVE for each position.
-            seals: return values of :meth:`mask`, in order of positions, see :func:`witnesses`.
-            share: more than this share of the cohort must have survived.
+            seals: results of :meth:`mask`, in order of positions, see :func:`witnesses`.
+            share: more than this fraction of the cohort must have survived.
 
         Raises:
-            ClientFault: it is too short or malformed, or a survivor has masked for another cohort or another model.
+            ClientFault: the list is too short or malformed, or a survivor masked for another cohort or another model.
         """
         ok = self.holds and 0 <= i < self.sums and len(status) == len(self.names) and set(status) <= {OUT, DEAD, ALIVE}
         if not ok or status[self.holds[0]] == DEAD:
-            raise refusal("a list of survivors that is not one of this client's sums")
+            raise refusal("the list of survivors is not for a sum of this client")
         cohort, payload_digest = bytes(s != OUT for s in status), b""
         _enough(client, status.count(ALIVE), max(least_of(share, sum(cohort)), 2))
         signers = witnesses(self.holds, status)
         if len(signers) != len(seals):
-            raise refusal(f"seals of {len(seals)} survivors, expected {len(signers)}")
+            raise refusal(f"seals of {len(seals)} survivors came, expected {len(signers)}")
         for p, seal in zip(signers, seals, strict=True):
             said = self.agreement.statement("masked", i, cohort, seal[:KEY])
             if not keys.verify(self.agreement.card(p).identity, seal[KEY:], *said):
                 raise refusal(f"{self.names[p]} did not mask an update in sum {i} for this cohort")
             payload_digest = payload_digest or seal[:KEY]
             if seal[:KEY] != payload_digest:
-                raise refusal(f"{self.names[p]} was shown another model than {self.names[signers[0]]}")
+                raise refusal(f"{self.names[p]} received another model than {self.names[signers[0]]}")
         return hashlib.sha256(keys.encode(i, status, payload_digest)).digest()
 
     def consent(self, client: Client, i: int, digest: bytes) -> bytes:
         """Agree to a list of survivors.
 
         Raises:
-            ClientFault: it agreed to another list before.
+            ClientFault: this client agreed to another list before.
         """
         once(client, f"{self.tag}-survivors-{i}", f"sum {i}: a list of survivors", digest)
         return keys.sign(identity_of(client), *self.agreement.statement("survivors", digest))
@@ -234,16 +235,18 @@ class Member:
     def reveal(
         self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes]
     ) -> list[bytes]:
-        """A share for each member of the cohort: of survivors' own masks, and of the pair masks of the others.
+        """For each member of the cohort one share: of a survivor's own mask, or of the pair masks of a member that
+        dropped out.
 
-        If no client dropped out, the survivors' seals prove their consent. Otherwise others must have signed the list.
+        If no client dropped out, the survivors' seals prove their consent. Otherwise other clients must have signed the
+        list.
 
         Raises:
             ClientFault: this client agreed to another list, or too few signed this one.
         """
         kept = client.write_once(f"{self.tag}-survivors-{i}", digest + keys.entropy(16))
         if kept[: len(digest)] != digest:
-            raise refusal(f"sum {i}: another list of survivors than the one that this client agreed to")
+            raise refusal(f"sum {i}: this client agreed to another list of survivors")
         known = {self.names[p]: p for p in self.holds[1:]}
         for name, signature in signatures.items():
             if name not in known or status[known[name]] == DEAD:
@@ -269,11 +272,11 @@ def identity_of(client: Client) -> bytes:
 def _enough(client: Client, got: int, least: int) -> None:
     least = max(least, client.smallest_cohort)
     if got < least:
-        raise refusal(f"a sum of {got} clients, expected at least {least}")
+        raise refusal(f"the sum has {got} clients, expected at least {least}")
 
 
 def _trust(client: Client, found: Mapping[str, str]) -> None:
-    """Compare identities with the silo's roster; without a roster, with the first ones in this run.
+    """Compare identities with the silo's roster, or without a roster with the first ones in this run.
 
     Raises:
         ClientFault: an identity differs.
@@ -283,7 +286,7 @@ def _trust(client: Client, found: Mapping[str, str]) -> None:
             if name not in client.roster:
                 raise refusal(f"{name} is not in this silo's roster")
             if client.roster[name].hex() != identity:
-                raise refusal(f"the server shows a key of {name}, {short(identity)}, that is not the roster's")
+                raise refusal(f"the server shows a key of {name}, {short(identity)}, that differs from the roster's")
         return
     seen = json.loads(client.write_once("identities", json.dumps(found).encode()))
     for name, identity in found.items():
@@ -300,22 +303,22 @@ def short(identity: str) -> str:
 
 
 def sum_of(client: Client) -> Sum:
-    """The parameters of the sum in the train message.
+    """The parameters of the sum, from the train message.
 
     Raises:
-        ClientFault: the message has none.
+        ClientFault: the message lacks them.
     """
     if not isinstance(client.aggregation_message, Sum):
-        raise refusal("a request without number and cohort of the sum")
+        raise refusal("the request lacks number and cohort of the sum")
     return client.aggregation_message
 
 
 def member_of(stored: Any) -> Member:
-    """The state in a client's memory.
+    """The state that a client's memory has.
 
     Raises:
         ClientFault: there is none.
     """
     if stored is None:
-        raise refusal("no keys are agreed")
+        raise refusal("there are no agreed keys")
     return Member(**stored)

@@ -1,4 +1,4 @@
-"""The clients' agreement in secure aggregation: their keys, and the graph of neighbours that follows from the keys."""
+"""The clients' agreement in secure aggregation: their keys, and the graph of neighbours that the keys determine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.privacy.crypto import keys, shamir
 
 KEY, SIGNATURE = keys.KEY, keys.SIGNATURE
 OUT, DEAD, ALIVE = 0, 1, 2  # status of a member in a sum: not in the cohort, dropped out, masked update received
-LEAST = 3  # smallest number of clients in a sum: in a sum of two, each client can compute the other's part
+LEAST = 3  # smallest number of clients in a sum; in a sum of two, each could compute the other's part
 LABEL = "fedfm-secagg-2"
 
 
@@ -30,7 +30,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def degree(neighbours: int, n: int) -> int:
-    """Number of neighbours of each of n clients: even, or all others.
+    """Number of neighbours of each of n clients: an even number, or all others.
 
     Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS
     2020. Here 4 ceil(log2 n) by default.
@@ -47,16 +47,16 @@ def neighbours_of(at: int, n: int, d: int) -> list[int]:
 
 
 def least_of(share: float, n: int) -> int:
-    """The smallest whole number that is more than this share of n."""
+    """The smallest integer above the fraction ``share`` of n."""
     return math.floor(share * n + 1e-9) + 1
 
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """A client's keys for one agreement, which serves ``sums`` sums; derived from 32 random bytes.
+    """A client's keys for one agreement, which serves ``sums`` sums. They are derived from 32 random bytes.
 
-    Each sum has its own key of pairwise masks and its own seed of the client's mask, so the shares revealed after a sum
-    disclose nothing about another.
+    Each sum has its own key for pairwise masks, and its own seed for the client's mask. So shares that are revealed
+    after one sum disclose nothing about another one.
     """
 
     master: bytes
@@ -64,19 +64,19 @@ class OwnKeys:
 
     @property
     def channel(self) -> bytes:
-        """Private key that encrypts shares."""
+        """The private key for encrypting shares."""
         return keys.derive(self.master, LABEL, "channel")
 
     def pair(self, i: int) -> bytes:
-        """Private key of the pairwise masks of sum i; as a number it is in the field of the shares."""
+        """The private key for the pairwise masks of sum i; as a number it is in the field of the shares."""
         return _in_field(keys.derive(self.master, LABEL, "pair", i))
 
     def self(self, i: int) -> bytes:
-        """Seed of the client's own mask of sum i."""
+        """The seed of the client's own mask in sum i."""
         return _in_field(keys.derive(self.master, LABEL, "self", i))
 
     def public(self) -> bytes:
-        """Public halves, and a SHA-256 of each seed: 32 (1 + 2 sums) bytes."""
+        """The public keys, and a SHA-256 of each seed: 32 (1 + 2 sums) bytes."""
         pairs = b"".join(keys.public_of(self.pair(i)) for i in range(self.sums))
         return keys.public_of(self.channel) + pairs + b"".join(fingerprint(self.self(i)) for i in range(self.sums))
 
@@ -86,13 +86,13 @@ def _in_field(key: bytes) -> bytes:
 
 
 def fingerprint(seed: bytes) -> bytes:
-    """The SHA-256 by which the server checks a seed that it reconstructed from shares."""
+    """The SHA-256 by which the server checks a seed that it has reconstructed from shares."""
     return hashlib.sha256(seed).digest()
 
 
 @dataclass(frozen=True)
 class Card:
-    """The published data of a client: identity, keys, signature."""
+    """What a client publishes: identity, keys and signature."""
 
     data: bytes
 
@@ -125,18 +125,18 @@ class Card:
 
 
 class Agreed:
-    """The members and their keys, from which each client and the server compute the same graph.
+    """The members and their keys. Each client and the server compute the same graph from these.
 
-    The ring is in the order of a hash of all names and keys. So nobody can place a client in it without the keys of all
-    others, and every client can check its neighbours.
+    The ring is in the order of a hash of all names and keys. So nobody can choose a client's place in the ring without
+    the keys of all others, and every client can check its neighbours.
 
     Args:
-        known: digest and ring, if they are known already: their computation takes time for each member.
+        known: digest and ring if they were computed before, since this takes time for each member.
 
     Attributes:
-        names: of all members, sorted; a member's position is its place here.
-        digest: of names, keys, settings and the agreement's name; signatures and encrypted shares cover it.
-        ring: positions in order of the ring.
+        names: names of all members, sorted; a member's position is its index in this list.
+        digest: digest of names, keys, settings and the agreement's name; signatures and encrypted shares cover it.
+        ring: positions in the order of the ring.
     """
 
     def __init__(
@@ -161,25 +161,25 @@ class Agreed:
         return Card(bytes_of(self._table[at]))
 
     def around(self, at: int, among: Container[int] | None = None) -> list[int]:
-        """Neighbours of a member in the ring, or in the ring of those ``among`` the members, sorted."""
+        """Sorted neighbours of a member in the ring, or in the ring of only those members that are in ``among``."""
         ring = self.ring if among is None else [p for p in self.ring if p in among]
         n = len(ring)
         return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
 
     def statement(self, *what: keys.Context) -> tuple[keys.Context, ...]:
-        """The context of a signature."""
+        """What a signature covers."""
         return (LABEL, self.digest, *what)
 
     def context(self, i: int, cohort: bytes, payload_digest: bytes) -> bytes:
-        """Digest of the context of sum i, from which masks are derived.
+        """Digest of the context of sum i. Masks are derived from it.
 
-        If the server sends two clients different cohorts or models, their masks do not cancel.
+        If the server sends two clients different cohorts or models, their masks therefore do not cancel.
         """
         return hashlib.sha256(keys.encode(*self.statement("masked", i, cohort, payload_digest))).digest()
 
 
 def pair_mask(private: bytes, public: bytes, context: bytes, names: Sequence[str]) -> bytes:
-    """Key of the mask that two clients share."""
+    """Key of the mask that two clients have in common."""
     return keys.agree(private, public, LABEL, "pair mask", context, *sorted(names))
 
 
@@ -189,5 +189,7 @@ def self_mask(seed: bytes, context: bytes) -> bytes:
 
 
 def witnesses(holds: Sequence[int], status: bytes) -> list[int]:
-    """Positions of the survivors whose seals a client receives: those whose shares it has, and the first of all."""
+    """Positions of the survivors whose seals a client receives: those of whose seeds it has shares, and the first
+    one.
+    """
     return sorted({p for p in holds if status[p] == ALIVE} | {status.index(ALIVE)})

@@ -16,7 +16,7 @@ from fedfm.core.wire import payload as wire
 from fedfm.errors import E_SHAPE, ClientFault, RunError
 from fedfm.privacy.crypto import keys, masks, shamir
 
-AHEAD = 16  # sums for which keys are agreed
+AHEAD = 16  # number of sums for which clients agree on keys
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Sum:
     """The parameters of a sum in the train message.
 
     Attributes:
-        number: of the sum since the agreement on keys.
-        cohort: (n,) uint8, 1 at the positions of its members.
-        size: P, numbers of a masked vector, also of a client without an update; 0: the size of the update.
+        number: number of the sum since the agreement on keys.
+        cohort: (n,) uint8, 1 at the positions of the cohort's members.
+        size: P, length of a masked vector, also for a client without an update; 0: the length of the update.
     """
 
     number: int
@@ -39,9 +39,10 @@ class Masked:
     """A client's reply to the train message.
 
     Attributes:
-        seal: digest of the message to the client, and its signature of that and of the cohort, (96,) uint8.
-        head: weight and weighted metrics, (1 + M,) int64, masked.
-        body: weighted delta, (P,) int64 or int32, masked.
+        seal: digest of the message to the client, and the client's signature of this digest and the cohort, (96,)
+            uint8.
+        head: masked weight and weighted metrics, (1 + M,) int64.
+        body: masked weighted delta, (P,) int64 or int32.
     """
 
     seal: Tensor
@@ -51,13 +52,14 @@ class Masked:
 
 @dataclass
 class Session:
-    """The server's state of one agreement on keys.
+    """The server's state for one agreement on keys.
 
     Attributes:
-        shares_at: by member whose shares arrived, the positions of the clients with them, in the order of the shares.
-        holds: by member that has shares of others, the positions of those, in the order in which it reveals.
+        shares_at: for each member whose shares arrived, the positions of the clients that have them, in the shares'
+            order.
+        holds: for each member that has shares of others, the positions of these others, in the order of revealing.
         used: number of sums so far.
-        broken: a client dropped out.
+        broken: whether a client dropped out.
     """
 
     agreement: Agreed
@@ -68,12 +70,12 @@ class Session:
     broken: bool = False
 
     def serves(self, cohort: Collection[ClientId]) -> bool:
-        """Whether these keys serve another sum, of this cohort."""
+        """Whether these keys can serve another sum, with this cohort."""
         ready = {self.agreement.names[p] for p in self.holds}
         return not self.broken and self.used < AHEAD and ready >= set(cohort)
 
     def askable(self, status: bytes) -> list[int]:
-        """Positions of the clients to ask for unmasking: those with shares of the cohort that did not drop out."""
+        """Positions of the clients to ask for unmasking: they have shares of the cohort, and did not drop out."""
         return [p for p, held in self.holds.items() if status[p] != DEAD and any(status[o] != OUT for o in held)]
 
 
@@ -128,23 +130,23 @@ def remove_masks(
 
 
 def bytes_check(*shape: int) -> Any:
-    """A check that a reply is bytes of this shape."""
+    """Make a check that a reply is bytes of this shape."""
 
     def check(value: Tensor) -> None:
         if value.dtype != torch.uint8 or tuple(value.shape) != shape:
-            raise ClientFault(E_SHAPE, f"{value.dtype} {tuple(value.shape)}, expected bytes {shape}")
+            raise ClientFault(E_SHAPE, f"{value.dtype} {tuple(value.shape)}, expected bytes of shape {shape}")
 
     return check
 
 
 def check_bytes(tensor: Tensor, *shape: int) -> Tensor:
-    """Check that a payload is bytes of this shape."""
+    """Check that an entry of a payload is bytes of this shape."""
     bytes_check(*shape)(tensor)
     return tensor
 
 
 def digest_of(payload: Any) -> bytes:
-    """SHA-256 of the payload that is the same for all clients."""
+    """SHA-256 of the part of the payload that is the same for all clients."""
     head, pieces = wire.encode(payload)
     found = hashlib.sha256(head.encode())
     for piece in pieces:

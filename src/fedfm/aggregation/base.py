@@ -1,6 +1,6 @@
-"""Aggregation: a transport delivers the updates, a rule combines them, a mechanism may add noise.
+"""Aggregation: a transport delivers the updates, a rule combines them, and a mechanism may add noise.
 
-The transport decides what the server sees, the rule limits the influence of a client, the mechanism limits what the
+The transport determines what the server sees. The rule limits the influence of a client. The mechanism limits what the
 mean discloses. An aggregation has the name of its rule.
 """
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from fedfm.privacy.dp_sgd import DescentPlan
 
 Half = Callable[..., Any]  # a method's client half
-Of = Iterable[ClientId] | None  # whom to ask; None: all clients
+Of = Iterable[ClientId] | None  # the clients to ask; None: all clients
 Payload = Mapping[str, Any]
 Rule = Callable[[Federation, Iterator[Update]], Params]
 
 
 class Transport:
-    """Delivers updates to the rule, and decides what the server sees. This one sends each update in the clear.
+    """Delivers updates to the rule, and determines what the server sees. This class sends each update in the clear.
 
-    A transport that hides updates sends its own messages before and after them: ``fed.ask`` of handlers marked
-    ``@on_client(kind="aggregate")``; a client that did not answer is missing from the replies. It keeps state in
-    ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods keep state there
-    too.
+    A transport that hides updates sends its own messages before and after them, by ``fed.ask`` of handlers marked
+    ``@on_client(kind="aggregate")``. A client that did not answer is missing in the replies. A transport keeps its
+    state in ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods also keep
+    state there.
 
     Attributes:
-        form: what the server sees of a reply to the train message: plain, masked or encrypted.
+        form: how the server sees a reply to the train message: plain, masked or encrypted.
         wire_type: the type that :meth:`protect` returns.
-        message_type: type of the payload's entry ``AGGREGATION_MESSAGE``. :meth:`updates` may add it, and
-            :meth:`protect` reads it as ``client.aggregation_message``.
-        figures: names of the metrics in ``fed.metrics`` that the printed line of a round shows.
+        message_type: type of the payload's entry ``AGGREGATION_MESSAGE``, which :meth:`updates` may add and
+            :meth:`protect` reads as ``client.aggregation_message``.
+        figures: names of the metrics in ``fed.metrics`` that a round's printed line shows.
     """
 
     figures: ClassVar[tuple[str, ...]] = ()
@@ -50,18 +50,20 @@ class Transport:
     message_type: Any = None
 
     def why_missing(self, metric: str) -> str:
-        """Why ``fed.metrics`` has no metric of this name, and what to do."""
+        """Why ``fed.metrics`` has no metric of this name, and how to get it."""
         return f'no client reported it; the client half returns it: Update(..., client.metrics | {{"{metric}": ...}})'
 
     def ready(self, client: Client) -> None:
         """Client half: check the request before any row is read, so that a refusal discloses nothing about rows.
 
         Raises:
-            ClientFault: with the reason.
+            ClientFault: the request is refused; the fault gives the reason.
         """
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: the message in place of ``update``, which may stay in ``client.memory`` for a later message."""
+        """Client half: the message to send in place of ``update``, which may stay in ``client.memory`` for later
+        messages.
+        """
         return update
 
     def blank(self, client: Client) -> Any | None:
@@ -69,9 +71,9 @@ class Transport:
         return None
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        """Server half: the valid updates in order of names, or one update with their mean and weight.
+        """Server half: the valid updates in order of names, or one update that is their mean and has their weight.
 
-        Afterwards ``fed.metrics`` holds the means of their metrics.
+        Afterwards ``fed.metrics`` has the means of their metrics.
         """
         means = update_metrics.Means()
 
@@ -79,7 +81,8 @@ class Transport:
             match(update.delta, like, "delta")
 
         asked = fed.clients if of is None else tuple(of)
-        # A stop because few clients were drawn would disclose the draw: only drawn clients that fail count as missing.
+        # Stopping because few clients were drawn would disclose the draw, so only drawn clients that fail count as
+        # missing.
         least = min(fed.enough(len(asked)), len(asked)) if fed.aggregator.mechanism.fraction is not None else None
         replies = fed.exchange(
             "train", handler, asked, payload, self.wire_type, form=self.form, check=check, least=least
@@ -91,16 +94,16 @@ class Transport:
 
 
 class Mechanism:
-    """Limits what the mean discloses about a client or record, and accounts for it. This one does nothing.
+    """Limits what the mean discloses about a client or record, and accounts for it. This class does nothing.
 
     Attributes:
-        secrets: names of the server's secrets that it draws.
+        secrets: names of the secrets that it draws at the server.
         message_type: type of the payload's entry ``SCALE``, which :meth:`message` may add.
-        figures: names of the metrics in ``fed.metrics`` that the printed line of a round shows.
-        fresh: whether a round that a resume repeats gets new noise. Somebody who has seen the first result then sees
-            one more release.
+        figures: names of the metrics in ``fed.metrics`` that a round's printed line shows.
+        fresh: whether a round that a resume repeats gets new noise. If so, a reader of the first result sees one more
+            release.
         withholds: whether the metrics of updates stay at the clients.
-        period: number of groups of clients that take turns; each round asks one group.
+        period: number of groups of clients that take turns, one group per round.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
@@ -112,19 +115,19 @@ class Mechanism:
 
     @property
     def plan(self) -> DescentPlan | None:
-        """The plan of clients that train by DP-SGD; None: they train without noise."""
+        """The plan for clients that train by DP-SGD; None: clients train without noise."""
         return None
 
     @property
     def fraction(self) -> float | None:
-        """Share of the clients in a round, if :meth:`cohort` chooses them; None: the method does."""
+        """Fraction of the clients in a round, if :meth:`cohort` chooses them; None: the method chooses them."""
         return None
 
     def fits(self, model: Model) -> None:
         """Refuse a model whose parameters the mechanism cannot protect; called before the first round.
 
         Raises:
-            InputError: with what would be right.
+            InputError: the model is such a one; the error names one that would work.
         """
 
     def cohort(self, fed: Federation) -> Sequence[ClientId]:
@@ -152,11 +155,13 @@ class Mechanism:
         return like
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
-        """Server half: the mean that the method gets for the updates of ``asked`` clients; here the rule's result."""
+        """Server half: the mean that the method gets from the updates of ``asked`` clients. Here it is the rule's
+        result.
+        """
         return rule(fed, updates)
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
-        """Compose the releases of this number of rounds.
+        """Add the releases of this number of rounds to the accountant.
 
         Args:
             rows: the clients' numbers of rows; None if the server does not know them.
@@ -173,44 +178,44 @@ class Mechanism:
         """Check the server's model in its states before and after the first round.
 
         Raises:
-            RunError: it did not change as the mechanism would have changed it.
+            RunError: the model did not change as the mechanism would have changed it.
         """
 
     def affordable(self, rounds: int) -> int:
-        """The number of these rounds that a budget allows."""
+        """How many of these rounds a budget allows."""
         return rounds
 
 
 class Aggregator:
-    """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses define others."""
+    """Transport, rule and mechanism. The rule here is sum_k n_k x_k / sum_k n_k; subclasses define others."""
 
     transport = Transport()
-    mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation.private.under
+    mechanism = Mechanism()  # under [privacy] an instance has its own, see fedfm.aggregation.private.under
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The objects that may have handlers at the client."""
+        """The objects that may have handlers at the clients."""
         return self, self.transport, self.mechanism
 
     def least(self) -> int:
-        """The smallest number of updates for a mean."""
+        """The smallest number of updates that a mean needs."""
         return 1
 
     def why_missing(self, metric: str) -> str:
-        """Why ``fed.metrics`` has no metric of this name, and what to do."""
+        """Why ``fed.metrics`` has no metric of this name, and how to get it."""
         if self.mechanism.withholds:
             return "under [privacy] metrics stay at the clients; a method that needs one cannot run with this mechanism"
         return self.transport.why_missing(metric)
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: the message in place of ``update``."""
+        """Client half: the message to send in place of ``update``."""
         return self.transport.protect(client, self.mechanism.bound(client, update))
 
     def blank(self, client: Client) -> Any | None:
-        """Client half: the message of a client without an update, so that its failure discloses nothing.
+        """Client half: the message of a client that has no update, so that its failure discloses nothing.
 
-        A refusal would answer a question about rows that no budget counts: the server can choose weights with which an
-        update overflows. None: the server sees single updates, and learns of the failure.
+        A refusal would answer a question about rows that no budget counts, because the server can choose weights with
+        which an update overflows. None: the server sees single updates, and so learns of the failure.
         """
         empty = self.mechanism.blank(client)
         return self.transport.blank(client) if empty is None else self.transport.protect(client, empty)
@@ -224,7 +229,7 @@ class Aggregator:
         return mechanism.release(fed, updates, self.reduce, over, like)
 
     def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
-        """The rule: one running sum in memory, for any number of updates."""
+        """The rule: a running sum in memory, for any number of updates."""
         mean = RunningMean()
         for update in updates:
             mean.add(update.weight, update.delta)
@@ -232,5 +237,5 @@ class Aggregator:
 
 
 def secrets_of(method: Method[Any], aggregator: Aggregator) -> tuple[str, ...]:
-    """Names of the secrets that the server draws, for its method and for its aggregation's mechanism."""
+    """Names of the secrets that the server draws, for the method and for the aggregation's mechanism."""
     return (*method.traits.server_secrets, *aggregator.mechanism.secrets)

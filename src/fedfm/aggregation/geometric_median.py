@@ -3,7 +3,8 @@
 Pillutla, Kakade, Harchaoui. Robust Aggregation for Federated Learning. IEEE Transactions on Signal Processing 2022.
 arXiv:1912.13445, Algorithm 2. The objective sum_k alpha_k ||v - x_k|| is weighted by alpha_k = n_k / n. One thing
 differs: the search starts at the coordinate-wise median, not at the mean. From the mean, each iteration would reduce
-the effect of an enormous update only by a constant factor; the median excludes it. The minimum is the same.
+the effect of an enormous update only by a constant factor, but the median excludes such an update. The minimum is the
+same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fedfm.linalg.params import Params
 class GeometricMedian(Robust):
     """The vector with the smallest weighted sum of distances (not squared) to the updates."""
 
-    iterations: int = setting(10, "R, at most; it stops earlier once it has converged", ge=1)
-    epsilon: float = setting(1e-6, "nu: smallest distance that an update counts with", gt=0)
+    iterations: int = setting(10, "R, largest number of iterations; they end earlier on convergence", ge=1)
+    epsilon: float = setting(1e-6, "nu: a distance to an update below this counts as this", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         alpha, d, beta = shares(weights), distances(x, median), torch.zeros(len(x), dtype=torch.float64)
@@ -40,7 +41,7 @@ class GeometricMedian(Robust):
 
 
 def distances(x: Sequence[Params], v: Callable[[Tensor], Tensor]) -> Tensor:
-    """||v - x_k||, (m,); ``v`` computes its part (B,) from each block (m, B)."""
+    """||v - x_k||, (m,). From each block (m, B), ``v`` computes its own part (B,)."""
     total = torch.zeros(len(x), dtype=torch.float64)
     for block in blocks(x):
         total += (block - v(block)).square_().sum(1)

@@ -20,15 +20,15 @@ from fedfm.linalg.params import Params
 class Krum(Robust):
     """The update x_i with the smallest score s(i) = sum of ||x_i - x_j||^2 over its m - f - 2 nearest x_j."""
 
-    byzantine: int = setting(1, "f, attackers in a cohort at most; it needs 2f + 3 updates", ge=1)
+    byzantine: int = setting(1, "f, largest number of attackers in a cohort; the rule needs 2f + 3 updates", ge=1)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
-        return x[int(scores(squared_distances(x), self.byzantine).argmin())]  # ties: the first in order of names
+        return x[int(scores(squared_distances(x), self.byzantine).argmin())]  # in a tie the first in order of names
 
     def least(self) -> int:
         return 2 * self.byzantine + 3
 
 
 def scores(d: Tensor, f: int) -> Tensor:
-    """s(1) ... s(m) from squared distances (m, m); column 0 of the sorted ones is each update itself."""
+    """s(1) ... s(m) from squared distances (m, m). Column 0 of the sorted distances is each update itself."""
     return d.sort(1).values[:, 1 : len(d) - f - 1].sum(1)

@@ -1,7 +1,7 @@
-"""The weighted mean: the default.
+"""The weighted mean, which is the default.
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas. Communication-Efficient Learning of Deep Networks from Decentralized
-Data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. One client can move it without limit.
+Data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. A single client can move the mean without limit.
 """
 
 from __future__ import annotations

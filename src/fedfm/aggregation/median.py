@@ -18,13 +18,13 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class Median(Robust):
-    """The median over the clients of each coordinate; of an even number, the mean of the middle two."""
+    """The median of each coordinate over the clients; for an even number of clients, the mean of the middle two."""
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         return by_coordinate(x, median)
 
 
 def median(block: Tensor) -> Tensor:
-    """(m, B) -> (B,)."""
+    """The median over the m updates: (m, B) -> (B,)."""
     m, ordered = len(block), block.sort(0).values
     return (ordered[(m - 1) // 2] + ordered[m // 2]) / 2

@@ -19,7 +19,7 @@ from fedfm.linalg.params import Params
 class MultiKrum(Krum):
     """The uniform mean of the ``keep`` updates with the smallest scores."""
 
-    keep: int = setting(0, "number of updates that are averaged; 0: all but f", ge=0)
+    keep: int = setting(0, "number of updates that are averaged; 0: all except f", ge=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         order = scores(squared_distances(x), self.byzantine).argsort(stable=True).tolist()

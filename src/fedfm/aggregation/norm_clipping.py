@@ -1,4 +1,4 @@
-"""Norm clipping: no update counts for more than a bound.
+"""Norm clipping: no update has more influence than a bound allows.
 
 Sun, Kairouz, Suresh, McMahan. Can You Really Backdoor Federated Learning? 2019. arXiv:1911.07963, Section 4. Weights
 count as in the plain mean.
@@ -21,7 +21,7 @@ from fedfm.linalg.params import Params
 class NormClipping(Robust):
     """The weighted mean of x_k min(1, C / ||x_k||); C is a constant, or a multiple of the round's median norm."""
 
-    bound: float | None = setting(None, "C [multiple times the median norm]", gt=0)
+    bound: float | None = setting(None, "C, the largest norm [multiple times the median norm]", gt=0)
     multiple: float = setting(1.0, "C in units of the median norm, if there is no bound", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:

@@ -21,15 +21,15 @@ from fedfm.privacy.spec import PrivacySpec, need
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
-_TAIL = 10.0  # bound on noise values, in standard deviations
-_MOST_CLIENTS = 1 << 16  # number of clients up to which sums under secure aggregation must be exact on the lattice
+_TAIL = 10.0  # bound on noise values in standard deviations
+_MOST_CLIENTS = 1 << 16  # sums under secure aggregation must be exact on the lattice for up to this many clients
 
 
 def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) -> Aggregator:
     """The aggregation with the client-level mechanism that the [privacy] table names.
 
     Raises:
-        InputError: it does not fit the method or the aggregation.
+        InputError: the mechanism does not fit the method or the aggregation.
     """
     name = privacy.mechanism or "gaussian"
     hidden, correlated = isinstance(aggregation, Secure), name == "correlated_gaussian"
@@ -37,7 +37,7 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     if privacy.unit != "client":
         records = '; for records mechanism = "dp_sgd"' if method.traits.rows_by_optimiser else ""
         faults.say(
-            f'privacy.unit = "{privacy.unit}": this method has no own mechanism, and "{name}" protects a '
+            f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
             f'"client"{records}',
             key="privacy.unit",
         )
@@ -48,7 +48,7 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
         )
     if name == "distributed_gaussian" and not hidden:
         faults.say(
-            f'privacy.mechanism = "{name}": a share of the noise hides no update; set aggregator = "secagg"',
+            f'privacy.mechanism = "{name}": shares of the noise alone hide no update; set aggregator = "secagg"',
             key="privacy.mechanism",
         )
     faults.refuse()
@@ -56,7 +56,8 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     fraction = fraction_of(method)
     period = _period(method, fraction) if correlated else 1
     # A secret sample of clients amplifies privacy, except in two cases. Secure aggregation refuses a cohort that is too
-    # small, which discloses its size. A method with several means may ask different clients for each, as ccvr does.
+    # small, and this discloses the cohort's size. A method with several means may ask different clients for each, as
+    # ccvr.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
     mechanism = CentralGaussian(
@@ -97,18 +98,19 @@ def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> Ad
         )
     if len(method.means) != 1:
         raise InputError(
-            f"privacy.clip_quantile: a clip adapts to one mean per round, this method has {len(method.means)}; drop it",
+            f"privacy.clip_quantile: a clip adapts to one mean per round, but this method has {len(method.means)}; "
+            f"drop it",
             key="privacy.clip_quantile",
         )
     return AdaptiveClip(need(privacy.clip_norm, "clip_norm"), privacy.clip_quantile, privacy.clip_learning_rate)
 
 
 def _period(method: Method[Any], fraction: float) -> int:
-    """b: number of rounds in which every client takes part once."""
+    """b, the number of rounds within which every client takes part once."""
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if len(method.means) != 1:
         raise InputError(
-            f"{where} it is for one mean per round, and this method has {len(method.means)}", key="privacy.mechanism"
+            f"{where} it is for one mean per round, but this method has {len(method.means)}", key="privacy.mechanism"
         )
     if not math.isclose(period * fraction, 1.0):
         raise InputError(
@@ -118,13 +120,13 @@ def _period(method: Method[Any], fraction: float) -> int:
     if period == 1:
         fewer = ", or set method.fraction, e.g. 0.1" if "fraction" in vars(method) else ""
         raise InputError(
-            f"{where} all clients take part in every round, and then independent noise is best for the last model; "
+            f"{where} all clients take part in every round, so independent noise is best for the last model; "
             f'set privacy.mechanism = "gaussian"{fewer}',
             key="privacy.mechanism",
         )
     if method.rounds < 2:
         raise InputError(
-            f"{where} it needs at least two rounds, and method.rounds is {method.rounds}", key="privacy.mechanism"
+            f"{where} it needs at least two rounds, but method.rounds is {method.rounds}", key="privacy.mechanism"
         )
     return period
 
@@ -142,19 +144,23 @@ def _noise_multiplier(name: str, method: Method[Any], privacy: PrivacySpec, rate
 
 
 def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
-    """Secure aggregation whose fixed-point numbers are wide and fine enough for bounded updates, noise and lattice."""
+    """Secure aggregation with fixed-point numbers that are wide and fine enough for bounded updates, noise and
+    lattice.
+    """
     faults = Faults()
     if aggregation.clip_norm is not None:
-        faults.say("aggregation.clip_norm: privacy.clip_norm clips already; drop it", key="aggregation.clip_norm")
+        faults.say(
+            "aggregation.clip_norm: privacy.clip_norm already clips updates; drop it", key="aggregation.clip_norm"
+        )
     if aggregation.compact:
         faults.say(
-            "aggregation.compact: 32 bits do not hold an update and its noise; drop it under [privacy]",
+            "aggregation.compact: 32 bits cannot hold an update with its noise; drop it under [privacy]",
             key="aggregation.compact",
         )
     faults.refuse()
     z = mechanism.noise_multiplier
     noise = mechanism.clip_norm * z
-    if mechanism.adaptive is not None:  # a share of the count's noise, of at least half of the clients
+    if mechanism.adaptive is not None:  # a share of the count's noise, for at least half of the clients
         sigma_b = mechanism.adaptive.count_noise(_MOST_CLIENTS, z)
         noise = max(mechanism.adaptive.update_noise(z, z), z, sigma_b / math.sqrt(_MOST_CLIENTS / 2))
     found = replace(aggregation, bound=2.0 ** math.frexp(mechanism.clip_norm + _TAIL * noise)[1])

@@ -1,4 +1,4 @@
-"""Secure aggregation: the weighted mean, of which the server sees the sum only.
+"""Secure aggregation: the weighted mean, where the server sees only the sum.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017, ePrint 2017/281. Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure
@@ -23,32 +23,38 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class Secure(Mean):
-    """sum_k n_k x_k / sum_k n_k: updates, weights and metrics are hidden; the sum and the cohort are not.
+    """sum_k n_k x_k / sum_k n_k. Updates, weights and metrics are hidden; the sum and the cohort are not.
 
     Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum, and rounded once to its dtype.
     The step s of the fixed-point numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With
-    updates of root mean square r and weights w, compact's relative error is about n bound / (12^(1/2) 2^30 w r):
-    for five clients below 1e-6 while bound is below 740 w r. A run notifies once if a sum is rounded by more than 1e-6.
+    updates of root mean square r and weights w, the relative error of ``compact`` is about
+    n bound / (12^(1/2) 2^30 w r): for five clients it is below 1e-6 while bound is below 740 w r. A run gives one
+    notice if a sum is rounded by more than 1e-6.
 
-    ``compact`` is not the default, because it needs a bound that is close to r. r is unknown before the updates exist,
-    and a client that reported it would disclose it. With a bound from earlier sums, clients would have to refuse
-    updates that grow. 64 bits need no such bound: with the default bound their step is below n 2^-34.
+    ``compact`` is not the default, because it needs a bound close to r. Before the updates exist, r is unknown, and a
+    client that reported it would disclose it. With a bound from earlier sums, clients would have to refuse updates that
+    grow. 64 bits need no such bound: with the default bound their step is below n 2^-34.
     ``benchmarks/secagg_compact.py`` compares the bounds of several runs.
 
-    A client whose update is not finite, or above ``bound``, adds zeros of weight 0: a refusal would disclose something
-    about its rows. The mean is then that of the others; if all add nothing, the run ends.
+    A client whose update is not finite, or above ``bound``, adds zeros with weight 0, since a refusal would disclose
+    something about its rows. The mean is then that of the other clients. If all clients add zeros, the run ends.
 
     A client that sends a false update is not detected. A server that deviates from the protocol needs the help of
     2 t - h of the h clients that have shares of one client; t is more than ``threshold`` of h.
     """
 
     bound: float = setting(
-        2.0**28, "largest weight times entry of an update; a client that exceeds it adds nothing", gt=0, finite=True
+        2.0**28,
+        "largest product of weight and an entry of an update; a client that exceeds it adds nothing",
+        gt=0,
+        finite=True,
     )
-    compact: bool = setting(False, "32 instead of 64 bits per entry: half the bytes, for a bound close to the updates")
+    compact: bool = setting(
+        False, "32 instead of 64 bits per entry: half the bytes; needs a bound close to the updates"
+    )
     clip_norm: float | None = setting(None, "clients scale an update down to this L2 norm", gt=0)
-    threshold: float = setting(0.67, "more than this share of the clients must stay to the end", ge=0.5, lt=1)
-    neighbours: int = setting(0, "clients that share masks with each; 0: about 4 log2 of their number", ge=0)
+    threshold: float = setting(0.67, "more than this fraction of the clients must stay to the end", ge=0.5, lt=1)
+    neighbours: int = setting(0, "number of clients with which each shares masks; 0: about 4 log2 of all", ge=0)
     metrics: tuple[str, ...] = setting(
         ("loss", BEFORE, LOSS_BEFORE, JUDGED, PASSES), "metrics that are summed; others stay at the clients"
     )
@@ -61,5 +67,5 @@ class Secure(Mean):
         return LEAST
 
     def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
-        (mean,) = updates  # a running sum would round it twice more
+        (mean,) = updates  # a running sum would round the mean twice more
         return mean.delta

@@ -2,7 +2,8 @@
 
 Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
 arXiv:1803.01498, Definition 2, Algorithm 1 option II. The clients' weights are ignored, because each client states its
-own weight. Unlike the paper, trim * m is rounded up, so that small cohorts are trimmed too; at least one value stays.
+own weight. Unlike in the paper, trim * m is rounded up, so that small cohorts are trimmed, too. At least one value
+stays.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fedfm.linalg.params import Params
 class TrimmedMean(Robust):
     """The mean of each coordinate without its largest and smallest values."""
 
-    trim: float = setting(0.1, "beta, share of the cohort that is left out on each side", gt=0, lt=0.5)
+    trim: float = setting(0.1, "beta, fraction of the cohort that is left out on each side", gt=0, lt=0.5)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         m = len(x)
