@@ -122,7 +122,7 @@ def test_attacks_and_aggregations_are_listed_shown_checked_and_run(tmp_path, cap
         assert (code, names in out, "rates" in out) == (0, True, False)
     for name, words in (
         ("label_shuffle", ("[attack]", "intensity = 1", "arXiv:")),
-        ("krum", ("byzantine = 1", "f, attackers")),
+        ("krum", ("byzantine = 1", "f, largest number of attackers")),
     ):
         code, out, _ = call(capsys, "show", name)
         assert code == 0

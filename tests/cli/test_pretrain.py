@@ -236,7 +236,7 @@ def test_other_folders_are_left_alone(whole, tmp_path, capsys):
     assert (code, "is not an empty folder; give another --out" in err) == (2, True)
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     code, _, err = call(capsys, "pretrain", toml(tmp_path), "--out", whole[0], "--set", "pretrain.seed=1")
-    assert (code, "holds another pretraining" in err) == (2, True)
+    assert (code, "contains another pretraining" in err) == (2, True)
     code, _, err = call(capsys, "pretrain", tmp_path / "no.toml", "--out", tmp_path / "net")
     assert (code, "no such file; `fedfm pretrain exp.toml` takes" in err) == (2, True)
 

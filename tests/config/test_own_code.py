@@ -254,7 +254,7 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
         ["audit", "run"],
     ):
         assert main(command) == 2
-        assert "given from Python" in capsys.readouterr().err
+        assert "from Python" in capsys.readouterr().err
     net = told["model"]
     with torch.no_grad():
         expected = net(torch.stack([x for (x,) in ward.new()])).argmax(1)

@@ -22,18 +22,18 @@ def audit(
     given: Any = None,
     time_limit: float | None = None,
 ) -> list[Finding]:
-    """Attack a finished run; its ``audit.json``, manifest and report get the findings, too.
+    """Attack a finished run. Its ``audit.json``, manifest and report also get the findings.
 
     Args:
-        attacks: a name, or names, of attacks [all cheap ones that apply].
+        attacks: name or names of attacks [all cheap ones that apply].
         given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
-        progress: its ``notice`` gets texts; by default they are on stderr.
-        time_limit: seconds after which the audit ends; a notice names the attacks that were not run. Only in the main
-            thread an attack that has begun is interrupted.
+        progress: its ``notice`` gets texts; by default they go to stderr.
+        time_limit: seconds after which the audit ends; a notice names the attacks that were not run. An attack that has
+            begun is interrupted only if the audit runs in the main thread.
 
     Raises:
         InputError: there is no finished run, or a named attack does not apply.
-        RunError: the time ran out before the first finding.
+        RunError: the time limit was reached before the first finding.
     """
     from fedfm.audits.audit import perform_within
     from fedfm.audits.steps import command
@@ -43,16 +43,16 @@ def audit(
     notice = (progress or Bar()).notice
     done = perform_within(time_limit, run, named, notice, given=given)
     if done.left_out:
-        notice(f"the time was up; not done: {command(run, done.left_out)}")
+        notice(f"the time limit was reached; for the rest run: {command(run, done.left_out)}")
     renewal.renew(Path(run))
     return done.findings
 
 
 def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> str:
-    """Compare runs in a text table; with ``out`` also on a page.
+    """Compare runs in a text table, and with ``out`` also on a page.
 
     Args:
-        runs: their directories; a list of them counts as its members, and so does a folder of several runs.
+        runs: directories of runs. A list stands for its members, and a folder of several runs for these runs.
 
     Raises:
         InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.
@@ -70,7 +70,7 @@ def report(run: str | Path) -> Path:
     """Write the ``report.html`` of a run; returns its path.
 
     Args:
-        run: its directory; the run may be unfinished.
+        run: directory of the run, which may be unfinished.
 
     Raises:
         InputError: there is no run.

@@ -1,4 +1,6 @@
-"""Tables of a training in one place, which `fedfm pretrain` and `fedfm distil` share: [data], [model] and their own."""
+"""Tables that `fedfm pretrain` and `fedfm distil`, trainings in one place, share: [data], [model] and one of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class CentralTraining(Generic[S]):
-    """Everything that defines a training in one place, with every default filled in.
+    """The complete settings of a training in one place, with all defaults filled in.
 
     Attributes:
-        section: name of its own table, and of its command.
+        section: name of the training's own table, and of its command.
         noun: name of the training in messages and in the folder's state.
-        settings: class of its own table.
+        settings: class of the training's own table.
     """
 
     section: ClassVar[str]
@@ -43,7 +45,7 @@ class CentralTraining(Generic[S]):
         """Read a TOML file.
 
         Raises:
-            InputError: as :meth:`from_dict`, with the file's name.
+            InputError: as :meth:`from_dict`; the error also has the file's name.
         """
         takes = f"`fedfm {cls.section} exp.toml` takes [data], [model] and [{cls.section}] in TOML"
         table = read(path, overrides or {}, takes)
@@ -54,7 +56,7 @@ class CentralTraining(Generic[S]):
         """Build from nested tables as TOML gives them.
 
         Raises:
-            InputError: with the key, what it is, and what would be right.
+            InputError: the tables are invalid; the error names the key, its value, and a valid value.
         """
         refuse_unknown(table, {"data", "model", cls.section}, "")
         for section in ("data", "model"):
@@ -72,15 +74,15 @@ class CentralTraining(Generic[S]):
 
     @classmethod
     def refuse(cls, model: ModelSpec, spec: S) -> None:
-        """Raise an InputError for settings that do not go together in this training."""
+        """Raise an InputError for settings that cannot be combined in this training."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested tables; ``from_dict`` is the inverse."""
+        """The settings as nested tables; ``from_dict`` is the inverse."""
         return {"data": plain(self.data), "model": plain(self.model), self.section: plain(self.spec)}
 
 
 def _alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
-    """Readers of the single tables of a training in one place, whose own table has the class ``cls``."""
+    """Readers of the single tables of a training in one place; its own table has the class ``cls``."""
 
     def tables(found: Mapping[str, Any]) -> None:
         refuse_unknown(found, {"data", "model", section}, "")
@@ -98,23 +100,21 @@ def _alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None]
 
 
 def _check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
-    """Check the tables of a training in one place, which the messages call ``noun``.
+    """Check the tables [data] and [model] of a training in one place; messages call the training ``noun``.
 
     Raises:
-        InputError: a value is out of bounds, or only experiments with clients know the key.
+        InputError: a value is out of bounds, or a key is only for experiments with clients.
     """
     check_data(data)
     check(model, "model")
     for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
         if getattr(data, key) != default:
-            raise InputError(
-                f"data.{key}: {noun} has all rows in one place and selects none; drop it", key=f"data.{key}"
-            )
+            raise InputError(f"data.{key}: {noun} uses all rows in one place; drop this key", key=f"data.{key}")
     if data.augment:
         raise InputError(f"data.augment: {noun} does not take it; drop it", key="data.augment")
     if IN_MEMORY in (model.name, data.name):
         raise InputError(
-            f'"{IN_MEMORY}": {noun} reads its rows and makes its model; expected names or paths', key="data.name"
+            f'"{IN_MEMORY}": {noun} reads its rows and makes its model itself; expected names or paths', key="data.name"
         )
     if model.adaptation is not None and model.adaptation.name != "full":
         raise InputError(

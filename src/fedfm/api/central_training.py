@@ -1,7 +1,7 @@
-"""Training in one place, into the folder of a model: the steps that pretraining and distillation share.
+"""Training in one place, into a model's folder: the steps that pretraining and distillation share.
 
-A killed training resumes with the same bits: an epoch's order of rows follows from the seed, and every epoch ends with
-a checkpoint.
+A training that was killed resumes with the same bits: the seed determines an epoch's order of rows, and every epoch
+ends with a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ C = TypeVar("C", bound=CentralTraining[Any])
 
 
 class CentralWork(Generic[C]):
-    """One training in its folder.
+    """One training and its folder.
 
     Attributes:
-        kind: class of its tables.
-        about: the JSON file that says how the model was made.
-        temporary: folders that the finished model does not keep.
+        kind: class of the training's tables.
+        about: the JSON file that records how the model was made.
+        temporary: folders that are removed when the model is finished.
     """
 
     kind: type[C]
@@ -47,14 +47,15 @@ class CentralWork(Generic[C]):
     def make(
         cls, what: str | Path | Mapping[str, Any] | C, out: str | Path, watcher: EpochProgress | None
     ) -> dict[str, Any]:
-        """Train in the folder ``out`` from the newest undamaged checkpoint to the end; return a finished training's
-        result.
+        """Train in the folder ``out``, from the newest undamaged checkpoint to the end, and return the result.
+
+        If the training is finished already, only its result is returned.
 
         Args:
             what: a TOML file, nested tables, or the settings read from them.
 
         Raises:
-            InputError: tables, data or model are wrong, or the folder holds something else.
+            InputError: tables, data or model are invalid, or the folder contains something else.
             RunError: the loss is NaN or infinite.
         """
         tables: C
@@ -78,14 +79,14 @@ class CentralWork(Generic[C]):
         raise NotImplementedError
 
     def same(self, table: Table, model: Model) -> None:
-        """Refuse to resume on other rows or from another model."""
+        """Refuse to resume with other rows or another model."""
         self.place.same("data", fingerprint(table))
         self.place.same("model", model.fingerprint)
 
     def restore(self, model: Model, rule: Rule) -> int:
         """Go back to the last finished epoch; returns the number of finished epochs.
 
-        The seconds that they took are part of the training's duration.
+        The duration of the training includes the seconds that these epochs took.
         """
         done = self.place.restore(model, rule)
         self.began -= self.state["history"][-1]["seconds"] if done else 0.0
@@ -98,9 +99,9 @@ class CentralWork(Generic[C]):
         """Train one epoch of n rows; returns the mean loss.
 
         Args:
-            loss: loss of the rows with these indices in this step of the epoch; it may set the learning rate of
-                ``rule``.
-            cure: what to change if the loss is NaN or infinite.
+            loss: computes the loss of the rows with these indices, in this step of the epoch; it may set the learning
+                rate of ``rule``.
+            cure: what the user should change if the loss is NaN or infinite.
 
         Raises:
             RunError: the loss is NaN or infinite.
@@ -121,12 +122,12 @@ class CentralWork(Generic[C]):
         return total / n
 
     def commit(self, line: dict[str, Any], model: Model, rule: Rule) -> None:
-        """Keep an epoch's state and its line, with the seconds since the training began."""
+        """Store an epoch's state and its line, with the seconds since the training began."""
         line["seconds"] = round(time.perf_counter() - self.began, 3)
         self.state["history"].append(line)
         self.place.commit(line["epoch"], model, rule)
         self.watcher.epoch(line)
 
     def close(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Move the model's files to their place and write the result."""
+        """Move the model's files to their place, and write the result."""
         return self.place.close(result, (*self.temporary, "export"))

@@ -1,4 +1,4 @@
-"""Descriptions of commands. A wing lists its commands; the command line adds them without importing the rest of it.
+"""Descriptions of commands. A wing lists its commands, and the command line adds them without importing its other code.
 
 Commands are named tuples, because importing dataclasses would delay ``fedfm --help``.
 """
@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 
 from fedfm.errors import InputError
 
-WINGS = ("fedfm.encrypted.commands", "fedfm.sites.commands")  # modules with COMMANDS, and ACTIONS of other commands
+WINGS = (
+    "fedfm.encrypted.commands",
+    "fedfm.sites.commands",
+)  # modules that define COMMANDS, and ACTIONS for other commands
 
 
 def no_arguments(_: ArgumentParser) -> None:
-    """Add nothing, for a command without arguments."""
+    """Add no arguments, for a command that has none."""
 
 
 class Command(NamedTuple):
     """One command of ``fedfm``.
 
     Attributes:
-        name: ``fedfm NAME``.
-        run: takes the parsed arguments, returns the exit code; it imports the heavy libraries that it needs.
+        name: the word after ``fedfm``.
+        run: takes the parsed arguments and returns the exit code. It imports the heavy libraries that it needs.
         help: one line in ``fedfm --help``.
         examples: text below the command's help.
         add_arguments: declares its arguments.
@@ -41,8 +44,9 @@ class Command(NamedTuple):
 
 
 def training_arguments(parser: ArgumentParser, table: str) -> None:
-    """Add the arguments of a command that trains into a model folder by a file with [data], [model] and another
-    table.
+    """Add the arguments of a command that trains a model into a folder.
+
+    Its file has [data], [model] and the table ``table``.
     """
     parser.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{table}]")
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
@@ -59,9 +63,9 @@ def action(command: str, choice: str) -> Callable[..., Any]:
     """The function of a wing for one choice of another command, such as ``predict --engine deployment``.
 
     Raises:
-        InputError: no installed wing has it.
+        InputError: no installed wing has such a function.
     """
     for place in WINGS:
         if found := getattr(import_module(place), "ACTIONS", {}).get((command, choice)):
             return found  # type: ignore[no-any-return]
-    raise InputError(f"fedfm {command}: nothing installed here handles {choice!r}")
+    raise InputError(f"fedfm {command}: no installed part of fedfm handles {choice!r}")

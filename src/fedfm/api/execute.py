@@ -1,4 +1,4 @@
-"""Run an experiment, resume a run, load one."""
+"""Run an experiment, resume a run, load a run."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def run(
     Args:
         experiment: a TOML file, nested tables, or an :class:`Experiment`.
         out: the run directory; by default ``runs/<name>-<time>``.
-        progress: receives the run's events; by default a bar and its notices on stderr, ``fedfm.Progress()`` is silent.
+        progress: receives the run's events; by default a bar and notices go to stderr; ``fedfm.Progress()`` is silent.
 
     Returns:
-        The result line as a dict; ``["run"]`` is the run directory.
+        The result as a dict; ``["run"]`` is the run directory.
 
     Raises:
-        InputError: the experiment, its data or its model are wrong; raised before any computation.
-        RunError: the run cannot continue; committed rounds are kept, and ``resume`` continues it.
-        KeyboardInterrupt: stopped after the current client, e.g. by a notebook's stop button.
+        InputError: the experiment, its data or its model are invalid; this is raised before any computation.
+        RunError: the run cannot continue; committed rounds are kept, and ``resume`` continues the run.
+        KeyboardInterrupt: the user stopped the run, e.g. by a notebook's stop button; the current client has finished.
     """
     if isinstance(experiment, Mapping):
         experiment = Experiment.from_dict(fill_from_trainer(experiment), imports=True)
@@ -61,30 +61,31 @@ def resume(
     rounds: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Continue a run after its last committed round; return the result of a finished run.
+    """Continue a run after its last committed round, or return the result of a finished run.
 
-    On the local engine the final parameters equal those of a run that was never stopped: on a CPU bit for bit, on a GPU
-    with ``run.deterministic``, else within rounding.
+    On the local engine the final parameters equal those of a run that was never stopped: bit for bit on a CPU, and on a
+    GPU with ``run.deterministic``; otherwise up to rounding.
 
     Args:
         progress: as in :func:`run`.
-        rounds: continue to this number of rounds, also with a finished run. The parameters are those of a run that had
-            this number from the start.
-        accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
-            then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
-            names the lost files.
-        changes: new places of files and parties, or a new time limit of a party: ``{"run.folder": "/mnt/stick"}``.
+        rounds: continue to this number of rounds, also if the run is finished. The parameters are those of a run that
+            had this number from the start.
+        accept_loss: whether to continue although secrets, clients' memories or all checkpoints are damaged or missing.
+            The run then ends with other parameters, or draws its noise a second time. ``lost`` in its manifest and its
+            result names the lost files.
+        changes: new places of files and parties, or a new time limit for clients, e.g. ``{"run.folder":
+            "/mnt/stick"}``.
 
     Raises:
-        InputError: there is no run; it cannot have more rounds; a key may not change; or, as
-            :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
+        InputError: there is no run, it cannot have more rounds, or a key may not change. If a file that the run needs
+            is damaged or missing, the error is :class:`~fedfm.errors.Lost`.
     """
     from fedfm.runtime.resume_changes import extend, move
 
     run = load_run(path)
-    if (rounds is not None or changes) and run.experiment.data.name == IN_MEMORY:  # before the run is changed
+    if (rounds is not None or changes) and run.experiment.data.name == IN_MEMORY:  # checked before the run is changed
         raise InputError(
-            f"{run.path}: data and model of this run were given from Python: call fedfm.federate(...) again with the "
+            f"{run.path}: data and model of this run came from Python; call fedfm.federate(...) again with the "
             "same out, and with more rounds to continue it"
         )
     with run.lock() if rounds is not None or changes else contextlib.nullcontext():
@@ -96,7 +97,7 @@ def resume(
 
 
 def _again(run: Run, population: Callable[[], Partitioned] | None) -> str:
-    """The call that continues a run."""
+    """Text of the call that continues a run."""
     return f"fedfm.resume({str(run.path)!r})" if population is None else f"the same call, with out={str(run.path)!r}"
 
 
@@ -118,16 +119,16 @@ def drive(
     accept_loss: bool = False,
     silos: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """Start or continue a run and run it to its end; ``population`` returns data and model that are in memory.
+    """Start or continue a run, up to its end. ``population`` returns data and model that are in memory.
 
     Args:
-        silos: settings files of silos, by name, for nodes on loopback (deployment engine only).
+        silos: settings files of silos by name; each becomes a node on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
         return _result_of_finished(run, progress)
     try:
         with run.lock(), _stop_flag() as stop, devices.restore_determinism(), _discard_if_refused(run, fresh):
-            if run.manifest["result"] is not None:  # another process has ended it since it was opened
+            if run.manifest["result"] is not None:  # another process has finished the run since it was opened
                 return _result_of_finished(run, progress)
             if run.experiment.run.track:
                 from fedfm.runtime.trackers.tracker import with_trackers
@@ -139,7 +140,7 @@ def drive(
     except KeyboardInterrupt as error:
         error.args = (f"committed rounds are kept; continue with {_again(run, population)}",)
         raise
-    except RunError as error:  # str(error) stays what it is, and a traceback shows the note below it
+    except RunError as error:  # str(error) stays unchanged, and a traceback shows the note below it
         error.add_note(f"committed rounds are kept; continue with {_again(run, population)}")
         raise
     except OSError as error:
@@ -147,7 +148,7 @@ def drive(
             raise
         raise storage.not_written(place, error) from error
     except Exception as error:
-        if not libraries.is_library(error):  # a defect, or the user's own code: it is shown as it is
+        if not libraries.is_library(error):  # show an error of fedfm or of the user's own code as it is
             raise
         raise RunError(f"a library failed: {libraries.describe(error)}") from error
     finally:
@@ -156,7 +157,7 @@ def drive(
 
     try:
         renewal.renew(run.path)
-    except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can write the page later
+    except (FedfmError, OSError) as error:  # the result exists, and `fedfm report` can write the page later
         progress.notice(f"report.html could not be written: {error}")
     return result
 
@@ -165,12 +166,12 @@ def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
     """The result of a finished run."""
     for text in run.manifest["result"].get("warnings", ()):
         progress.notice(text)
-    return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
+    return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved since
 
 
 @contextlib.contextmanager
 def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
-    """Context manager: remove a new, locked run if an input error occurs before its first round."""
+    """Context manager: if the input is refused before the first round, remove the new run, which is locked."""
     try:
         yield
     except InputError:
@@ -181,7 +182,7 @@ def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop after the current client; a second one stops at once."""
+    """Context manager: Ctrl-C and SIGTERM request a stop after the current client; the second one stops at once."""
     asked = False
 
     def ask(number: int, frame: Any) -> None:

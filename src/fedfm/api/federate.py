@@ -1,6 +1,6 @@
-"""Federate a module in memory, with a loss or as a Hugging Face Trainer, on this machine only.
+"""Federate a module that is in memory, with a loss or as a Hugging Face Trainer, on this machine only.
 
-Forked worker processes share data sets and module. For several sites write an experiment (docs/how-to/deployment.md).
+Forked worker processes share data sets and module. For several sites, write an experiment (docs/how-to/deployment.md).
 """
 
 from __future__ import annotations
@@ -59,46 +59,46 @@ def federate(
     progress: Progress | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """Train a module over clients whose rows are in memory; afterwards it holds the trained weights.
+    """Train a module over clients whose rows are in memory. Afterwards the module has the trained weights.
 
     Messages contain the trainable parameters (with PEFT those of the adapter) and batch norm's running statistics. Data
-    sets are map-style (``len(d)``, ``d[i]``); rows are tuples ``(input, ..., target)``, dicts, or tensors. Random
+    sets are map-style (``len(d)``, ``d[i]``). Rows are tuples ``(input, ..., target)``, dicts, or tensors. Random
     transforms give the same results with the same seed if they use torch's generator.
 
     Args:
-        model: a module on the device where it shall run, or a ``transformers.Trainer``, which brings module, loss, data
+        model: a module on the device where it should run, or a ``transformers.Trainer``, which has module, loss, data
             collator, ``train_dataset``, ``eval_dataset`` (as ``test``) and the optimiser's arguments.
-        clients: name -> data set; the alternative is ``train`` with ``partition``.
+        clients: the data set of each client by name; or give ``train`` with ``partition`` instead.
         train: one data set, whose rows ``partition`` assigns to clients.
-        partition: as ``data.partition`` of an experiment, e.g. ``{"name": "dirichlet", "alpha": 0.1, "clients": 10}``.
-        test: one data set for all clients, or client -> data set.
-        loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. Without
-            ``loss`` and ``objective`` the module must return its loss itself, as transformers' models do.
-        objective: (module, batch) -> scalar, instead of ``loss``; ``collate`` makes the batch.
-        logits: (module, batch) -> (b, C), with an ``objective``, to measure accuracy.
+        partition: as ``data.partition`` in an experiment, e.g. ``{"name": "dirichlet", "alpha": 0.1, "clients": 10}``.
+        test: one data set for all clients, or one for each client by name.
+        loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. If there is
+            neither ``loss`` nor ``objective``, the module must return its loss, as transformers' models do.
+        objective: (module, batch) -> scalar, in place of ``loss``; ``collate`` makes the batch.
+        logits: (module, batch) -> (b, C), which measures the accuracy if there is an ``objective``.
         collate: list of rows -> batch [torch's default_collate].
-        labels: key of the target in rows that are dicts ["labels", else "label"].
+        labels: key of the target in rows that are dicts ["labels", or else "label"].
         classes: names of the classes.
         method: name of a method; its own keys are further arguments, e.g. ``mu=0.01``.
-        rounds: [the method's default].
+        rounds: number of rounds [the method's default].
         local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
-        val_fraction: share of each client's rows for validation.
+        val_fraction: fraction of each client's rows for validation.
         aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
-        seed: every random stream derives from it [0, or the Trainer's].
-        out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues,
-            also with more ``rounds`` than it had.
+        seed: determines every random stream [0, or the Trainer's].
+        out: the run directory [``runs/<name>-<time>``]. A run of the same experiment in it continues, also with more
+            ``rounds`` than before.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: name of the run.
         progress: receives the run's events; by default a bar on stderr, ``fedfm.Progress()`` is silent.
 
     Returns:
-        The result line, and ``models``: client -> folder of its model; one folder under "" if all share one. If every
-        client has its own model, the module's weights stay as they were. There is an accuracy if rows have integer
-        labels and the module returns one logit a class; else only the loss.
+        The result, and ``models``: the folder of each client's model, or one folder under "" if all clients share one.
+        If every client has its own model, the module's weights stay as they were. There is an accuracy if rows have
+        integer labels and the module returns one logit per class; otherwise there is only the loss.
 
     Raises:
-        InputError: an argument is wrong; raised before any training.
-        RunError: the run cannot continue; call again with the same ``out``.
+        InputError: an argument is invalid; this is raised before any training.
+        RunError: the run cannot continue; call again with the same ``out`` to continue later.
 
     Example:
         >>> x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
@@ -119,11 +119,11 @@ def federate(
     for key, value in keys.items():
         if isinstance(value, nn.Module):
             raise InputError(
-                f"{key}: a module; expected a built-in name, a folder as save_pretrained writes it or a hub id"
+                f"{key}: this is a module; expected a built-in name, a folder as save_pretrained writes it or a hub id"
             )
     if "local" not in {f.name for f in fields(resolve("methods", method))}:
         raise InputError(
-            f'method = "{method}": it has no client optimiser that trains a module; federate takes methods that have '
+            f'method = "{method}" has no client optimiser that trains a module; federate takes methods that have '
             'one, such as "fedavg"; for other methods write an experiment'
         )
     settings = {"seed": (brings.seed or 0) if seed is None else seed, **(run or {})}
@@ -177,11 +177,11 @@ def federate(
 
 
 def _partition(clients: Mapping[str, Any] | None, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The experiment's partition; clients with their own data sets become a column of names."""
+    """The experiment's partition. Clients with their own data sets become a column of names."""
     if clients is None:
         return {} if partition is None else partition
     if partition is not None:
-        raise InputError("clients: every data set is a client; drop partition")
+        raise InputError("clients: each data set is a client already; drop partition")
     return {"name": "by_column", "column": "client"}
 
 
@@ -189,22 +189,22 @@ def _partition(clients: Mapping[str, Any] | None, partition: Mapping[str, Any] |
 
 
 def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
-    """(run, whether it is new); ``out`` may hold a run of this experiment."""
+    """The run, and whether it is new; ``out`` may contain a run of this experiment."""
     if out is None or not (Path(out) / "manifest.json").exists():
         return Run.create(experiment, Path(out) if out else None), True
     run = Run.open(out)
-    old, new = run.experiment.to_dict(), experiment.to_dict()  # with the defaults of keys that an old run lacks
+    old, new = run.experiment.to_dict(), experiment.to_dict()  # to_dict() fills in keys that an old run lacks
     more = experiment.method.rounds > run.experiment.method.rounds
     if more:
         old |= {"method": old["method"] | {"rounds": experiment.method.rounds}}
     if old != new:
-        raise InputError(f"{out} holds a run of another experiment; give another out")
+        raise InputError(f"{out} contains a run of another experiment; give another out")
     return run, False
 
 
 @contextlib.contextmanager
 def _restore_module(given: Given) -> Iterator[None]:
-    """Restore training modes on exit; give parameters storage of their own and clear their gradients."""
+    """Context manager: restore training modes on exit; give parameters their own storage, and clear their gradients."""
     module = given.module
     modes = [(m, m.training) for m in module.modules()]
     try:

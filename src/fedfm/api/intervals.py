@@ -2,9 +2,9 @@
 
 The interval is that of Student's t over the seeds, restricted to the values that the score can take.
 
-A share of correct rows is also uncertain because the number of test rows is finite, even if all seeds agree. So its
-interval is at least as wide as that of Clopper and Pearson (1934) for the test rows of all seeds together. The latter
-is exact for independent rows. It is too narrow if all seeds have the same test rows, or if a class of few rows counts
+The fraction of correct rows is uncertain even if all seeds agree, because the number of test rows is finite. So its
+interval is at least as wide as that of Clopper and Pearson (1934) for the test rows of all seeds together, which is
+exact for independent rows. It is too narrow if all seeds have the same test rows, or if a class with few rows counts
 as much as a large one (``balanced_accuracy``, ``macro_f1``).
 """
 
@@ -18,26 +18,29 @@ from fedfm.core.metric_names import LOCAL_ACCURACY, SHARES
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; for more the normal one, corrected.
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; for more degrees the corrected normal
+# quantile is used.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half-width of its 95 % interval by Student's t); the half-width of one value is NaN."""
+    """The mean, and half the width of its 95 % interval by Student's t, which is NaN for one value."""
     n = len(values)
     mean = sum(values) / n
     if n < 2:
         return mean, math.nan
-    deviation = math.hypot(*(v - mean for v in values)) / math.sqrt(n - 1)  # squares of large numbers overflow
+    deviation = math.hypot(*(v - mean for v in values)) / math.sqrt(
+        n - 1
+    )  # hypot, since squares of large numbers overflow
     t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
     return mean, t * deviation / math.sqrt(n)
 
 
 def cut(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
-    """95 % interval of the mean by Student's t, restricted to possible values of the score; NaN for one value.
+    """95 % interval of the mean by Student's t, restricted to values that the score can take; NaN for one value.
 
     Args:
-        least, most: bounds of the score; a bound that a value exceeds is ignored.
+        least, most: bounds of the score. A bound is ignored if a value exceeds it.
 
     Example:
         >>> tuple(round(x, 3) for x in cut([90.0, 100.0], 0.0, 100.0))
@@ -49,17 +52,17 @@ def cut(values: Sequence[float], least: float = -math.inf, most: float = math.in
     return (low, high) if half == half else (math.nan, math.nan)
 
 
-_LEAST = {"loss": 0.0, "perplexity": 1.0}  # the other scores, with their smallest possible value
+_LEAST = {"loss": 0.0, "perplexity": 1.0}  # smallest possible values of scores that are not fractions
 FIGURES = (*SHARES, *_LEAST)
 
 
 def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
     """95 % interval of the mean of a score.
 
-    (None, None) for one seed, for an infinite value, and for equal values that determine no width.
+    It is (None, None) for one seed, for an infinite value, and for equal values, which determine no width.
 
     Args:
-        rows: test rows of all seeds together; 0: they are not known.
+        rows: number of test rows of all seeds together; 0: unknown.
 
     Example:
         >>> tuple(round(x, 3) for x in bounds("accuracy", [1.0, 1.0, 1.0], 54))
@@ -82,7 +85,9 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
 
 
 def rows_behind(key: str, run: Run) -> int:
-    """Number of test rows of a score of a run: the global ones, or those of its clients; 0 if no server knows them."""
+    """Number of test rows behind a score: the global ones, or those of the clients; 0 if the server does not know
+    it.
+    """
     split = run.manifest["split"] or {}
     if key == LOCAL_ACCURACY or (key == "accuracy" and personal(run.experiment.method)):
         return sum(_rows(part.get("test")) for part in split.get("clients", {}).values())

@@ -1,4 +1,4 @@
-"""A model for a client that joins after training, made from a finished run without another round."""
+"""Make a model for a client that joins after training, from a finished run and without another round."""
 
 from __future__ import annotations
 
@@ -37,38 +37,40 @@ NAME = "newcomer"
 
 @refuse("the newcomer cannot join with this model and these rows")
 def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[str, Any]:
-    """Train a newcomer's model and store it in the run, under the newcomer's name.
+    """Train a newcomer's model, and store it in the run under the newcomer's name.
 
     Args:
         path: a finished run.
         data: the newcomer's rows, in any form that an experiment takes. The model is evaluated on the rows that are
             marked as test rows, or else on ``data.test_fraction`` of all rows.
-        client: its name ["newcomer", with a number if that is taken].
+        client: the newcomer's name ["newcomer", with a number if this name is taken].
 
     Returns:
-        ``accuracy`` of its model on its test rows, ``adapter`` (path); ``start_accuracy`` before its last local pass;
-        ``alone_accuracy`` after the same number of passes without the federation; ``weights``: each client's share in
-        its start weights.
+        ``accuracy`` of its model on its test rows, and ``adapter`` (path); ``start_accuracy`` before its last local
+        training; ``alone_accuracy`` after the same number of local trainings without the federation; ``weights``: the
+        fraction that each client has in the newcomer's start weights.
 
     Raises:
-        InputError: the run is not finished, the method has no model for newcomers, or the rows are of another kind.
+        InputError: the run is not finished, the method has no models for newcomers, or the rows are of another kind.
     """
     run = Run.open(path)
     experiment = run.experiment
     if run.manifest["result"] is None:
-        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+        raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     if experiment.in_memory or experiment.own_code:
-        raise InputError(f"{path}: its module is the user's own; join takes runs of an experiment file")
+        raise InputError(f"{path}: its module is the user's own, but join takes only runs of an experiment file")
     method = experiment.method
     if not os.access(run.path, os.W_OK):
-        raise InputError(f"{path} cannot be written, and the newcomer's model is stored there; join a copy of the run")
+        raise InputError(
+            f"{path} cannot be written, but the newcomer's model must be stored there; join a copy of the run"
+        )
     if not Path(data).exists():
-        raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
+        raise InputError(f"{data}: no such file or folder; join needs the newcomer's rows")
     columns = {column: getattr(experiment.data, column) for column in COLUMNS}
     classes, models = tuple(run.manifest["model"]["classes"]), (experiment.model.name,)
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
-        name = _free(run, client)  # another process may have given the run a newcomer
-        if not is_name(name):  # a folder gets it
+        name = _free(run, client)  # another process may have added a newcomer to the run
+        if not is_name(name):  # a folder gets this name
             raise InputError(f"name = {toml_value(name)}: expected {NAME_WORDS}")
         brought = OwnRows(name, str(Path(data).resolve()), classes=classes, models=models, columns=columns)
         population = populate(brought, experiment, run.manifest["model"]["classes"])
@@ -81,7 +83,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         w_0: Params = model.params()
         adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
         start, weights = _start(method, model, run.state(method.state_type), w_0, name, adapt)
-        w = own(adapt(start)) if set(start) == set(model.names) else start  # more than one model: trained already
+        w = own(adapt(start)) if set(start) == set(model.names) else start  # more than one model, trained already
         alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None
@@ -116,17 +118,17 @@ def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
     width = table.inputs.shape[1] if table.kind == "features" else None
     if (table.kind, width) != (shape["kind"], shape["feature_dim"]):
         of = f"{shape['kind']} with {shape['feature_dim']} values" if shape["feature_dim"] else shape["kind"]
-        raise InputError(f"{data}: the rows are of another kind: the run expects {of}")
-    check_same(run, population.model.fingerprints, "a newcomer needs the original")
+        raise InputError(f"{data}: the rows are of another kind; the run expects {of}")
+    check_same(run, population.model.fingerprints, "a newcomer needs the original model")
 
 
 def _start(
     method: Method[Any], model: Model, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
 ) -> tuple[Params, dict[str, float]]:
-    """(start weights, each client's share in them), by the method or as the one model that all share.
+    """Start weights, and each client's fraction in them, from the method, or the one model that all clients share.
 
     Raises:
-        InputError: the method has neither.
+        InputError: the method gives neither.
     """
     if isinstance(method, Joinable):
         return method.newcomer(model, state, w_0, name, adapt)
@@ -140,9 +142,9 @@ def _start(
 def _passes(
     experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
 ) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
-    """(local pass, own model) as functions of w.
+    """Two functions of w: a local training, and the client's own model.
 
-    Each pass counts as one more round, so that it has its own random stream.
+    Each local training counts as one more round, so that it has its own random stream.
     """
     method = experiment.method
     silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
@@ -151,7 +153,7 @@ def _passes(
     def adapt(w: Params) -> Params:
         nonlocal count
         if not isinstance(method, TrainsLocally):
-            raise InputError("join: this method has no client optimiser by which a newcomer would train")
+            raise InputError("join: this method has no client optimiser with which a newcomer could train")
         count += 1
         client = silos.client(Request(name, "", {}, method.rounds + count, 1))
         trained = any_rank.go_on(method.local, client, w, w_0)

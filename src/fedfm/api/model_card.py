@@ -36,23 +36,23 @@ from fedfm.reports.text import NBSP, number
 from fedfm.version import __version__
 
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
-_MOST = 50  # classes by name
+_MOST = 50  # largest number of classes that are named
 _EXPERTS = (
     "The run stored the base and its experts in 4 bits; bitsandbytes does not quantise experts. `base/` has the values "
-    "that the bits represent: load it without quantisation."
+    "that the bits represent; load it without quantisation."
 )
 
 
 def write(
     run_dir: Path, model: Model, to: Target, out: Path, client: str | None = None, mixture: Sequence[str] = ()
 ) -> Path:
-    """Write the card into the folder of an export.
+    """Write the model card into the folder of an export.
 
     Args:
         run_dir: the run.
         to: form of the export.
-        client: owner of the model; None: all clients share one.
-        mixture: as of :func:`how_to_load`.
+        client: owner of the model; None: all clients share one model.
+        mixture: as for :func:`how_to_load`.
     """
     path = out / "README.md"
     path.write_text(card(read(run_dir, messages=False), model, to, out, client, mixture), encoding="utf-8")
@@ -62,7 +62,7 @@ def write(
 def card(
     run: RunFiles, model: Model, to: Target, out: Path, client: str | None = None, mixture: Sequence[str] = ()
 ) -> str:
-    """The text of the card of this folder, in Markdown with the hub's metadata at its head."""
+    """The text of the card for this folder, in Markdown, with the hub's metadata at its head."""
     whose = f" of client {_code(client)}" if client else ""
     parts = [_head(run, model, to), f"# {_plain(run.name)}", ""]
     parts += [f"{_plain(_base_name(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
@@ -92,7 +92,7 @@ def card(
 
 
 def _base_name(model: Model) -> str:
-    """The name of the base; for a folder only the last part of its path."""
+    """The name of the base model; for a folder only the last part of its path."""
     name = model.spec.name
     if is_own(model):
         return type(unwrap(model.module)).__name__
@@ -112,10 +112,10 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
 
 
 def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()) -> list[str]:
-    """The code that loads the folder, written as ``FOLDER``, with what a reader has to know about it.
+    """Code that loads the folder, which is written as ``FOLDER``, with the facts that a reader has to know.
 
     Args:
-        mixture: lines that build the model from two adapters that are weighted row by row.
+        mixture: lines that build the model from two adapters, which are weighted row by row.
     """
     own, module = is_own(model), unwrap(model.module)
     takes = _head_takes(out)
@@ -169,18 +169,18 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
 
 
 def _head_takes(out: Path) -> str:
-    """The transform of features before the head, as the folder describes it; empty without one."""
+    """The transform that features pass before the head, as the folder describes it; empty if there is none."""
     about = out / ABOUT
     return str(json.loads(about.read_text(encoding="utf-8")).get("head_takes", "")) if about.exists() else ""
 
 
 def is_own(model: Model) -> bool:
-    """Whether a user's program brought the module."""
+    """Whether the user's own program made the module."""
     return model.spec.name == IN_MEMORY or is_function(model.spec.name)
 
 
 def _loading(model: Model, to: Target, out: Path) -> list[str]:
-    """Lines of Python that load the model with transformers, and an adapter onto it."""
+    """Lines of Python that load the model with transformers, and put an adapter onto it."""
     whole: Any = unwrap(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole
     kind = type(module)
@@ -212,7 +212,7 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
 
 
 def _of_features(head: str, *, unit: bool) -> list[str]:
-    """Lines of code for a model that consists of a head alone."""
+    """Lines of code for a model that is only a head."""
     x = "torch.nn.functional.normalize(features)" if unit else "features"
     return [
         *("", "import torch", "", ""),
@@ -237,7 +237,7 @@ def _side_adapter(model: SideModel) -> list[str]:
 
 
 def _prompts(model: Model, module: DualEncoder, *, mixed: bool) -> list[str]:
-    """Lines that make the texts with which images are compared, and logits if each class has several."""
+    """Lines that make the texts with which images are compared, and the logits if each class has several texts."""
     templates, words = model.task.class_templates, words_of(model.classes)
     whole = module.config.model_type == "siglip"
     length = f'"max_length", max_length={module.input_ids.shape[-1]}' if whole else "True"
@@ -283,7 +283,7 @@ def _of_base(model: Model, out: Path) -> str:
     if quantised.has_experts(model.module):
         return _EXPERTS
     return (
-        f"`{export_base.BASE}/` links to the weights of this machine's copy: on another machine provide the base "
+        f"`{export_base.BASE}/` links to the weights of this machine's copy; on another machine provide the base "
         "yourself. `AutoPeftModel` looks for it where the folder was written."
     )
 
@@ -310,7 +310,7 @@ _LOCAL = ("name", "learning_rate", "epochs", "batch_size", "weight_decay", "mome
 
 
 def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[str]:
-    """The table of scores; ``figures`` are those of the task."""
+    """The table of scores; ``figures`` are the names of the task's own scores."""
     details = mapping(run.result.get("details"))
     figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
@@ -332,7 +332,7 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
 
 
 def _plain(text: Any) -> str:
-    """Text on one line without Markdown markup."""
+    """The text on one line, without Markdown markup."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in visible(str(text)))
 
 

@@ -1,7 +1,7 @@
-"""A folder that central training fills with a model: `fedfm pretrain` and `fedfm distil`.
+"""The folder that a central training, `fedfm pretrain` or `fedfm distil`, fills with a model.
 
-Until the end it holds checkpoints of epochs and no ``config.json``: a killed training resumes with the same bits, and
-no program can load an unfinished model.
+Until the end it has checkpoints of epochs and no ``config.json``. So a training that was killed resumes with the same
+bits, and no program can load an unfinished model.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from fedfm.training.update_rules import Rule
 from fedfm.version import __version__
 
 LOCK = "lock"  # file in checkpoint/
-KEEP = 2  # number of checkpoints: the newest, and one to fall back on
-IN_ADVANCE = 4 << 30  # bytes of prepared rows: if they take more, each epoch prepares its batches again
+KEEP = 2  # number of checkpoints that are kept: the newest one, and one as a reserve
+IN_ADVANCE = 4 << 30  # if prepared rows take more bytes, each epoch prepares its batches again
 
 
 class ModelFolder:
     """The folder of one training.
 
     Attributes:
-        about: the JSON file that says how the model was made.
-        state: its content: ``history``, with a line for each epoch; ``result`` once the training is finished.
+        about: the JSON file that records how the model was made.
+        state: content of this file: ``history``, with a line for each epoch; ``result`` when the training is finished.
     """
 
     def __init__(self, folder: Path, about: str, noun: str, state: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class ModelFolder:
         storage.write_atomic(self.about, to_json(self.state, indent=1).encode() + b"\n")
 
     def same(self, name: str, value: str) -> None:
-        """Refuse to resume on other data or with another model."""
+        """Refuse to resume with other data or another model."""
         if self.state["fingerprints"].setdefault(name, value) != value:
             raise InputError(f"{self.folder}: the {name} changed since this {self.noun} began")
         self.write()
@@ -59,7 +59,7 @@ class ModelFolder:
         return sorted((self.folder / "checkpoint").glob("epoch-*.safetensors"))
 
     def commit(self, epoch: int, model: Model, rule: Rule) -> None:
-        """Store the state after an epoch, whose line is the last of the history."""
+        """Store the state after an epoch, whose line is the last one in the history."""
         m, v = (None if x is None else x.cpu() for x in (rule.m, rule.v))
         buffers = {name: buffer.cpu() for name, buffer in _buffers(model)}
         record = {"epoch": epoch, "w": model.params(), "buffers": buffers, "m": m, "v": v, "t": rule.t}
@@ -69,11 +69,11 @@ class ModelFolder:
             path.unlink(missing_ok=True)
 
     def restore(self, model: Model, rule: Rule) -> int:
-        """Load the model and the optimiser of the last finished epoch; return the number of finished epochs."""
+        """Load model and optimiser as they were after the last finished epoch; return the number of finished epochs."""
         for path in reversed(self.checkpoints()):
             record = storage.load(path)
             if record is None or record["epoch"] > len(self.state["history"]):
-                path.unlink(missing_ok=True)  # damaged, or its line was not written: the epoch is repeated
+                path.unlink(missing_ok=True)  # it is damaged, or its line was not written, so the epoch is repeated
                 continue
             model.load(record["w"])
             for name, buffer in _buffers(model):
@@ -88,13 +88,15 @@ class ModelFolder:
         return 0
 
     def half(self) -> Path:
-        """An empty folder for the model's files, until :meth:`close`."""
+        """An empty folder that has the model's files until :meth:`close`."""
         path = self.folder / "export"
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def close(self, result: dict[str, Any], temporary: tuple[str, ...]) -> dict[str, Any]:
-        """Move the model's files to their place, ``config.json`` last; write the result, remove temporary files."""
+        """Move the model's files to their place, ``config.json`` last; then write the result and remove temporary
+        files.
+        """
         for path in sorted((self.folder / "export").iterdir(), key=lambda p: p.name == "config.json"):
             os.replace(path, self.folder / path.name)
         self.state["result"] = result
@@ -110,13 +112,14 @@ def claim(
 ) -> Iterator[ModelFolder]:
     """Context manager: lock the folder for this process, and read or create its state.
 
-    Args:
+    noun: key of the tables in the state, and name of the training in messages.
         noun: the key of the tables in the state, and the name of the training in messages.
-        threads: 0: one per core.
-        own: files and folders that a training makes, to remove if an input is wrong before the first checkpoint.
+        threads: number of threads; 0: one per core.
+        own: files and folders that the training makes; they are removed if the input is refused before the first
+            checkpoint.
 
     Raises:
-        InputError: the folder holds something else, or another process trains here.
+        InputError: the folder contains something else, or another process trains in it.
     """
     work = _read_folder(folder, about, noun, tables, threads)
     if work.state["result"] is not None:
@@ -129,9 +132,9 @@ def claim(
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
     if not taken:
-        raise InputError(f"{folder}: another process works here")
+        raise InputError(f"{folder}: another process works in this folder")
     try:
-        work = _read_folder(folder, about, noun, tables, threads)  # another process may have had it since
+        work = _read_folder(folder, about, noun, tables, threads)  # another process may have changed the folder since
         if work.state["result"] is not None:
             storage.discard(lock.path.parent, (), lock.path)
             yield work
@@ -151,10 +154,10 @@ def claim(
 
 
 def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int) -> ModelFolder:
-    """The state of the folder's training, or of one that has not begun. Reads only.
+    """The state of the training in the folder, or of one that has not begun. This changes nothing.
 
     Raises:
-        InputError: the folder holds something else.
+        InputError: the folder contains something else.
     """
     path = folder / about
     if path.exists():
@@ -164,7 +167,7 @@ def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], th
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} cannot be read: {error}; give another --out") from None
         if not same:
-            raise InputError(f"{folder} holds another {noun} (see {about}); give another --out")
+            raise InputError(f"{folder} contains another {noun} (see {about}); give another --out")
     else:
         if not storage.free(folder, about, ("checkpoint",), LOCK):
             raise InputError(f"{folder} exists and is not an empty folder; give another --out")
@@ -174,17 +177,17 @@ def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], th
 
 
 def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that are not parameters, e.g. batch norm's counters of batches."""
+    """Buffers that are not parameters, such as batch norm's counts of batches."""
     return ((name, b) for name, b in model.module.named_buffers() if name not in model.layout.slots)
 
 
 def held_out(table: Table) -> np.ndarray:
-    """Indices of the validation rows if the table has some, else of its test rows."""
+    """Indices of the validation rows if the table has some; otherwise of its test rows."""
     return table.rows("val") if len(table.rows("val")) else table.rows("test")
 
 
 def fits(model: Model, table: Table, index: np.ndarray) -> bool:
-    """Whether all these rows fit in memory once they are prepared."""
+    """Whether the memory has room for all these rows once they are prepared."""
     if table.kind != "image" or not len(index):
         return True
     row = sum(x.nbytes for x in model.prepare(table, index[:1], most=math.inf).tensors.values())
@@ -192,5 +195,5 @@ def fits(model: Model, table: Table, index: np.ndarray) -> bool:
 
 
 def prepare_rows(model: Model, table: Table, index: np.ndarray) -> Rows:
-    """All rows at once if they fit, else batch by batch."""
+    """All rows at once if the memory has room for them; otherwise rows that are prepared batch by batch."""
     return model.prepare(table, index, most=IN_ADVANCE)

@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 _ID = "id"  # a column of the file that names its rows
-_SEVERAL, _SURE = 5, 0.9995  # number of rows for a warning; smallest probability that is shown as 1.000
+_SEVERAL, _SURE = 5, 0.9995  # number of rows from which there is a warning; smallest probability that is shown as 1.000
 _NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
 FORMATS = (".json", ".jsonl", ".csv")
 
 
 def load(path: str | Path, client: str | None = None, *, last: bool = False) -> tuple[Run, Any, Params]:
-    """(run, model, its trained parameters).
+    """The run, its model, and the model's trained parameters.
 
     Args:
-        last: whether to take the model of the last round, although ``run.patience`` chose that of another round.
+        last: whether to load the last round's model if ``run.patience`` chose the model of another round.
 
     Raises:
-        InputError: the run is not finished, or its clients have their own models and none is named.
+        InputError: the run is not finished, or its clients have their own models and ``client`` names none.
     """
     from fedfm.models.adapter_reading import load_adapter, rank_on_disk
     from fedfm.models.adapters.lora import at_rank, rank_of
@@ -64,7 +64,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
         spec = at_rank(spec, rank_on_disk(folder))
     else:
         w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
-        spec = at_rank(spec, rank_of(w))  # w may hold a wider adapter
+        spec = at_rank(spec, rank_of(w))  # w may contain an adapter of higher rank
     model = load_model(
         spec,
         classes=tuple(shape["classes"]),
@@ -83,14 +83,14 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
 
 
 def _find_run(path: str | Path, client: str | None) -> Run:
-    """The run, if it has one model or a model of this client.
+    """The run, if it has one model, or a model of this client.
 
     Raises:
         InputError: as :func:`load`.
     """
     run = Run.open(path)
     if run.manifest["result"] is None:
-        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+        raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     personal, newcomers = predictions.personal(run.experiment.method), run.manifest.get("newcomers", {})
     known = [*(run.manifest["clients"] if personal else ()), *newcomers]
     if client not in known and personal:
@@ -98,7 +98,9 @@ def _find_run(path: str | Path, client: str | None) -> Run:
     if client is not None and client not in known:
         raise InputError(f"{path} has one model for all; drop --client")
     if client is not None and not run.adapter(client).is_dir():
-        raise InputError(f"{path} has no model of {client}: under [privacy], or by its policy, a client keeps its own")
+        raise InputError(
+            f"{path} has no model of {client}; under [privacy], or by its policy, a client keeps its own model"
+        )
     return run
 
 
@@ -106,7 +108,7 @@ def _another(run: Run, client: str | None) -> bool:
     """Whether the model of the last round differs from the run's.
 
     Raises:
-        InputError: it is another one, and it is missing.
+        InputError: the models differ, and the one of the last round is missing.
     """
     details = run.manifest["result"]["details"]
     if details.get("model_of_round", run.manifest["result"]["rounds"]) == run.manifest["result"]["rounds"]:
@@ -126,26 +128,26 @@ def predict(
     given: Any = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Predictions of the run's model for the rows of a file.
+    """Predict the rows of a file with the run's model.
 
     Args:
-        file: any source that the run could have been trained on; labels are not needed and not used. If the run has
+        file: any source on which the run could have been trained. Labels are neither needed nor used. If the run has
             the user's own module: a data set, or the name ``module:function`` of a function that returns one.
-        last: whether to take the model of the last round, although ``run.patience`` chose that of another round.
+        last: whether to use the last round's model if ``run.patience`` chose the model of another round.
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
-        progress: its ``notice`` gets the warnings, too; by default they are on stderr.
+        progress: its ``notice`` also gets the warnings; by default they go to stderr.
 
     Returns:
-        ``warnings``, and by task, in the order of the rows:
+        ``warnings``, and depending on the task, in the order of the rows:
 
         - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of images also ``files``, their
           paths relative to the folder;
         - of a file with a column ``id``: ``ids``;
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
-          indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
+          indices of those that reach the limit of tokens. Over the rows with an output (null if there is none):
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
-          index after its last word, type and text; ``words_cut``;
+          index after its last word, its type and its text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
         - a user's module that turns an input into text, such as T5: ``answers``, ``losses`` and ``perplexities``;
         - a user's module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
@@ -156,7 +158,7 @@ def predict(
           Padding is left out. Outputs without an entry for each row are left out, too, and ``warnings`` names them.
 
     Raises:
-        InputError: the run is not finished, or the rows do not fit the model.
+        InputError: the run is not finished, or the rows do not match the model.
     """
     result = _predict(path, file, client, last, given)
     for text in result["warnings"]:
@@ -182,7 +184,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"], **known)
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(
-                f"{file} holds vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"
+                f"{file} contains vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"
             )
         result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
     if _ID in table.columns:
@@ -192,7 +194,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     lost = lost_words.notices(table, range(len(table)), model)
     result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
-    if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none
+    if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables contains none
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
     return result
 
@@ -204,13 +206,13 @@ def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
         return []
     return [
         f"all {len(sure)} predictions have probability 1.000: the model is overfitted, or the rows are not scaled "
-        "as its training rows were; these probabilities do not measure its confidence"
+        "as its training rows were; these probabilities do not measure the model's confidence"
     ]
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """The run's model with its method, for predictions by a task."""
+    """The run's model with its method, in the form that a task needs for predictions."""
 
     method: Method[Any]
     model: Model
@@ -230,7 +232,7 @@ def check_out(out: Path) -> None:
     """Check a path before :func:`write`.
 
     Raises:
-        InputError: its suffix is unknown, its folder is missing or cannot be written, or it exists.
+        InputError: its suffix is unknown, its folder does not exist or cannot be written, or the file exists already.
     """
     if out.suffix not in FORMATS:
         raise InputError(f"--out {out}: expected a name that ends in {', '.join(FORMATS)}")
@@ -243,11 +245,11 @@ def check_out(out: Path) -> None:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """Write the result of :func:`predict`: all of it as ``.json``, or one line per row as ``.jsonl`` or ``.csv``.
+    """Write the result of :func:`predict`: completely as ``.json``, or one line per row as ``.jsonl`` or ``.csv``.
 
     Raises:
-        InputError: another process has written it since.
-        RunError: it cannot be written.
+        InputError: another process has written the file since.
+        RunError: the file cannot be written.
     """
     rows, text = _lines(result), io.StringIO(newline="")
     if out.suffix == ".csv":
@@ -266,7 +268,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One record per row: its index in the file from 0, its id or file if it has one, and its prediction."""
+    """One record per row: its index in the file, from 0; its id or file, if it has one; and its prediction."""
     names: Any = [{"id": name} for name in result["ids"]] if "ids" in result else repeat({})
     if "losses" in result:
         return [{"row": i, **line} for i, line in enumerate(language.lines(result))]
@@ -288,7 +290,7 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records from all lists with an entry for each row, for a task without class predictions."""
+    """Records from all lists that have an entry for each row, for a task without class predictions."""
     lists = {key: value for key, value in result.items() if isinstance(value, list) and key not in _NOT_BY_ROW}
     n = max(map(len, lists.values()), default=0)
     names = {one: result[many] for one, many in (("id", "ids"), ("file", "files")) if many in result}
@@ -310,13 +312,13 @@ def export(
 
     Args:
         path: a finished run.
-        to: "peft": its adapter; "hf": a folder of transformers, with the adapter merged; "torch": plain tensors.
+        to: "peft": the adapter; "hf": a folder of transformers, with the adapter merged; "torch": plain tensors.
         out: a new or empty folder.
         client: the owner of the model, if every client has its own.
-        last, given: as of :func:`predict`.
+        last, given: as for :func:`predict`.
 
     Raises:
-        InputError: the run is not finished, the folder is not empty, or the model does not go into this form.
+        InputError: the run is not finished, the folder is not empty, or the model cannot have this form.
     """
     out = Path(out)
     _refuse_used(out)
@@ -325,7 +327,7 @@ def export(
         _refuse_used(out)
         try:
             return _write_export(run, to, out, client, last, given)
-        except BaseException:  # all that is in the folder is of this export
+        except BaseException:  # all content of the folder comes from this export
             for entry in list(out.iterdir()):
                 storage.remove(entry)
             raise
@@ -341,12 +343,12 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
     run, model, w = load(run.path, client, last=last)
     if is_pair(w):
         raise InputError(
-            f"{run.path}: {client} has two adapters, not one model; {run.adapter(client or '')} holds their mean for "
+            f"{run.path}: {client} has two adapters, not one model; {run.adapter(client or '')} has their mean for "
             "PEFT, and each of them in global/ and local/"
         )
     if set(w) != set(model.names) and weighed_by(w) is None:
         raise InputError(
-            f"{run.path}: the result of {run.experiment.method_name} is not a single model and cannot be exported; "
+            f"{run.path}: the result of {run.experiment.method_name} is not a single model, so it cannot be exported; "
             "`fedfm predict` computes with it"
         )
     with storage.writing(out):
@@ -358,10 +360,10 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
 
 
 def _refuse_used(out: Path) -> None:
-    """Refuse a destination of an export that is not a new or empty folder.
+    """Refuse a destination for an export that is not a new or empty folder.
 
     Raises:
-        InputError: it is a file or not empty.
+        InputError: the destination is a file, or a folder that is not empty.
     """
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; give another --out")

@@ -1,10 +1,10 @@
 """Pretraining: central training of a foundation model on one data set, into a folder that experiments can name.
 
-Mini-batch training of all parameters with the client optimisers of runs. Images are not augmented, and the model's own
-dropout is off, as everywhere in fedfm. The folder has transformers' format: ``config.json``,
-``model.safetensors``, the image processor or the tokenizer, the class names; ``pretrain.json`` records how the model
-was made. Until the end it holds checkpoints of epochs and no ``config.json``: a killed pretraining resumes with the
-same bits, and no program can load an unfinished model.
+All parameters are trained in mini-batches, with the client optimisers of runs. Images are not augmented, and the
+model's own dropout is off, as everywhere in fedfm. The folder has the format of transformers: ``config.json``,
+``model.safetensors``, the image processor or the tokenizer, and the class names. ``pretrain.json`` records how the
+model was made. Until the end the folder has checkpoints of epochs and no ``config.json``. So a pretraining that was
+killed resumes with the same bits, and no program can load an unfinished model.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ ABOUT = "pretrain.json"
 def pretrain(
     what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
-    """Train a model and write its folder; resume if a killed pretraining with the same tables began it.
+    """Train a model and write its folder. The same tables resume a pretraining that was killed.
 
     Args:
         what: a TOML file, nested tables, or a :class:`Pretraining`.
-        out: the folder: absent, empty, or begun by this pretraining.
+        out: the folder; it does not exist, is empty, or was begun by this pretraining.
 
     Returns:
-        ``folder``, ``epochs``, ``parameters``, ``train_loss``, ``seconds``, ``params_sha256``; ``accuracy``, ``loss``,
-        ``perplexity`` of the last epoch on the held-out rows (the source's validation rows if it has some, else its
-        test rows), which are not used to select anything.
+        ``folder``, ``epochs``, ``parameters``, ``train_loss``, ``seconds``, ``params_sha256``; ``accuracy``, ``loss``
+        and ``perplexity`` of the last epoch on the held-out rows. These are the source's validation rows if it has
+        some, or else its test rows; they are not used to select anything.
 
     Raises:
-        InputError: tables, data or model are wrong, or the folder holds something else.
+        InputError: tables, data or model are invalid, or the folder contains something else.
         RunError: the loss is NaN or infinite.
     """
     return _PretrainWork.make(what, out, watcher)
 
 
 class _PretrainWork(CentralWork[Pretraining]):
-    """One pretraining in its folder."""
+    """One pretraining and its folder."""
 
     kind = Pretraining
     about = ABOUT
@@ -75,7 +75,7 @@ class _PretrainWork(CentralWork[Pretraining]):
         return self._finish(model)
 
     def _model(self, table: Table) -> Model:
-        """The model before training; with ``vocabulary_size``, of the same configuration with a new tokenizer."""
+        """The model before training. With ``vocabulary_size`` it has the same configuration and a new tokenizer."""
         from fedfm.models.hub import architecture
         from fedfm.models.load import load_model
 
@@ -98,7 +98,8 @@ class _PretrainWork(CentralWork[Pretraining]):
         loaded = load_model(model, classes=table.classes, kind=table.kind, seed=spec.seed, feature_dim=dim)
         if not hasattr(loaded.module, "save_pretrained"):
             raise InputError(
-                f'model.name = "{model.name}": pretraining writes folders for transformers, and this is no such model'
+                f'model.name = "{model.name}": pretraining writes folders for transformers, but this is not a model '
+                f"of transformers"
             )
         return loaded
 
@@ -119,7 +120,7 @@ class _PretrainWork(CentralWork[Pretraining]):
             self.commit(line | {key: scores.get(key) for key in ("accuracy", "loss", "perplexity")}, model, rule)
 
     def _finish(self, model: Model) -> dict[str, Any]:
-        """Write the model's files and the result."""
+        """Write the model's files, and the result."""
         from fedfm.models.export import export
 
         w: Params = model.params()

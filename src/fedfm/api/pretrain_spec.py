@@ -1,4 +1,4 @@
-"""Settings of `fedfm pretrain`: the tables of its file."""
+"""Settings of `fedfm pretrain`, which are the tables of its file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedfm.training import SGD, Local, Proximal
 
 @dataclass(frozen=True)
 class PretrainSpec:
-    """The [pretrain] table."""
+    """The table [pretrain]."""
 
-    local: Local = setting(SGD(), "optimiser, as [method.local]: epochs, learning_rate, ...")
+    local: Local = setting(SGD(), "optimiser, with the keys of [method.local]: epochs, learning_rate, ...")
     milestones: tuple[int, ...] = setting((), "epochs after which the learning rate is multiplied by factor")
     factor: float = setting(0.1, "factor of the learning rate at a milestone", gt=0, le=1)
     vocabulary_size: int | None = setting(
-        None, "language models: train a vocabulary of this many tokens on the training text"
+        None, "for language models: train a vocabulary of this many tokens on the training text"
     )
     vocabulary: str = setting("bpe", "bpe (on bytes) or words (between blanks)")
     seed: int = setting(0, "seed of the initial weights, the split and the order of rows", ge=0)
-    threads: int = setting(0, "CPU threads; 0: one per core; another number may change the last bits", ge=0)
+    threads: int = setting(0, "number of CPU threads; 0: one per core; another number may change the last bits", ge=0)
 
 
 @dataclass(frozen=True)
 class Pretraining(CentralTraining[PretrainSpec]):
-    """Everything that defines a pretraining, with every default filled in: [data], [model], [pretrain].
+    """The complete settings of a pretraining, with all defaults filled in: [data], [model], [pretrain].
 
     Example:
         >>> p = Pretraining.from_dict({
@@ -46,12 +46,13 @@ class Pretraining(CentralTraining[PretrainSpec]):
 
     @classmethod
     def refuse(cls, model: ModelSpec, spec: PretrainSpec) -> None:
-        """Raise an InputError for a task, an optimiser, milestones or a vocabulary that it does not take."""
+        """Raise an InputError for a task, an optimiser, milestones or a vocabulary that pretraining does not take."""
         if (task := tasks.task_named(model.task)) is not None and task.no_pretraining:
             raise InputError(f'model.task = "{task.name}": {task.no_pretraining}', key="model.task")
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError(
-                'pretrain.local: expected name = "sgd", "adam" or "adamw", every class present', key="pretrain.local"
+                'pretrain.local: expected name = "sgd", "adam" or "adamw", and without missing classes',
+                key="pretrain.local",
             )
         after = list(spec.milestones)
         if after != sorted(set(after)) or any(not 0 < e < spec.local.epochs for e in after):
@@ -62,7 +63,8 @@ class Pretraining(CentralTraining[PretrainSpec]):
             )
         if spec.vocabulary_size is not None and model.weights != "random":
             raise InputError(
-                'pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"',
+                "pretrain.vocabulary_size: a new vocabulary does not match pretrained weights; set model.weights = "
+                '"random"',
                 key="pretrain.vocabulary_size",
             )
 

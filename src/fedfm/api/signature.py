@@ -1,7 +1,8 @@
 """``signature.json``: an Ed25519 signature over the SHA-256 of every file of a run or of an exported model.
 
-It covers all files but itself and ``private/``, which nobody else has. The signed bytes are ``signature.json`` without
-its last entry: ``json.dumps(body, indent=1)``, in the encoding of :func:`fedfm.privacy.crypto.keys.encode`.
+The signature covers all files except itself and ``private/``, which nobody else has. The signed bytes are
+``signature.json`` without its last entry: ``json.dumps(body, indent=1)``, in the encoding of
+:func:`fedfm.privacy.crypto.keys.encode`.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from fedfm.runtime.runs_below import no_run, runs_in
 
 FILE, VERSION = "signature.json", 1
 _PURPOSE = "fedfm signature of a folder"
-_FIELDS = ("version", "signed", "key", "files")  # of the signed body, in this order
+_FIELDS = ("version", "signed", "key", "files")  # entries of the signed body, in this order
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
-        fingerprint: fingerprint of the key that signed, as :func:`fingerprint` writes it.
-        signed: time of the signature by the signer's clock.
-        trusted: why the key is trusted. ``"pinned"``: the caller gave it; ``"own"``: it is this user's
-            :func:`default_key`; None: it is not trusted.
-        genuine: whether that key signed ``signature.json`` itself.
-        pinned_other: whether a different key was given.
-        holds, changed, missing, added: names of files; an added one is not covered.
+        fingerprint: fingerprint of the key that signed, in the form of :func:`fingerprint`.
+        signed: time of the signature, by the signer's clock.
+        trusted: why the key is trusted. ``"pinned"``: the caller gave it. ``"own"``: it is this user's
+            :func:`default_key`. None: it is not trusted.
+        genuine: whether this key signed ``signature.json`` itself.
+        pinned_other: whether the caller gave a different key.
+        holds, changed, missing, added: names of unchanged, changed, missing and added files; the signature does not
+            cover an added file.
     """
 
     fingerprint: str
@@ -58,12 +60,12 @@ class Verified:
 
     @property
     def intact(self) -> bool:
-        """Whether the folder is unchanged since some key signed it."""
+        """Whether the folder is unchanged since a key, whichever it is, signed it."""
         return self.genuine and not (self.changed or self.missing or self.added)
 
     @property
     def key_known(self) -> bool:
-        """Whether the key is the one that the caller gave or, if none was given, this user's key."""
+        """Whether the key is the one that the caller gave, or if the caller gave none, this user's key."""
         return self.trusted is not None
 
     @property
@@ -72,7 +74,7 @@ class Verified:
         return self.intact and self.key_known
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
+        """The values for JSON."""
         return {"valid": self.valid, "intact": self.intact, "key_known": self.key_known, **asdict(self)}
 
 
@@ -93,18 +95,19 @@ def fingerprint(public: bytes) -> str:
 
 
 def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
-    """Sign a run, finished or not, or an exported model; an earlier signature is replaced.
+    """Sign a run, finished or not, or an exported model. An earlier signature is replaced.
 
     Args:
-        key: PEM file of an Ed25519 private key [:func:`default_key`]. An absent one is made, with its public half in
-            a file of the same name and ``.pub``.
+        key: PEM file of an Ed25519 private key [:func:`default_key`]. If it does not exist, it is made, with its public
+            half in a file of the same name plus ``.pub``.
 
     Returns:
-        ``signature``: path of the file; ``key``: of the public half; ``fingerprint``; ``files``: how many.
+        ``signature``: path of the signature file; ``key``: path of the public half; ``fingerprint``; ``files``: how
+        many files are signed.
 
     Raises:
-        InputError: there is neither a run nor a model, another process runs it, a file is a link, or the key is
-            unusable.
+        InputError: the folder is neither a run nor a model, another process runs it, a file is a link, or the key
+            cannot be used.
     """
     key = default_key() if key is None else key
     if key.resolve().is_relative_to(folder.resolve()):
@@ -115,7 +118,9 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
         digests = dict(_digests(folder))
         for name, digest in digests.items():
             if digest is None:
-                raise InputError(f"{folder / name} is a link or no plain file: a signature cannot cover it; remove it")
+                raise InputError(
+                    f"{folder / name} is a link or not a plain file, which a signature cannot cover; remove it"
+                )
         public = keys.identity_of(private)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         body = {"version": VERSION, "signed": now, "key": public.hex(), "files": digests}
@@ -126,11 +131,11 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
 
 
 def verify(folder: Path, key: Path | None = None) -> Verified:
-    """Compare a folder with its signature. Reads only.
+    """Compare a folder with its signature. This changes nothing.
 
     Args:
         key: PEM file of the public key that must have signed. Without it only this user's :func:`default_key` is
-            trusted: anybody who can change the files can also sign them again with another key.
+            trusted: a person who can change the files can also sign them again with another key.
 
     Raises:
         InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.
@@ -145,7 +150,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
         raise InputError(f"{folder} is not signed: it has no {FILE}; `fedfm sign {folder}` writes one") from None
     body, signature = _parse(data)
     if isinstance(body["version"], int) and body["version"] > VERSION:
-        raise InputError(f"{folder / FILE}: version {body['version']}; this release reads up to {VERSION}")
+        raise InputError(f"{folder / FILE}: it has version {body['version']}, but this release reads up to {VERSION}")
     public, files = _bytes(body["key"]), body["files"] if isinstance(body["files"], dict) else {}
     genuine = data == _file(body, signature) and keys.verify(public, _bytes(signature), _PURPOSE, _signed_text(body))
     now = dict(_digests(folder))
@@ -166,12 +171,12 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
 
 
 def describe(found: Verified) -> str:
-    """A line for each file and for the signer."""
+    """The result as text: a line for each file, and lines about the signer."""
     named = {"holds": found.holds, "changed": found.changed, "missing": found.missing, "added": found.added}
     lines = [f"{how:<8} {visible(name)}" for how, names in named.items() for name in names]
     lines.append(f"signed {visible(found.signed)} by the key {found.fingerprint}")
     if not found.genuine:
-        lines.append(f"{FILE} is not as the key signed it: nothing above is certain")
+        lines.append(f"{FILE} is not as the key signed it, so nothing above is certain")
     if found.pinned_other:
         lines.append("This is not the key of --key.")
     elif found.trusted is None:
@@ -189,9 +194,9 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _digests(folder: Path) -> Iterator[tuple[str, str | None]]:
-    """(name, SHA-256) of every covered file, sorted by name; None instead of the digest of a link or a device.
+    """(name, SHA-256) of every file that the signature covers, sorted by name; None for a link or a device.
 
-    As when a run continues, a top-level folder may be a link to another disk.
+    A top-level folder may be a link to another disk, as it may when a run continues.
     """
     for top in sorted(folder.iterdir()):
         if top.name in (FILE, "private"):
@@ -222,7 +227,7 @@ def _file(body: dict[str, Any], signature: str) -> bytes:
 
 
 def _parse(data: bytes) -> tuple[dict[str, Any], str]:
-    """Body and signature of the file; a body without values if it is no signature file."""
+    """Body and signature of the file; a body without values if the file is not a signature file."""
     try:
         found = from_json(data)
         return {name: found[name] for name in _FIELDS}, str(found["signature"])
@@ -231,7 +236,7 @@ def _parse(data: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _bytes(text: Any) -> bytes:
-    """The bytes that lower-case hexadecimal digits stand for; b"" for any other value."""
+    """The bytes that lower-case hexadecimal digits represent; b"" for any other value."""
     try:
         found = bytes.fromhex(text)
     except (ValueError, TypeError):
@@ -244,10 +249,10 @@ def _public_file(key: Path) -> Path:
 
 
 def _private(path: Path) -> bytes:
-    """The private key in a file, which is created if it is absent.
+    """The private key in a file; if the file does not exist, a key is made.
 
     Raises:
-        InputError: it cannot be made, others can read it, or it is no Ed25519 key without a password.
+        InputError: the key cannot be made, others can read it, or it is not an Ed25519 key without a password.
     """
     try:
         if not path.exists():
@@ -267,7 +272,7 @@ def _private(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Draw a key. If two processes do so at the same time, one key is kept and both use it."""
+    """Draw a key. If two processes do so at the same time, one key is kept, and both processes use it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Ed25519PrivateKey.generate()
     pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -291,5 +296,7 @@ def _public(path: Path) -> bytes:
     except (ValueError, UnsupportedAlgorithm):
         found = None
     if not isinstance(found, Ed25519PublicKey):
-        raise InputError(f"--key {path}: expected an Ed25519 public key as PEM; fedfm sign writes one beside its key")
+        raise InputError(
+            f"--key {path}: expected an Ed25519 public key as PEM; fedfm sign writes one next to its private key"
+        )
     return found.public_bytes_raw()

@@ -1,4 +1,6 @@
-"""Studies of several runs: seeds with an interval, a learning rate chosen on validation rows, baselines, the demo."""
+"""Studies of several runs: seeds with an interval, a learning rate chosen on validation rows, baselines, and the
+demo.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from fedfm.runtime.runs_below import write_order
 
 @contextlib.contextmanager
 def _study(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Context manager: create the folder of several runs and lock it for this process; only its owner can read it.
+    """Context manager: make the folder of several runs and lock it for this process. Only its owner can read it.
 
     Args:
-        shared: whether others can read it, too, as with ``run.shared``.
+        shared: whether others can read it as well, as with ``run.shared``.
 
     Raises:
-        InputError: it cannot be made, or another process works in it.
+        InputError: the folder cannot be made, or another process works in it.
     """
     with alone_in(folder, "running a study", 0o777 if shared else 0o700):
         yield
@@ -73,24 +75,24 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
 
 
 def _run_to_end(experiment: Experiment, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Result of the experiment in this folder; start or continue its run if needed."""
+    """The result of the experiment in this folder. Its run is started or continued if needed."""
     if (folder / "manifest.json").exists():
         run = Run.open(folder)
         if run.experiment.to_dict() != experiment.to_dict():
-            raise InputError(f"{folder} holds a run of another experiment; give another --out")
+            raise InputError(f"{folder} contains a run of another experiment; give another --out")
         return execute.resume(folder, progress=progress)
     return execute.run(experiment, folder, progress=progress)
 
 
 def seeds_text(result: dict[str, Any]) -> str:
-    """One line for each metric."""
+    """The study as text, with one line for each metric."""
     lines = [f"seeds {', '.join(map(str, result['seeds']))}"]
     for key, figure in result["figures"].items():
         line = f"{key:<18} {figure['mean']:.4f}"
         if figure["low"] is not None:
             line += f"  95 % interval {figure['low']:.4f} to {figure['high']:.4f}"
         elif len(figure["values"]) > 1:
-            line += "  the same for every seed; no interval, since its test rows are not known here"
+            line += "  the same for every seed; no interval, since the number of test rows is unknown"
         lines.append(line)
     if result["epsilon"] is not None:
         of = f"{'epsilon':<18} {result['epsilon']:g}  in total, with delta {result['delta']:g}"
@@ -103,7 +105,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
     """Run an experiment and its method's baselines, each in its own folder; finished runs are not repeated.
 
     Returns:
-        The experiment's result, and the baselines' under ``baselines``, by name.
+        The experiment's result; under ``baselines`` it has the results of the baselines by name.
 
     Raises:
         InputError: the method has no baselines.
@@ -131,7 +133,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
 
 
 def baselines_text(result: dict[str, Any]) -> str:
-    """Table of the run and its baselines."""
+    """The table of the run and its baselines."""
     from fedfm.reports import compare
 
     runs = [Path(r["run"]) for r in (result, *result["baselines"].values())]
@@ -139,7 +141,7 @@ def baselines_text(result: dict[str, Any]) -> str:
 
 
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: Progress) -> Experiment:
-    """Choose the learning rate with the lowest validation loss; test rows are not used.
+    """Choose the learning rate with the lowest validation loss. Test rows are not used.
 
     A rate at which some client told no scores is not compared: its loss is of other rows. The ledger of the chosen run
     lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
@@ -149,23 +151,25 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         RunError: no rate gave a validation loss.
     """
     if experiment.privacy is not None:
-        raise InputError("--tune: validation losses of single clients are covered by no [privacy]; drop one")
+        raise InputError("--tune: [privacy] does not cover validation losses of single clients; drop one of the two")
     if not experiment.data.val_fraction:
-        raise InputError("--tune: this needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1")
+        raise InputError(
+            "--tune: there are no validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1"
+        )
     if len(set(rates)) != len(rates):
         raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
     folder = (out.parent / f"{out.name}-tune") if out else own_place(f"{experiment.name}-tune")
     losses: dict[float, float] = {}
     silent: dict[float, set[str]] = {}  # clients that told no scores after the last round, by rate
     trials = []
-    # All experiments are built first: an invalid rate is refused before any run.
+    # Build all experiments first, so that an invalid rate is refused before any run.
     experiments = [(rate, _at(experiment, "method.local.learning_rate", rate)) for rate in rates]
     with _study(folder, experiment.run.shared):
         for rate, trial in experiments:
             place, failed = folder / f"rate-{rate:g}", {}
             try:
                 cost: Mapping[str, Any] = _run_to_end(trial, place, progress)
-            except RunError as error:  # e.g. training diverges at this rate
+            except RunError as error:  # e.g. because training diverges at this rate
                 cost = next(reversed(Run.open(place).metrics()), {})
                 failed = {"failed": str(error)}
             loss = None if failed else cost["details"].get("val_loss")

@@ -1,4 +1,4 @@
-"""Output of commands: text for people, or one line of JSON for programs."""
+"""Output of commands: text for people, or one JSON line for programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedfm.errors import InputError
 
 
 def tell(text: str, where: TextIO | None = None) -> None:
-    """Print text for people, with control characters as codes, since others choose the names of clients and classes."""
+    """Print text for people. Control characters become codes, since others choose the names of clients and classes."""
     print(visible_lines(text), file=where)
 
 
 def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) -> int:
-    """Print the result as a JSON line or as text; returns the exit code 0.
+    """Print a result as a JSON line or as text; returns exit code 0.
 
     Args:
         text: the text, or a function that makes it.
@@ -30,7 +30,7 @@ def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) 
 
 
 def continuing(args: Namespace, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a training that writes a model folder; if it stops, print how to continue."""
+    """Run a training that writes a model folder, and return its result; if it stops, print how to continue."""
     try:
         return call()
     except InputError:

@@ -32,20 +32,20 @@ BATCH = 64
 
 
 def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[Brought, WrappedModel, Params]:
-    """(what the user gave, its model, the run's trained parameters, which the model holds).
+    """What the user gave, its model, and the run's trained parameters, which the model has loaded.
 
     Args:
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
-        last: the model in ``last/``.
+        last: whether to load the model in ``last/``.
 
     Raises:
-        InputError: nothing is given, or the module is not the run's.
+        InputError: nothing is given, or the module is not that of the run.
     """
     if run.experiment.own_code:
         brings = brought_by(run.experiment)
     elif given is None:
         raise InputError(
-            f"{run.path}: its module was given from Python, and the run holds only what was trained: give the module "
+            f"{run.path}: its module came from Python, and the run contains only the trained tensors; pass the module "
             "or the Trainer again, from Python, as given=..."
         )
     else:
@@ -53,8 +53,8 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
     model = brings.given.model(run.manifest["model"]["classes"])
     if model.fingerprint != run.manifest["fingerprints"]["model"]:
         raise InputError(
-            f"{run.path}: the given module is not the run's: its frozen weights, or names or shapes of what "
-            "is trained, differ"
+            f"{run.path}: the given module is not the run's: its frozen weights, or the names or shapes of its "
+            "trained tensors, differ"
         )
     method = run.experiment.method
     w: Params = (
@@ -67,22 +67,22 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
 
 
 def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool = False) -> dict[str, Any]:
-    """Predictions for rows like those of the run; their targets are neither needed nor used.
+    """Predict rows like those of the run. Their targets are neither needed nor used.
 
     Args:
         rows: a data set, or the name ``module:function`` of a function that returns one.
 
     Returns:
-        ``classes``, ``predictions`` and ``probabilities`` of a classifier; of a language model what
-        :func:`fedfm.models.user.language.evaluate` returns; of other modules ``outputs``, a list for each row, and no
+        For a classifier ``classes``, ``predictions`` and ``probabilities``. For a language model the result of
+        :func:`fedfm.models.user.language.evaluate`. For other modules ``outputs``, a list for each row, and no
         predictions.
 
     Raises:
-        InputError: rows or module are wrong.
+        InputError: rows or module are invalid.
     """
     if isinstance(rows, (str, Path)):
         if not is_function(name := str(rows)):
-            raise InputError(f"{name}: rows for your own module: expected module:function, which returns a data set")
+            raise InputError(f"{name}: to give rows to your own module, name a module:function that returns a data set")
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
     brings, model, _ = load(run, given, client, last=last)
     rows = check_dataset(rows, "rows")
@@ -114,11 +114,11 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
 
 
 def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]]:
-    """Indexes of rows that are predicted at once, at most ``most`` of them.
+    """Indices of rows that are predicted at once, at most ``most`` of them.
 
     Args:
-        mixed: whether rows of different shapes may share a batch, which pads them. This is wrong for modules with an
-            output for each position, e.g. each frame of speech: outputs of padding would look like those of the row.
+        mixed: whether rows of different shapes may share a batch, which pads them. This would be wrong for modules with
+            an output for each position, e.g. each frame of speech: outputs for padding would look like the row's own.
     """
     if mixed or most == 1:
         return [list(range(start, min(start + most, len(rows)))) for start in range(0, len(rows), most)]
@@ -148,8 +148,9 @@ def _flat(value: Any) -> list[float]:
 
 
 def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, last: bool = False) -> Path:
-    """Write the trained module: ``torch`` all tensors as safetensors, ``hf`` as transformers saves it with the adapter
-    merged, ``peft`` the adapter.
+    """Write the trained module: with ``torch`` all tensors as safetensors, with ``peft`` the adapter.
+
+    With ``hf`` it is written as transformers saves it, with the adapter merged.
 
     Raises:
         InputError: the module cannot be written in this form.
@@ -158,9 +159,9 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
     module: Any = model.module
     adapted = hasattr(module, "peft_config")
     if to == "peft" and not adapted:
-        raise InputError("--to peft: the module is no PeftModel: use hf or torch")
+        raise InputError("--to peft: the module is not a PeftModel; use hf or torch")
     if to == "hf" and not hasattr(module, "save_pretrained"):
-        raise InputError(f"--to hf: {type(module).__name__} is no transformers model: use torch")
+        raise InputError(f"--to hf: {type(module).__name__} is not a model of transformers; use torch")
     if to == "torch":
         export.save_module(model, out)
         model_card.write(run.path, model, to, out, client)
@@ -177,5 +178,5 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
 
 
 def is_own(run: Run) -> bool:
-    """Whether the run's module comes from a user's Python code."""
+    """Whether the run's module comes from the user's own Python code."""
     return run.experiment.own_code or run.experiment.data.name == IN_MEMORY

@@ -1,4 +1,4 @@
-"""``fedfm check``: an experiment with every default, its rows and model, and the cost of a run."""
+"""``fedfm check``: print an experiment with all defaults, its rows and model, and the cost of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 if TYPE_CHECKING:
     from fedfm.runtime.cost_estimate import Forecast
 
-_SHOWN = 12  # clients by name
+_SHOWN = 12  # largest number of clients that are named
 
 
 def check(args: Namespace) -> int:
@@ -36,7 +36,7 @@ def check(args: Namespace) -> int:
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.to_display()).rstrip()
     population = None
-    # With a SuperLink, data and model are on its machine. If the kit's folder is here, this is that machine.
+    # With a SuperLink, data and model are on its machine, which is this one if the kit's folder exists here.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.config.cohorts import enough
         from fedfm.models.locate import locate
@@ -105,7 +105,7 @@ def check(args: Namespace) -> int:
 
 
 def _estimate_lines(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
-    """The cost estimate in lines."""
+    """The cost estimate as lines of text."""
     from fedfm.reports.text import NBSP, duration, plural, size
 
     if forecast is None:

@@ -1,4 +1,4 @@
-"""The commands on models and on finished runs. Each imports the heavy libraries that it needs."""
+"""The commands for models and finished runs. Each imports the heavy libraries that it needs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def audit(args: Namespace) -> int:
     from fedfm.runtime.step_bars import Attacks
 
     if args.pictures is not None and "inversion" not in args.attack:
-        raise InputError("--pictures: only --attack inversion uses them; add it")
+        raise InputError("--pictures: only --attack inversion uses images; add it")
     progress = watch()
     unfit, done = "", Audited([])
-    if args.dossier and not args.attack:  # of every finished run, with attacks or without
+    if args.dossier and not args.attack:  # every finished run can have a dossier, with attacks or without
         ended = Run.open(args.run).manifest["result"] is not None
         try:
             choose(open_finished(args.run))
@@ -64,7 +64,9 @@ def audit(args: Namespace) -> int:
     if done.left_out:
         result["not_run"] = list(done.left_out)
         rest = command(args.run, done.left_out)
-        tell(f"fedfm: the time ran out; not done, about {duration_text(done.seconds)} more: {rest}", sys.stderr)
+        tell(
+            f"fedfm: the time limit was reached; the rest, about {duration_text(done.seconds)} more: {rest}", sys.stderr
+        )
     if args.dossier:
         result["dossier"] = str(dossier.write(args.run, unfit))
     if missing := tell_missing(args.run):
@@ -135,7 +137,7 @@ def predict(args: Namespace) -> int:
         check_out(args.out)
     if args.engine == "deployment":
         if args.last:
-            raise InputError("--last: --engine deployment predicts by the run's own model; drop one of the two")
+            raise InputError("--last: --engine deployment predicts with the run's own model; drop one of the two")
         result = action("predict", "deployment")(args.run, args.file, watch())
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)

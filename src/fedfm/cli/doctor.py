@@ -16,11 +16,11 @@ from fedfm.engines.flower.private_api import TESTED
 
 _NAME = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?\s*(.*)")  # a requirement: name, extras, versions
 _EXTRA = re.compile(r"\bextra\s*==\s*[\"']([^\"']+)[\"']")
-_WIDTH = 768  # inputs and outputs of the timed linear maps
+_WIDTH = 768  # number of inputs, and of outputs, of the linear maps that are timed
 
 
 def examine() -> list[dict[str, Any]]:
-    """Each check as {what, status: ok | note | bad, found}."""
+    """All checks as {what, status: ok | note | bad, found}."""
     return [{"what": what, "status": status, "found": found} for what, status, found in _checks()]
 
 
@@ -31,7 +31,7 @@ def _checks() -> Iterator[tuple[str, str, str]]:
     yield from _products()
     yield "cores", "ok", f"{os.cpu_count()} (run.workers = 0 uses all, one thread a client)"
     fork = hasattr(os, "fork")
-    yield "workers", "ok" if fork else "note", "forked" if fork else "this system cannot fork: set run.workers = 1"
+    yield "workers", "ok" if fork else "note", "forked" if fork else "this system cannot fork; set run.workers = 1"
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     yield "disk", "ok" if free > 1 else "bad", f"{free:.1f} GB free here"
     yield _cache()
@@ -42,7 +42,7 @@ def _checks() -> Iterator[tuple[str, str, str]]:
 
 
 def _packages() -> Iterator[tuple[str, str, str]]:
-    """Every dependency of this installation's own metadata, then each extra with its packages."""
+    """Every dependency in the metadata of this installation, then each extra with its packages."""
     extras: dict[str, set[str]] = {}
     for name, brought, versions, extra in _requirements("fedfm"):
         if extra:
@@ -63,10 +63,10 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
-    """(name, requirements of its own extras, versions, extra) of each requirement in a package's metadata.
+    """For each requirement in a package's metadata: name, requirements of its own extras, versions, extra.
 
     Args:
-        deep: look up what extras of the requirements bring; packages may name their own.
+        deep: whether to look up what the extras of requirements install; a package may name its own extras.
     """
     for text in requires(package) or ():
         wanted, _, condition = text.partition(";")
@@ -89,7 +89,7 @@ def _version(name: str) -> str | None:
 
 
 def _cache() -> tuple[str, str, str]:
-    """The cache of prepared rows."""
+    """The size of the cache of prepared rows."""
     from fedfm.runtime import row_cache
 
     place = row_cache.folder()
@@ -101,7 +101,7 @@ def _cache() -> tuple[str, str, str]:
 
 
 def _model() -> Iterator[tuple[str, str, str]]:
-    """The built-in model loads and computes."""
+    """Check that the built-in model loads and computes."""
     try:
         import torch
 
@@ -119,7 +119,7 @@ def _model() -> Iterator[tuple[str, str, str]]:
 
 
 def _products() -> Iterator[tuple[str, str, str]]:
-    """Speed of frozen linear layers in float32 and bfloat16. Processors that emulate bfloat16 are slower with it."""
+    """Speed of frozen linear layers in float32 and in bfloat16, which is slower on processors that only emulate it."""
     try:
         import torch
 

@@ -14,10 +14,10 @@ from fedfm.api.command_registry import training_arguments
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reads the examples below its help when the help is asked for.
+    """A parser that loads the examples below its help only when the help is requested.
 
     Attributes:
-        name: of the command in :data:`fedfm.cli.help.EXAMPLES`; None if it has none there.
+        name: name of the command in :data:`fedfm.cli.help.EXAMPLES`; None if it has no examples there.
     """
 
     name: str | None = None
@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _late(place: str) -> Callable[[Any], Any]:
-    """The function at ``module:name`` of this folder, which is imported when it is called."""
+    """A function that calls ``module:name`` of this folder, which is imported only then."""
 
     def call(args: Any) -> Any:
         module, _, name = place.partition(":")
@@ -41,10 +41,10 @@ def _late(place: str) -> Callable[[Any], Any]:
 
 
 def build(first: str = "") -> argparse.ArgumentParser:
-    """The parser of the command line; each command's function is its ``command``.
+    """The parser of the command line. The function of each command is its ``command``.
 
     Args:
-        first: the first word of the command line: the wings' commands are added unless it is one of the others.
+        first: the first word of the command line; the wings' commands are added unless it is one of the others.
     """
     parser = _Parser(
         prog="fedfm",
@@ -198,7 +198,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     show.add_argument("method", help="its name")
 
     schema = command("schema", "commands:schema", "the JSON Schema by which editors complete and check a TOML file")
-    # As fedfm.config.catalogue.SCHEMAS, whose import costs time.
+    # The same names as in fedfm.config.catalogue.SCHEMAS, whose import would cost time.
     files = ("experiment", "pretrain", "distil", "silo", "federation")
     schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def run_study(args: Namespace, experiment: Experiment, progress: Bar) -> int:
-    """Several runs in place of one, or before it."""
+    """Run several experiments in place of one, or before it."""
     from fedfm.api import studies
 
     if args.tune:
