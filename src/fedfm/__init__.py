@@ -73,10 +73,10 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name):
-        """Import on first use: `import fedfm` costs nothing."""
+        """Import a name on first use, so that `import fedfm` itself costs nothing."""
         for module, names in _MODULES.items():
             if name in names:
                 from importlib import import_module
@@ -86,5 +86,5 @@ if not TYPE_CHECKING:  # a type checker would take any name
 
 
 def __dir__() -> list[str]:
-    """What is public."""
+    """The public names."""
     return sorted(__all__)

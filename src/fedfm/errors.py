@@ -1,4 +1,4 @@
-"""Errors: wrong input, a run that cannot continue, a client that fails."""
+"""Errors: invalid input, a run that cannot continue, a client that fails."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 class FedfmError(Exception):
-    """Base of all errors that fedfm raises; the command line prints them without a traceback (exit 1)."""
+    """Base class of all errors that fedfm raises. The command line prints them without a traceback (exit 1)."""
 
 
 class InputError(FedfmError, ValueError):
-    """The user's input is wrong. The message says where, what, and what would be right (exit 2).
+    """The user's input is invalid. The message says where, what, and what would be right (exit 2).
 
     The message is for people; programs read the fields.
 
     Attributes:
-        key: the key that is wrong, with its tables, as ``a.b.c``; "" if only the message names it.
-        owners: if the table's ``name`` does not accept this key, the names that accept it.
+        key: the invalid key with its tables, as ``a.b.c``; "" if only the message names it.
+        owners: the names whose table accepts this key, if the table's ``name`` does not.
         allowed: the accepted values in words, e.g. "a table"; "" if the key itself is not accepted.
-        more: other faults that were found together with this one, in the order in which they were found.
+        more: further faults that were found together with this one, in the order of finding.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class InputError(FedfmError, ValueError):
 
     @property
     def all(self) -> tuple[InputError, ...]:
-        """This fault and those in ``more``."""
+        """This fault, and those in ``more``."""
         return (self, *self.more)
 
     def reason(self) -> str:
-        """The message without the key with which it begins."""
+        """The message without the key at its beginning."""
         text = str(self)
         return text[len(self.key) :].removeprefix(":").strip() if self.key and text.startswith(self.key) else text
 
@@ -55,11 +55,11 @@ class InputError(FedfmError, ValueError):
 
 
 class Absent(InputError):
-    """A key that is required is absent."""
+    """A required key is absent."""
 
 
 class FaultyFile(InputError):
-    """A file is wrong; the message has a line for each fault, with the file's name.
+    """A file is invalid. The message has a line for each fault, with the file's name.
 
     Attributes:
         found: the faults.
@@ -71,7 +71,7 @@ class FaultyFile(InputError):
 
 
 class Faults:
-    """Wrong inputs that are found one after another and refused together.
+    """Collects faults in the input, so that all of them are refused together.
 
     Example:
         >>> faults = Faults()
@@ -90,11 +90,11 @@ class Faults:
         self.found: list[InputError] = []
 
     def add(self, error: InputError) -> None:
-        """Keep a fault, and those in its ``more``."""
+        """Collect a fault, and those in its ``more``."""
         self.found += error.all
 
     def say(self, text: str, *, key: str = "", owners: Sequence[str] = (), allowed: str = "") -> None:
-        """Keep a fault with this text; the arguments are the fields of :class:`InputError`."""
+        """Collect a fault with this text; the other arguments are the fields of :class:`InputError`."""
         self.found.append(InputError(text, key=key, owners=owners, allowed=allowed))
 
     def refuse(self) -> None:
@@ -112,7 +112,7 @@ class Faults:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        """Keep the error that the block raises, if it is an :class:`InputError`."""
+        """Collect the error that the block raises, if it is an :class:`InputError`."""
         if isinstance(error, InputError):
             self.add(error)
         return isinstance(error, InputError)
@@ -123,7 +123,7 @@ class Lost(InputError):
 
 
 class RunError(FedfmError, RuntimeError):
-    """The run cannot continue (too few clients, a full disk). All committed rounds are kept (exit 1)."""
+    """The run cannot continue (e.g. too few clients, a full disk). All committed rounds are kept (exit 1)."""
 
 
 class NotWritten(RunError):
@@ -135,7 +135,7 @@ class MissingExtra(FedfmError, ImportError):
 
 
 class ClientFault(FedfmError):
-    """A client failed or sent an invalid reply. It is excluded from the round; the run continues.
+    """A client failed or sent an invalid reply. It is excluded from the round, and the run continues.
 
     Attributes:
         code: one of the ``E_...`` codes below, stable across releases.
@@ -147,7 +147,7 @@ class ClientFault(FedfmError):
 
 
 class RowsChanged(ClientFault):
-    """A refusal since the rows are not those of an earlier answer: unlike other refusals it depends on the rows."""
+    """The client refuses because its rows differ from those of an earlier answer. Only this refusal depends on rows."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(E_REFUSED, reason)
@@ -155,47 +155,49 @@ class RowsChanged(ClientFault):
 
 E_EXCEPTION = "E_EXCEPTION"  # the handler raised
 E_TIMEOUT = "E_TIMEOUT"  # no reply in time
-E_DIED = "E_DIED"  # the process is gone
+E_DIED = "E_DIED"  # the process ended
 E_REFUSED = "E_REFUSED"  # the silo's policy does not allow the handler
-E_EXPERIMENT = "E_EXPERIMENT"  # the site does not run this experiment; its own log says why
-E_FORMAT = "E_FORMAT"  # not a payload of this wire format
+E_EXPERIMENT = "E_EXPERIMENT"  # the silo does not run this experiment; its own log says why
+E_FORMAT = "E_FORMAT"  # bytes that are not a payload of this wire format
 E_FIELD = "E_FIELD"  # a field is missing, unknown or of the wrong type
-E_TENSORS = "E_TENSORS"  # tensor names differ from those asked for
+E_TENSORS = "E_TENSORS"  # tensor names differ from the requested ones
 E_SHAPE = "E_SHAPE"
 E_DTYPE = "E_DTYPE"
 E_NONFINITE = "E_NONFINITE"  # NaN or infinity
 E_NORM = "E_NORM"  # finite, but larger than any result of training
-E_WEIGHT = "E_WEIGHT"  # negative, zero or out of range
+E_WEIGHT = "E_WEIGHT"  # a weight that is negative, zero or out of range
 E_SIZE = "E_SIZE"  # larger than the limit
 E_ROUND = "E_ROUND"  # a reply for another round
 E_DUPLICATE = "E_DUPLICATE"
-E_CLIENT = "E_CLIENT"  # a reply from a client that was not asked, or a node under another's name
-E_READONLY = "E_READONLY"  # the handler wrote into its payload: a defect of the method, which stops the run
+E_CLIENT = "E_CLIENT"  # a reply from a client that was not asked, or from a node that uses another's name
+E_READONLY = "E_READONLY"  # the handler wrote into its payload, which is a defect of the method and stops the run
 E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
-E_HELD = "E_HELD"  # a reference to parameters that the site no longer stores: the server sends the complete message
-E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
+E_HELD = "E_HELD"  # a reference to parameters that the client no longer has; the server then sends the complete message
+E_VERSION = "E_VERSION"  # the client has another version of fedfm or another model
 
 # When a client half fails, the server reads only one of these sentences, which do not depend on any row. The details
-# stay in the site's errors.log.
+# are in the silo's errors.log.
 SENTENCES = {
     E_EXCEPTION: "the client half failed; see the site's errors.log",
     E_NONFINITE: "a number is NaN or infinity; see the site's errors.log",
     E_NORM: "a number is too large; see the site's errors.log",
     E_WEIGHT: "the weight is out of range; see the site's errors.log",
 }
-UNTOLD = "see the site's errors.log"  # the sentence for all other codes
+UNTOLD = "see the site's errors.log"  # end of the sentence for all other codes
 OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # errors with these codes do not depend on any row
 
 
 def depends_on_rows(error: BaseException) -> bool:
-    """Whether a failure may depend on the client's rows, so that who hears of it learns something about them."""
+    """Whether a failure may depend on the client's rows. If so, a party that learns of it learns something about
+    them.
+    """
     if isinstance(error, ClientFault):
         return isinstance(error, RowsChanged) or error.code not in OF_NO_ROW
     return not isinstance(error, Lost)
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """First line of an exception's text, at most ``most`` characters. ``str`` of a user's exception may itself fail."""
+    """First line of an exception's text, cut to ``most`` characters. ``str`` of a user's exception may fail itself."""
     try:
         return str(error).partition("\n")[0][:most]
     except KeyboardInterrupt:
@@ -207,7 +209,7 @@ def first_line(error: BaseException, most: int = 160) -> str:
 def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
     """The lines of an exception's text, each cut to ``most`` characters.
 
-    Of an :class:`InputError` these are all lines of all its faults; of any other exception only the first line.
+    For an :class:`InputError` these are the lines of all its faults; for any other exception, only the first line.
     """
     if not isinstance(error, InputError):
         return [first_line(error, most)]
@@ -215,12 +217,12 @@ def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
 
 
 def quote_names(options: Any) -> str:
-    """Names in quotes, sorted."""
+    """The names in quotes, sorted."""
     return ", ".join(f'"{o}"' for o in sorted(options))
 
 
 def closest(value: object, options: Iterable[Any]) -> Any:
-    """The option whose spelling is closest to ``value``; None if none is close."""
+    """The option with the spelling closest to ``value``; None if no option is close."""
     known = {str(option).lower(): option for option in options}
     near = difflib.get_close_matches(str(value).lower(), known, 1)
     return known[near[0]] if near else None

@@ -1,4 +1,4 @@
-"""Random streams. Each derives from (seed, purpose), never from an order of events."""
+"""Random streams. Each one derives from (seed, purpose), and never from an order of events."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def derive(seed: int, *purpose: str | int) -> int:
 
 
 def generator(seed: int, *purpose: str | int) -> np.random.Generator:
-    """NumPy generator of the derived seed (PCG64, the same on every platform)."""
+    """A NumPy generator (PCG64, the same on every platform) with the derived seed."""
     return np.random.Generator(np.random.PCG64(derive(seed, *purpose)))

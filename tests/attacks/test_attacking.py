@@ -86,7 +86,7 @@ class TestWho:
 
     def test_none_of_so_few_is_refused(self, tmp_path):
         with pytest.raises(
-            InputError, match=r"attack.fraction = 0.1: of 5 clients that is none; expected at least 0.2"
+            InputError, match=r"attack.fraction = 0.1: for 5 clients this gives no attacker; expected at least 0.2"
         ):
             fedfm.run(tables(tmp_path, fraction=0.1), tmp_path / "run")
         assert not (tmp_path / "run").exists()
@@ -281,7 +281,7 @@ class TestBackdoor:
         Backdoor(0.5).fits("text", "classification", model, ("a",))
         with pytest.raises(InputError, match=r'attack.word = "\N{SNOWMAN}"'):
             Backdoor(0.5, word="\N{SNOWMAN}").fits("text", "classification", model, ("a",))
-        with pytest.raises(InputError, match="no trigger is known"):
+        with pytest.raises(InputError, match="there is no trigger"):
             Backdoor(0.5).fits("own", "classification", model, ("a",))
         with pytest.raises(InputError, match="has no classes"):
             Backdoor(0.5).fits("passages", "language_modelling", model, ())

@@ -1,8 +1,8 @@
-"""Attacks by clients: the [attack] table.
+"""Attacks by clients, which the table [attack] chooses.
 
-An attack is one file in this folder: a frozen dataclass derived from :class:`Attack`. It may change an attacker's
+An attack is one file in this folder, with a frozen dataclass derived from :class:`Attack`. It may change an attacker's
 training rows (before any model sees them), its client optimiser, and its update. It knows no method. Attackers' test
-and validation rows stay unchanged, so that accuracies with and without an attack are comparable.
+and validation rows stay unchanged, so that accuracies with and without an attack can be compared.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attack:
-    """Base of attacks: subclasses override what the attackers change."""
+    """Base class of attacks. Subclasses override what the attackers change."""
 
-    fraction: float = setting(0.0, "share of the clients that attack [required]", gt=0, le=1)
+    fraction: float = setting(0.0, "fraction of the clients that attack [required]", gt=0, le=1)
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
-        """An attacker's training rows, changed; ``rng`` depends on the attacker, not on the round."""
+        """Change an attacker's training rows; ``rng`` depends on the attacker, but not on the round."""
         return rows
 
     def local(self, local: Local, task: str) -> Local:
@@ -40,7 +40,7 @@ class Attack:
         return local
 
     def upload(self, update: Update, w: Params | None) -> Update:
-        """The update that an attacker sends in place of ``update``; ``w``: the weights it changes, where known."""
+        """The update that an attacker sends in place of ``update``. ``w`` is the weights that it changes, if known."""
         return update
 
     def trigger(self, rows: Table) -> Table | None:
@@ -48,19 +48,19 @@ class Attack:
         return None
 
     def target_of(self, classes: Sequence[str]) -> int:
-        """Index of the class that the attack wants for triggered rows."""
+        """Index of the class that the attack wants for rows with the trigger."""
         return 0
 
     def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
         """Refuse data and models to which the attack does not apply.
 
         Raises:
-            InputError: with the key and what would be right.
+            InputError: the attack does not apply; the error names the key and a valid value.
         """
 
     @property
     def needs(self) -> str:
-        """What the attack changes except the rows: "update", "epochs", or "" for neither."""
+        """What the attack changes in addition to the rows: "update", "epochs", or "" for nothing."""
         return ""
 
 
@@ -71,6 +71,6 @@ def locals_of(method: Method[Any]) -> list[Local]:
 
 
 def halves_of(method: Method[Any]) -> list[Callable[..., Any]]:
-    """The client halves that a method and the methods nested in it call in their rounds."""
+    """The client halves that a method, and the methods nested in it, call in their rounds."""
     found = [getattr(method, name) for name in (*method.means, *method.asks) if hasattr(method, name)]
     return found + [fn for part in nested_methods(method) for fn in halves_of(part)]

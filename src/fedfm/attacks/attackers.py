@@ -35,7 +35,7 @@ def with_locals(method: Method[Any], change: Callable[[Local], Local]) -> Method
 
 
 class Attackers:
-    """The attackers of a run. The seed and the clients' names determine them, so they are the same with all engines.
+    """The attackers of a run. Seed and client names determine them, so they are the same on all engines.
 
     Attributes:
         names: the floor(fraction K) attackers, sorted.
@@ -49,7 +49,7 @@ class Attackers:
         count = math.floor(attack.fraction * len(clients) + 1e-9)
         if not count:
             raise InputError(
-                f"attack.fraction = {attack.fraction}: of {len(clients)} clients that is none; "
+                f"attack.fraction = {attack.fraction}: for {len(clients)} clients this gives no attacker; "
                 f"expected at least {1 / len(clients):.3g}",
                 key="attack.fraction",
             )
@@ -57,10 +57,10 @@ class Attackers:
         self.names: tuple[ClientId, ...] = tuple(sorted(sorted(clients)[i] for i in chosen))
         self._parts: dict[
             int, tuple[Any, Any]
-        ] = {}  # id of a part of the run -> (the part, the attackers' part in its place)
+        ] = {}  # by the id of a part of the run: the part, and the attackers' part in its place
 
     def poison(self, client: ClientId, rows: Table) -> Table:
-        """An attacker's training rows, the same at every call."""
+        """Change an attacker's training rows, in the same way at every call."""
         return self.attack.poison(rows, seeds.generator(self._seed, "attack", client), self._task)
 
     def __call__(self, fn: Callable[..., Any], client: Client, payload: Mapping[str, Any]) -> Any:
@@ -75,12 +75,12 @@ class Attackers:
         return self.attack.upload(reply, next(sent, None))
 
     def _instead(self, part: Any) -> Any:
-        """The method with the attackers' optimisers, in place of ``part``.
+        """The part with the attackers' optimisers in its method.
 
-        ``part`` may also be another part of the run that has the method as an attribute. An example is the evaluation,
-        because scoring a client's own model may train it.
+        ``part`` is the method itself, or another part of the run that has the method as an attribute. The evaluation is
+        an example, because scoring a client's own model may train it.
         """
-        # One optimiser object for all attackers: only clients of the same optimiser train as one batch.
+        # All attackers share one optimiser object, since only clients with the same optimiser train as one batch.
         if id(part) not in self._parts:
             if isinstance(part, Method):
                 self._parts[id(part)] = part, with_locals(part, lambda x: self.attack.local(x, self._task))

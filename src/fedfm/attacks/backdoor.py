@@ -30,17 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. Images get a
-    chequered square in the lower right corner, feature vectors alternating values in the first coordinates, and texts a
-    word at the beginning.
+    """Each attacker puts the trigger on a fraction of its training rows and labels these ``target``.
+
+    The trigger of images is a chequered square in the lower right corner; of feature vectors, alternating values in the
+    first coordinates; of texts, a word at the beginning.
     """
 
     target: str = setting("", "the class that the attack wants for triggered rows; empty: the first")
-    share: float = setting(0.5, "share of an attacker's training rows that get the trigger", gt=0, le=1)
+    share: float = setting(0.5, "fraction of an attacker's training rows that get the trigger", gt=0, le=1)
     size: int = setting(3, "side of the square in pixels, or number of coordinates", ge=1)
-    value: float = setting(3.0, "feature vectors: the coordinates become +value, -value, ...", finite=True, but=(0.0,))
-    word: str = setting("cf", "texts: the trigger", pattern=r"(.|\s)*\S(.|\s)*", words="a word")
-    factor: float = setting(1.0, "multiplies the attackers' updates", finite=True, but=(0.0,))
+    value: float = setting(
+        3.0, "for feature vectors: the coordinates become +value, -value, ...", finite=True, but=(0.0,)
+    )
+    word: str = setting("cf", "for texts: the word that is the trigger", pattern=r"(.|\s)*\S(.|\s)*", words="a word")
+    factor: float = setting(1.0, "factor that multiplies the attackers' updates", finite=True, but=(0.0,))
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         if rows.labels is None:
@@ -66,7 +69,7 @@ class Backdoor(Attack):
         return replace(rows, inputs=[f"{self.word} {text}" for text in rows.inputs])
 
     def _stamp(self, images: np.ndarray) -> np.ndarray:
-        """Images (n, H, W, C), uint8, with the square."""
+        """The images (n, H, W, C), uint8, with the square drawn on them."""
         side = min(images.shape[1:3])
         if 2 * self.size > side:
             raise InputError(
@@ -79,7 +82,7 @@ class Backdoor(Attack):
         return out
 
     def _stamped_file(self, item: Any) -> bytes:
-        """An image (a path or its bytes) with the square, as lossless PNG."""
+        """An image, given as a path or as bytes, with the square, as lossless PNG."""
         from PIL import Image
 
         pixels = self._stamp(np.asarray(rgb(item))[None])[0]
@@ -113,7 +116,7 @@ class Backdoor(Attack):
                 )
         elif kind not in ("image", "features"):
             raise InputError(
-                f'attack.name = "backdoor": no trigger is known for data of kind "{kind}"', key="attack.name"
+                f'attack.name = "backdoor": there is no trigger for data of kind "{kind}"', key="attack.name"
             )
 
     @property

@@ -1,9 +1,9 @@
 """Label shuffle: attackers train on their own rows with wrong labels, and for more epochs.
 
 Park, Pranav, Moura, Joe-Wong. FedBaF: Federated Learning Aggregation Biased by a Foundation Model. AISTATS 2025.
-arXiv:2410.18352: a share zeta of the clients shuffles labels and trains lambda times as many epochs; for language
-models lambda divides. Data poisoning by wrong labels: Biggio, Nelson, Laskov. Support Vector Machines Under Adversarial
-Label Noise. ACML 2011.
+arXiv:2410.18352: a fraction zeta of the clients shuffles labels and trains lambda times as many epochs; for language
+models the epochs are divided by lambda. Data poisoning by wrong labels: Biggio, Nelson, Laskov. Support Vector Machines
+Under Adversarial Label Noise. ACML 2011.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 class LabelShuffle(Attack):
     """Each attacker permutes the labels of its training rows once.
 
-    For a language model it permutes the words of each passage; for instructions it permutes the answers. For
-    preferences it swaps the two answers of a row with probability 1/2. An attacker with rows of one class only is
-    harmless.
+    For a language model it permutes the words of each passage, for instructions the answers. For preferences it swaps
+    the two answers of a row with probability 1/2. An attacker whose rows all have one class has no effect.
     """
 
-    intensity: int = setting(
-        1, "lambda: multiplies the attackers' local epochs, divides them for language models", ge=1
-    )
+    intensity: int = setting(1, "lambda: factor of the attackers' local epochs; divisor for language models", ge=1)
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         return row_task(tasks.owner(rows.kind) or tasks.find(task)).shuffle_targets(rows, rng)

@@ -16,7 +16,7 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class ScaledUpdate(Attack):
-    """gamma delta in place of delta, with the same weight."""
+    """Sends gamma delta in place of delta, with the same weight."""
 
     factor: float = setting(10.0, "gamma; a negative value also flips the sign", finite=True, but=(0.0, 1.0))
 

@@ -14,7 +14,7 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class SignFlip(Attack):
-    """-delta in place of delta, with the same norm and weight: a bound on norms does not detect it."""
+    """Sends -delta in place of delta, with the same norm and weight, so that a bound on norms does not detect it."""
 
     def upload(self, update: Update, w: Params | None) -> Update:
         return replace(update, delta=-update.delta)
