@@ -329,7 +329,7 @@ def test_batch_norm_statistics_travel(tmp_path, method):
         ({"train": None, "partition": None, "clients": {"a": data(3), "": data(3)}}, "is not a client's name"),
         ({"train": None, "partition": None, "clients": {"a": data(3)}, "test": {"c": data(3)}}, "are no clients"),
         ({"loss": None}, "^give loss=\\(output"),
-        ({"method": "fedpft"}, '^method = "fedpft": it has no client optimiser'),
+        ({"method": "fedpft"}, '^method = "fedpft" has no client optimiser'),
         ({"objective": lambda m, b: m(b[0]).sum()}, "give one of the two"),
         ({"loss": lambda a, b: a}, "expected a scalar"),
         ({"train": TensorDataset(torch.randn(9, 7), torch.zeros(9).long())}, "fail on the first rows"),

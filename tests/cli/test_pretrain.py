@@ -205,8 +205,8 @@ def test_a_language_model_with_a_vocabulary_of_its_own(tmp_path, capsys, kind, s
     ("changes", "says"),
     [
         ({"model": {"adaptation": {"name": "lora"}}}, 'model.adaptation.name = "lora": pretraining trains all'),
-        ({"data": {"partition": {"clients": 3}}}, "data.partition: pretraining has all rows in one place"),
-        ({"data": {"val_fraction": 0.1}}, "data.val_fraction: pretraining has all rows in one place"),
+        ({"data": {"partition": {"clients": 3}}}, "data.partition: pretraining uses all rows in one place"),
+        ({"data": {"val_fraction": 0.1}}, "data.val_fraction: pretraining uses all rows in one place"),
         ({"pretrain": {"milestones": [3, 2]}}, r"pretrain.milestones = \[3, 2\]: expected ascending"),
         ({"pretrain": {"milestones": [4]}}, r"pretrain.milestones = \[4\]: expected .* between 0 and 4"),
         ({"pretrain": {"factor": 0.0}}, "pretrain.factor = 0.0: expected"),

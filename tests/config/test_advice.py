@@ -88,7 +88,7 @@ def test_what_a_notice_advises_the_same_experiment_takes(name):
 def test_a_private_run_is_not_told_to_stop_early_and_another_is():
     (plain,) = overfitting_notices(ROSE, Experiment(**EXPERIMENTS["plain"]))
     assert plain.endswith(
-        "training goes too far; take fewer rounds, a smaller method.local.learning_rate or data.val_fraction with "
+        "the model overfits; take fewer rounds, a smaller method.local.learning_rate or data.val_fraction with "
         "run.patience, which keeps the best round"
     )
     (validated,) = overfitting_notices(ROSE, Experiment(**EXPERIMENTS["validated"]))

@@ -171,7 +171,7 @@ def test_the_papers_polynomials(place, tmp_path):
         ({"model": {"adaptation": {"name": "lora"}}}, "distillation trains all parameters"),
         ({"model": {"weights": "random"}}, "no knowledge to distil"),
         ({"model": {"name": "nano-gpt2"}}, "model.name: .*reads text"),
-        ({"data": {"partition": {"clients": 3}}}, "data.partition: distillation has all rows in one place"),
+        ({"data": {"partition": {"clients": 3}}}, "data.partition: distillation uses all rows in one place"),
         ({"method": {"name": "fedavg"}}, "method: unknown key"),
     ],
 )

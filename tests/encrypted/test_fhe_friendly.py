@@ -233,7 +233,9 @@ def test_damaged_tables_are_refused(twin, tmp_path, change, match):
     config = json.loads((tmp_path / "config.json").read_text())
     change(config["fedfm_polynomials"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f"fedfm_polynomials in config.json does not have the form .*{match}"):
+    with pytest.raises(
+        InputError, match=f"fedfm_polynomials in config.json is not as `fedfm distil` writes it.*{match}"
+    ):
         load(tmp_path)
 
 

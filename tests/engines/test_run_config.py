@@ -61,7 +61,7 @@ def test_what_the_server_keeps_does_not_go_to_the_sites(tmp_path):
     assert Experiment.from_dict(
         tomllib.loads(run_config.merge_settings(config)["experiment"])
     ).server_only().keys() == {key for key in FedBaF.__dataclass_fields__ if key == "foundation"}
-    with pytest.raises(InputError, match=r"method\.foundation: the server keeps it from the clients"):
+    with pytest.raises(InputError, match=r"method\.foundation: only the server may have this value"):
         changed(config, 'set="method.foundation=/srv/model"')
 
 

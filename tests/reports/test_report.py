@@ -101,7 +101,7 @@ def test_what_the_sections_say(tmp_path):
     assert "client c99 got no rows and was dropped" in text
     assert "train.FedAvg_train client to server masked 72 72.0 kB 1.00 kB 0.01 / 0.001 / 0.0001 6 yes" in text
     assert "query.hello server to client plain 6 720 B 120 B 0.0012 / 0.00012 / 1.2e-05 6 no" in text
-    assert "The server received train.FedAvg_train masked: the masks cancel in the sum" in text
+    assert "The server received train.FedAvg_train masked, and the masks cancel in the sum" in text
     assert "12 rounds: median 1.50 s, longest 1.50 s, together 18.0 s." in text
     assert "evaluation before training took 0.25 s" in text
     assert "3 c0 round E_TIMEOUT no reply in 600 s" in text

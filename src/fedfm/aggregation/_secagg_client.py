@@ -46,7 +46,7 @@ def once(client: Client, name: str, what: str, value: bytes = b"") -> None:
     """Refuse a second request of this name that needs another answer."""
     mark = value + keys.entropy(16)
     if client.write_once(name, mark) != mark:
-        raise refusal(f"{what} requested again; a second answer would reveal an update")
+        raise refusal(f"the server requested {what} again; a second answer would reveal an update")
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Member:
         master: see :class:`OwnKeys`, in hexadecimal digits.
         tag: name of this client's records of past answers, derived from its own keys.
         terms: digest of the settings, which every signature covers.
-        neighbours: the setting of this name.
+        neighbours: the setting ``neighbours``.
         threshold: number of shares that determine a seed.
         names, table: the names of all members, see :class:`Agreed`; their rows of :class:`Card`.
         digest, ring: see :class:`Agreed`; computed once per agreement, because they take time for each member.
@@ -185,7 +185,7 @@ class Member:
             ClientFault: the cohort is too small or lacks this client, or these keys were used before.
         """
         self.fit(client, i, cohort)
-        once(client, f"{self.tag}-mask-{i}", f"sum {i}: a masked update")
+        once(client, f"{self.tag}-mask-{i}", f"a masked update for sum {i}")
         own, context = self.own, self.agreement.context(i, cohort, payload_digest)
         masks.add(vectors, self_mask(own.self(i), context))
         for p in self.agreement.around(self.holds[0], {p for p, here in enumerate(cohort) if here}):
@@ -229,7 +229,7 @@ class Member:
         Raises:
             ClientFault: this client agreed to another list before.
         """
-        once(client, f"{self.tag}-survivors-{i}", f"sum {i}: a list of survivors", digest)
+        once(client, f"{self.tag}-survivors-{i}", f"a list of survivors for sum {i}", digest)
         return keys.sign(identity_of(client), *self.agreement.statement("survivors", digest))
 
     def reveal(
@@ -256,7 +256,7 @@ class Member:
                 raise refusal(f"{name} signed another list of survivors")
         if DEAD in status and len(signatures) + 1 < self.threshold:
             raise refusal(f"{len(signatures) + 1} signatures of the survivors came, {self.threshold} are needed")
-        once(client, f"{self.tag}-reveal-{i}", f"sum {i}: shares")
+        once(client, f"{self.tag}-reveal-{i}", f"shares for sum {i}")
         return [
             bytes.fromhex(held)[KEY * (2 * i + (status[p] == DEAD)) :][:KEY]
             for p, held in zip(self.holds, self.held, strict=True)

@@ -1,4 +1,4 @@
-"""Weight initialisation: an averaging method that starts from a foundation model, so every client gets that model.
+"""Weight initialisation: an averaging method starts from a foundation model, so every client gets that model.
 
 The baseline of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0 in the matched
 entries, and no mixing afterwards.

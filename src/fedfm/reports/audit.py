@@ -31,15 +31,17 @@ def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; empty if there was no audit."""
     found = findings(run)
     if found is None:
-        return note("The run continued after its audit: repeat <code>fedfm audit</code>.") if is_outdated(run) else ""
+        return (
+            note("The run continued after its audit: run <code>fedfm audit</code> again.") if is_outdated(run) else ""
+        )
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
     from fedfm.audits.finding import cells
 
     rows = [[str(f.get("name")), *cells(f)] for f in found]
     listing = table(["finding", "verdict", "estimate", "interval", "bound"], rows, "Findings", words=(1, 3))
-    text = "These attacks work on a replay of this run. Each question says what the attacker knows. Below the question "
-    text += "stand the rule of the verdict and its numbers."
+    text = "These attacks work on a replay of this run. Each question says what the attacker knows. The lines "
+    text += "below the question give the rule of the verdict and its numbers."
     refuted = [str(f.get("name")) for f in found if f.get("contradicts") is True]
     alarm = aside("This run's claims do not hold", refuted, ' role="alert"')
     return alarm + note(esc(text)) + listing + _extraction(found) + "".join(map(_paragraph, found))

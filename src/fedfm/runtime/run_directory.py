@@ -110,7 +110,7 @@ class Run:
         if not private.is_dir() and self.manifest["result"] is None:
             raise InputError(
                 f"{private} is missing, and a run cannot continue without its clients' memories and its secrets; put "
-                f"it back"
+                "this folder back"
             )
         fresh = self._lock is not None
         lock, self._lock = self._lock or self._acquire_lock(wait), None
@@ -171,7 +171,7 @@ class Run:
         """Folder of the trained model: of one client, or with "" of the model for all clients.
 
         Args:
-            last: whether to name the last round's model if ``run.patience`` chose the model of another round.
+            last: return the folder of the last round's model, even if ``run.patience`` chose another round's model.
         """
         root = self.path / "last" if last else self.path
         return root / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
@@ -282,7 +282,7 @@ class Run:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """The server's state after the last committed round, which may be the end of the run. This changes no file.
+        """The server's state after the last committed round, also of a finished run. This changes no file.
 
         Args:
             mapped: see :func:`fedfm.core.storage.load`.

@@ -92,7 +92,7 @@ class Server:
         self._evaluator = Evaluator(run, self.fed, judge)
 
     def go(self) -> dict[str, Any]:
-        """Run from the last commit to the end; returns the result line."""
+        """Run from the last commit to the end; returns the result."""
         run, fed, method, aggregation = self.run, self.fed, self.method, self.run.experiment.aggregation
         known = len(run.manifest["notices"])
         record = run.restore(method.state_type)
@@ -160,7 +160,7 @@ class Server:
             self.run.write_manifest()
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Complete round t; returns the state for the next round, which if large is mapped from the checkpoint."""
+        """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
         self._check_class("step" if t else "init", state)
         if (where := nonfinite(state, "state")) is not None:
             if not t:

@@ -25,7 +25,7 @@ from fedfm.encrypted.protocol.permutations import relative, to_last
 from fedfm.runtime.run_directory import Run
 
 SENT = "Can a client match the states of a block with those of the next one from what the server sends?"
-SEEN = "Could a client match them without the relative orders, from the states alone?"
+SEEN = "Could a client match these states from their values alone, without the relative orders?"
 BATCH = 64  # samples in a batch; a random guess is right for 1 in 64
 LINE = 0.5  # with more than this fraction of the pairs, a block can be fitted as well as with all pairs
 
@@ -58,7 +58,7 @@ class BlockOrder(Audit):
 
     def _tokens(self, blocks: np.ndarray, seed: int, n: int) -> Finding:
         mixed, orders = shuffle(blocks.mean(2), seed + 1)
-        question = "Could a client match them from the means over the tokens alone?"
+        question = "Could a client match the states of two blocks from their means over the tokens alone?"
         return _share("order.from_means", question, aligned_shares(mixed, orders), n, "the mean over the tokens")
 
 

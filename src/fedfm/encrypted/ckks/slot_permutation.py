@@ -3,7 +3,6 @@
 Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). If position j gets the
 sample order[j], its value comes from the slot that is order[j] - j slots further on. So the result is a sum over the
 shifts k:
-shifts k:
 
     mask_k * (x rotated by k),   mask_k = 1 in the slots of positions j with order[j] - j = k, else 0.
 

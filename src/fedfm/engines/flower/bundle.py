@@ -11,15 +11,15 @@ from fedfm.errors import InputError
 
 CLIENT = "fedfm.apps:client"
 _FILES = ("pyproject.toml", ".info/CONTENT")  # the second one is Flower's list of hashes
-_MOST = 4 << 20  # bytes of a file; an experiment's text is at most 1 MiB
+_MOST = 4 << 20  # largest size of a file in bytes; an experiment's text is at most 1 MiB
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, KeyError, TypeError)
 
 
 def check(content: bytes) -> None:
-    """Refuse a bundle that contains code or names other code.
+    """Refuse a bundle that is not fedfm's app: it has further files or names another client app.
 
     Raises:
-        InputError: the bundle contains or names other code than fedfm's.
+        InputError: the bundle is not fedfm's app.
     """
     if difference := _foreign(content):
         raise InputError(f"this silo runs fedfm's own app only, and the bundle {difference}")

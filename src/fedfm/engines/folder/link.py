@@ -26,7 +26,7 @@ _QUIET = 5.0  # the operator gets a line after this many seconds of waiting
 _AGAIN = 600.0  # the operator gets the same line again after this many seconds
 _AROUND = MAX_HEAD * 4 + (
     1 << 16
-)  # most bytes of a letter's content besides its data: the head in UTF-8, and the front
+)  # most bytes of a letter's content without its data: the head in UTF-8, and the front
 _NAMED = 10  # largest number of silos that a notice names
 
 

@@ -12,7 +12,7 @@ TRAINING = {
     "method.local.learning_rate": Paper(0.01, _EVERY),
     "method.local.momentum": Paper(0.9, _EVERY),
     "method.local.weight_decay": Paper(1e-4, _EVERY),
-    "method.local.decay_of": Paper("all", "as transformers' Trainer, for every method"),
+    "method.local.decay_of": Paper("all", "every method has the default of transformers' Trainer"),
     "method.local.epochs": Paper(5, _EVERY),
     "method.local.batch_size": Paper(50, _EVERY),
     "method.local.absent": Paper("zero", _EVERY),
