@@ -249,7 +249,7 @@ def test_runs_whose_fingerprints_are_keyed_are_not_said_to_be_of_other_data(tmp_
     for text in (said.out + said.err, (tmp_path / "a/page.html").read_text()):
         assert "different data" not in text
         assert "split among clients" not in text
-        assert "cannot be compared, since under [privacy] each run's fingerprint has its own key" in text
+        assert "cannot be compared: under [privacy] each run computes the fingerprint with its own key" in text
 
 
 @pytest.mark.parametrize(

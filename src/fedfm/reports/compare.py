@@ -136,8 +136,8 @@ def other_data(runs: Sequence[RunFiles]) -> list[str]:
         out.append(f"{text}{next(iter(public))}'s.")
     if (keyed := [n for n in labels(runs) if n not in public]) and len(runs) > 1:
         out.append(
-            f"The data of {', '.join(keyed)} cannot be compared, since under [privacy] each run's fingerprint has its "
-            f"own key."
+            f"The data of {', '.join(keyed)} cannot be compared: under [privacy] each run computes the fingerprint "
+            f"with its own key."
         )
     return out
 

@@ -105,7 +105,7 @@ def read_secret(path: Path) -> bytes | None:
 def loss_error(path: Path, how: str, list_file: Path) -> Lost:
     """The error for a damaged or missing file, addressed to the file's owner."""
     remove = f"remove {path} and {list_file}" if path != list_file else "remove it"
-    return Lost(f"{path} {how}; put back a copy of it; to continue without its content, {remove}")
+    return Lost(f"{path} {how}: put back a copy of it; to continue without its content, {remove}")
 
 
 # --- all parties of a folder -----------------------------------------------------------------------------------------
