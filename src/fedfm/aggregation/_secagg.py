@@ -24,8 +24,9 @@ of these help the server, and let t shares determine a seed.
 server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one of the seeds.
 (b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need 2 (t - c) of
 the h - c honest holders, so there is only one.
-(c) Some holders may also reveal for the full cohort, in which nobody dropped out. These are at most h - c - (t - c)
-honest ones, and with the c others fewer than t. So the server gets the sum over one list only.
+(c) Some holders may also reveal for the full cohort, in which nobody dropped out. At most h - c - (t - c)
+honest holders can do so. Together with the c others they are fewer than t. So the server gets the sum over one list
+only.
 
 The default t > 0.67 h gives 2 t - h > h / 3, so the proof holds while at most a third of the holders help the server.
 ``threshold = 0.5`` gives 2 t - h >= 1, so the proof holds against the server alone. In a sparse graph all of this is

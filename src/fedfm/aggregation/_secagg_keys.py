@@ -131,7 +131,7 @@ class Agreed:
     the keys of all others, and every client can check its neighbours.
 
     Args:
-        known: digest and ring if they were computed before, since this takes time for each member.
+        known: digest and ring, if they were computed before; computing them takes time for each member.
 
     Attributes:
         names: names of all members, sorted; a member's position is its index in this list.

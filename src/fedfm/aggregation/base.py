@@ -127,7 +127,7 @@ class Mechanism:
         """Refuse a model whose parameters the mechanism cannot protect; called before the first round.
 
         Raises:
-            InputError: the model is such a one; the error names one that would work.
+            InputError: it cannot protect this model; the error names one that would work.
         """
 
     def cohort(self, fed: Federation) -> Sequence[ClientId]:

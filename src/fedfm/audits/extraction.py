@@ -139,7 +139,7 @@ class _Attack:
 
     # --- coalitions ---------------------------------------------------------------------------------------------------
     def everyone(self) -> Finding:
-        """The finding if all clients collude, which know w' itself."""
+        """The finding if all clients collude. Together they know w' itself."""
         name, lines = "extraction.all_colluding", self.rounds.lines(self.clients)
         try:
             x, how = recover(lines, self.method, self.target.groups, exact=True)

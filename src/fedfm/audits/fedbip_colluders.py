@@ -23,7 +23,7 @@ AGREES = 1e-4  # a smaller relative error of an aggregate counts as rounding
 EXACT = 0.99  # a vector with at least this cosine counts as recovered
 RECOVERED = VerdictRule((f"estimate > {EXACT}",), ("estimate <= bound",))
 SHOWN = "If clients received their weights, could all clients but one compute that client's task vector?"
-UNSHOWN = "Can they compute it without the weights, as in this run?"
+UNSHOWN = "Can all clients but one compute that client's task vector without the weights, as in this run?"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:
-        """Reconstruct with known weights. In each layer, the colluder with the largest weight of the victim solves."""
+        """Reconstruct with known weights. In each layer, the colluder that weights the victim most does so."""
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):

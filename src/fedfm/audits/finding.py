@@ -15,7 +15,7 @@ from fedfm.core.text import finite
 Verdict = Literal["holds", "leaks", "inconclusive"]
 _SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _COMPARISON = re.compile(r"(.+?) (<=|>=|<|>) (.+)")
-_DIGITS = range(4, 18)  # numbers of digits to try, until a printed number shows on which side of the other one it lies
+_DIGITS = range(4, 18)  # numbers of digits to try, until two printed numbers show which one is larger
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The findings of all membership attacks, from scores of rows that were trained on and of rows that were not.
 
-Attacks differ in what the attacker sees (mixtures, the final model, an expert, updates) and in how it scores a row from
-that. All else is here: the area under the ROC curve (AUC) with its interval, the largest AUC that a stated epsilon
-allows, and the rate of true positives at a low rate of false positives.
+Attacks differ in what the attacker sees (mixtures, the final model, an expert, updates) and in how it scores a row.
+This module has all the rest: the area under the ROC curve (AUC) with its interval, the largest AUC that a stated
+epsilon allows, and the rate of true positives at a low rate of false positives.
 """
 
 from __future__ import annotations

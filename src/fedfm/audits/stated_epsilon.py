@@ -31,7 +31,7 @@ class Claim:
 
     @property
     def largest_auc(self) -> float:
-        """The largest AUC that the claim allows a membership attack to have, which compares two exchanged rows."""
+        """The largest AUC that the claim allows for a membership attack between two exchanged rows."""
         return one_run.largest_auc(*one_run.of_steps(self.epsilon, self.delta, self.steps))
 
 

@@ -71,8 +71,8 @@ def replay_seconds(run: Run, population: Partitioned) -> float:
 class TimeUpError(KeyboardInterrupt):
     """The time limit of an audit is reached.
 
-    This is not an ``Exception``: clients' code turns exceptions into faults, but this must pass through, as Ctrl-C
-    does.
+    This is not an ``Exception``: clients' code turns exceptions into faults, but this exception must pass through, as
+    Ctrl-C does.
     """
 
 

@@ -34,8 +34,8 @@ EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= boun
 
 
 class TaskVector(Audit):
-    """Infers labels and rows from a task vector, similar clients from weights, and a client's vector by all other
-    clients.
+    """Infers labels and rows from a task vector, and similar clients from the weights. Another part computes a client's
+    vector from all that the other clients know.
 
     It reads runs of methods whose clients return the change of the vector that they received, and whose server needs
     single replies.

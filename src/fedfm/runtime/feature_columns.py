@@ -38,7 +38,7 @@ def _wide_column(table: Table) -> list[str]:
 def _other_units(population: Partitioned) -> list[str]:
     """A notice if the usual value of one client, or of the test rows, is many times that of another one.
 
-    This is so if one of them measures in other units.
+    The usual cause is that one of them measures in other units.
     """
     x, clients = population.federated.table.inputs, population.federated.clients
     parts = {name: of.train for name, of in clients.items()} | {"the test rows": population.federated.test}

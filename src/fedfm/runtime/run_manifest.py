@@ -102,7 +102,7 @@ def fits(experiment: Experiment, model: Model) -> None:
     """Refuse a model that the client optimiser cannot train or the mechanism of [privacy] cannot protect.
 
     Raises:
-        InputError: the model is such a one; the error names a setting that would work.
+        InputError: the model does not fit; the error names a setting that would work.
     """
     _check_optimiser(experiment.method, model)
     mechanism = experiment.aggregation.mechanism

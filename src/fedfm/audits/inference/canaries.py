@@ -3,8 +3,8 @@
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
 2024. arXiv:2302.03098, Algorithm 2. A canary sends a random direction with the largest allowed norm, and the attacker
 projects the releases onto this direction. Here the attacker also knows what all other clients sent, as differential
-privacy assumes. A canary sends its direction with plus as often as with minus, so that noise which releases share
-cancels.
+privacy assumes. A canary sends its direction equally often with a plus and with a minus sign, so noise that is
+common to several releases cancels.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def at_least(numbers: int, tail: float) -> float:
 def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:
     """A lower bound on epsilon for any noise, from the rates of hits and of false alarms (Clopper and Pearson 1934).
 
-    With m strangers it is less than ln m. The first half of canaries and strangers serves to choose a threshold, and
+    With m strangers the bound is below ln m. The first half of canaries and strangers serves to choose a threshold, and
     the second half to test it.
     """
     here, there = found[1::2], strangers[1::2]

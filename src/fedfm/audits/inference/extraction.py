@@ -138,7 +138,7 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
 
 
 def harmonic(low: Array | float, high: Array | float) -> Any:
-    """The c of a range whose largest possible relative error is smallest: at most (high - low) / (high + low)."""
+    """The c that minimises the largest relative error over the range; this error is (high - low) / (high + low)."""
     return 2 * low * high / (low + high)
 
 

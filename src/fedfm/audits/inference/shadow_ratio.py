@@ -10,7 +10,7 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SOFT = 1.0  # number of additional shadows with the mean of all rows; if shadows are few, they keep a row's mean near it
+SOFT = 1.0  # pseudo-count of shadows at the mean of all rows; with few shadows it keeps a row's mean near this mean
 
 
 def confidence(logits: Array, labels: Array) -> Array:

@@ -65,9 +65,9 @@ class FlowerStream(FlowerLink):
         """Deliver requests. Yield replies to these and to earlier requests of this kind as they arrive.
 
         Each client has one reply in the result, and the iterator ends when no request is in flight. If a reply answers
-        an older request than ``again(name)``, its client gets the newer request while others are in flight; the reply
-        to that one belongs to the next call. A client that is absent, dies or is late gets a fault, and may get another
-        request.
+        an older request than ``again(name)``, its client gets the newer request while others are in flight. The
+        reply to the newer request belongs to the next call. A client that is absent, dies or is late gets a fault, and
+        may get another request.
         """
         if self._stop():
             raise Interrupted
@@ -106,8 +106,7 @@ class FlowerStream(FlowerLink):
     def _send(self, requests: Sequence[Request]) -> None:
         """Send requests, except those that an earlier server process has sent already.
 
-        For the latter it takes the reply from the disk if it is there. Such replies, and immediate faults, are ready at
-        once.
+        For these, take the stored reply if the disk has one. Stored replies and immediate faults are ready at once.
         """
         known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
         found = [self._outstanding.answer(client, before) for client, before in known.items()]

@@ -29,7 +29,7 @@ PROGRAMS = (
 
 
 class Fleet:
-    """The processes of a deployment on loopback, the operator's connection to the SuperLink, and the latter's
+    """The processes of a deployment on loopback, the operator's connection to the SuperLink, and its address
     host:port.
     """
 
@@ -229,7 +229,7 @@ def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], boo
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.reap():
-            if name != "workers":  # why workers ended is in the client's answer to the hello
+            if name != "workers":  # the client's answer to the hello says why workers ended
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():
             raise Interrupted

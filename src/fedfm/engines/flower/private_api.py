@@ -1,8 +1,8 @@
 """All uses of the private API of Flower and Ray, except those in :mod:`.private_programs`.
 
 Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, this check names
-the function of this module. Torch and Flower are imported only when they are needed.
-The module imports torch and Flower only when they are needed.
+the function of this module. The module imports torch and Flower only when they
+are needed.
 """
 
 from __future__ import annotations

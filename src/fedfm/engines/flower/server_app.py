@@ -82,7 +82,7 @@ def host(
     returns: bool = True,
     on_end: Callable[[bool], None] = lambda straggling: None,
 ) -> dict[str, Any]:
-    """Run from the last commit to the end; returns the result line.
+    """Run from the last commit to the end; returns the result.
 
     Args:
         population: rows and model if they are in memory already.
