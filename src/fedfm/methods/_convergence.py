@@ -52,7 +52,6 @@ def tell_mean(fed: Federation) -> None:
 
 def _notice(fed: Federation, what: str, gradient: float, steps: float) -> None:
     fed.notice(
-        f"{what} did not converge: after {steps:g} iterations the gradient's norm is {gradient:.1e} of the gradient "
-        f"at zero; "
-        "raise method.head.l2 or method.head.iterations"
+        f"{what} did not converge: after {steps:g} iterations the norm of the gradient is {gradient:.1e} of its "
+        "value at zero; raise method.head.l2 or method.head.iterations"
     )

@@ -51,8 +51,7 @@ class ExactLora(Predictor, Method[S]):
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
     ranks: tuple[int, ...] = setting(
         (),
-        "r_k: ranks, given to the clients in order of names, again from the first after the last "
-        "[model.adaptation.rank]",
+        "r_k: ranks of the clients, in order of names; a shorter list is repeated [model.adaptation.rank]",
         ge=1,
     )
 

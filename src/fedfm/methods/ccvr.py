@@ -108,7 +108,7 @@ def _head_names(model: Model) -> list[str]:
 
 
 def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (C,), means (C, d) and covariances over all clients; the latter (C, d) if diagonal, else (C, d, d).
+    """Counts (C,), means (C, d) and covariances over all clients. Diagonal covariances are (C, d), others (C, d, d).
 
     Equations (3) and (4) pool the clients' means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is
     sum x x^T - N_c mu_c mu_c^T, so the sums suffice. A class with one row has covariance 0.

@@ -119,8 +119,8 @@ def contrastive(z_G: Tensor, z_C: Tensor, z_i: Tensor, tau: float) -> Tensor:
 
     Args:
         z_G: text features of the global prompt, (C, d), norm 1.
-        z_C: of the hand-written prompts, which attract them.
-        z_i: of the client's prompt, which repel them.
+        z_C: text features of the hand-written prompts, which attract z_G.
+        z_i: text features of the client's prompt, which repel z_G.
     """
     near, apart = ((z_G * z).sum(-1) / tau for z in (z_C, z_i))  # (C,)
     return F.softplus(apart - near).mean()

@@ -21,7 +21,9 @@ from fedfm.training import Local
 class FedRep(Planned, FedPer):
     """FedPer in two phases: the head on the shared representation, then the representation under the head."""
 
-    weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
+    weighting: str = setting(
+        "uniform", "weight of a client in the mean: uniform (the paper) or size", choices=("size", "uniform")
+    )
     head_epochs: int = setting(10, "tau, epochs of the head with a frozen body; local.epochs are the body's", ge=1)
 
     def update(self, client: Client, start: Params) -> Params:

@@ -45,9 +45,9 @@ class KD(OneShot):
 
     temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "candidates for T", gt=0, least=1)
     alpha: float = setting(0.5, "weight of the teacher in the loss; the labels get the rest", ge=0, le=1)
-    local_epochs: int = setting(100, "on the labels alone", ge=1)
+    local_epochs: int = setting(100, "epochs of training on the labels alone", ge=1)
     epochs: int = setting(50, "of distillation", ge=1)
-    learning_rate: float = setting(0.001, "Adam's; 0.0001 in FedPFT's comparison", gt=0)
+    learning_rate: float = setting(0.001, "learning rate of Adam; 0.0001 in FedPFT's comparison", gt=0)
     batch_size: int = setting(64, "of both", ge=1)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:

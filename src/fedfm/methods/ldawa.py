@@ -27,7 +27,9 @@ class LDAWA(FedAvg):
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
 
-    weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
+    weighting: str = setting(
+        "uniform", "weight of a client in the mean: uniform (the paper) or size", choices=("size", "uniform")
+    )
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:

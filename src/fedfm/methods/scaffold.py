@@ -34,7 +34,9 @@ class Scaffold(FedAvg):
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     state_type: ClassVar[Any] = Controlled
 
-    weighting: str = setting("uniform", "of the mean: uniform, as in the paper", choices=("uniform",))
+    weighting: str = setting(
+        "uniform", "weight of a client in the mean: uniform, as in the paper", choices=("uniform",)
+    )
     server_learning_rate: float = setting(1.0, "eta_g", gt=0)
 
     def init(self, fed: Federation) -> Controlled:  # type: ignore[override]

@@ -28,7 +28,7 @@ def align(before: Array, after: Array) -> Array:
     Example:
         >>> x = np.random.default_rng(0).normal(size=(5, 2, 8))
         >>> order = np.array([3, 1, 4, 0, 2])
-        >>> aligned(x, (x + 0.1)[order]).tolist() == np.argsort(order).tolist()
+        >>> align(x, (x + 0.1)[order]).tolist() == np.argsort(order).tolist()
         True
     """
     from scipy.optimize import linear_sum_assignment

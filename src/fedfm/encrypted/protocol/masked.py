@@ -129,8 +129,7 @@ class EncryptedForwardPass:
         start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
         return EncryptedBatch(client, batch, self._public_keys(opened), session, key, ledger, start)
 
-    # --- the workers' relay
-    # --------------------------------------------------------------------------------------------
+    # --- the workers' relay -------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
         """Begin the session; returns encrypted rows, or b"" if the server already has the rows' states."""
         session, go_on = of_bytes(job.session), job.start is not None

@@ -95,8 +95,8 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     )
     ranks: tuple[int, ...] = setting(
         (),
-        "for space = product: LoRA's ranks, given to the clients in order of names, again from the first after the "
-        "last [model.adaptation.rank]",
+        "for space = product: LoRA's ranks of the clients, in order of names; a shorter list is repeated "
+        "[model.adaptation.rank]",
         ge=1,
     )
     absent: str = setting(

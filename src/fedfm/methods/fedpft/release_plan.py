@@ -182,8 +182,8 @@ class Plan:
 def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | None:
     """A warning if sigma_mu sqrt(d) > 1: then the noise on a class's mean is longer than the mean can be; else None.
 
-    With d = 192 features and epsilon = 1 this is so up to n = 103 rows of the class under ``replace``, 53 under
-    ``add_remove``. ``client_rows`` and the errors are those of :meth:`Plan.sigma`.
+    With d = 192 features and epsilon = 1 it is longer up to n = 103 rows of the class under ``replace``, and up to 53
+    under ``add_remove``. ``client_rows`` and the errors are those of :meth:`Plan.sigma`.
     """
     if n <= 0:
         return None  # an empty cell has no mean
