@@ -112,7 +112,7 @@ def claim(
 ) -> Iterator[ModelFolder]:
     """Context manager: lock the folder for this process, and read or create its state.
 
-    noun: key of the tables in the state, and name of the training in messages.
+    Args:
         noun: the key of the tables in the state, and the name of the training in messages.
         threads: number of threads; 0: one per core.
         own: files and folders that the training makes; they are removed if the input is refused before the first

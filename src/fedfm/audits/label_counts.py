@@ -35,10 +35,11 @@ MOST, LEAST = 150, 30  # largest and smallest number of local trainings that the
 class Shares(Watch):
     """The attack on each client's first update.
 
-    found: for each client, the estimated fractions of the labels (C,).
-    public: (C,): fractions of the labels in the attacker's own rows; empty if it has no rows.
-    tried: number of local trainings that the attacker tried for each client.
-    bias: whether the clients' head has a bias.
+    Attributes:
+        found: for each client, the estimated fractions of the labels (C,).
+        public: (C,): fractions of the labels in the attacker's own rows; empty if it has no rows.
+        tried: number of local trainings that the attacker tried for each client.
+        bias: whether the clients' head has a bias.
     """
 
     def __init__(self, run: Run) -> None:

@@ -20,8 +20,8 @@ _ALL = 60  # a table with more classes is folded
 class _ClassLine(NamedTuple):
     """Counts of one class.
 
-    In order: its rows; the rows that are predicted as this class; those among the latter that are right; the class that
-    is most often predicted in its place; and how often that happens.
+    In order: number of its rows; number of rows that are predicted as this class; number of these predictions that are
+    right; the class that is most often predicted in its place; and how often that happens.
     """
 
     name: str
