@@ -44,7 +44,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     """The parser of the command line. The function of each command is its ``command``.
 
     Args:
-        first: the first word of the command line; the wings' commands are added unless it is one of the others.
+        first: the first word of the command line. The wings' commands are added unless this word is another command.
     """
     parser = _Parser(
         prog="fedfm",
