@@ -78,8 +78,8 @@ class SitePolicy(Protocol):
         """Agree to the run: from now on the silo takes part."""
 
     def rereading(self) -> AbstractContextManager[None]:
-        """Context manager: read again the rows of a run that the silo has agreed to. The silo counts runs that no longer
-        fit. Raises a ClientFault.
+        """Context manager: read again the rows of a run that the silo has agreed to. The silo counts runs that no
+        longer fit. Raises a ClientFault.
         """
 
     def misfit(self, reason: str) -> None:
