@@ -160,7 +160,7 @@ def test_metadata_in_the_folders_of_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("said", "doubted"), [("linux", True), ("mac os", True), ("Be brief, please.", False)])
 def test_a_system_of_few_words_is_doubted(tmp_path: Path, said: str, doubted: bool) -> None:
     table = read(jsonl(tmp_path / "a.jsonl", {"messages": talk(), "system": said}))
-    (line,) = [text for text in table.notices if "what the system says before" in text]
+    (line,) = [text for text in table.notices if "as the system message of each row" in text]
     assert (f'as "{said}"; if it holds something else, set data.system' in line) == doubted
 
 
@@ -191,7 +191,7 @@ def test_names_of_classes_beside_parquet_are_read_in_every_form(tmp_path: Path, 
 def test_names_of_classes_that_are_not_read_are_said(tmp_path: Path, names: Any) -> None:
     table = parquet(tmp_path / "a.parquet", names)
     assert table.classes == ("0", "1")
-    assert [x for x in table.notices if 'names of classes beside column "label"' in x and "are not read" in x]
+    assert [x for x in table.notices if 'class names of column "label"' in x and "are not read" in x]
 
 
 def parquet(path: Path, names: Any) -> Table:

@@ -16,8 +16,8 @@ class ArrowTexts(Sequence[str]):
     """Rows of a pyarrow ChunkedArray of strings, in the order of an index.
 
     Args:
-        column: N strings; some may be missing.
-        index: (n,) rows; None: all.
+        column: N strings; a missing one is null.
+        index: (n,) positions in the column; None: all.
     """
 
     def __init__(self, column: Any, index: np.ndarray | None = None) -> None:
@@ -46,7 +46,7 @@ class ArrowTexts(Sequence[str]):
         return type(self)(self._column, index if self._index is None else self._index[index])
 
     def to_list(self) -> list[str]:
-        """All of these rows."""
+        """All rows as a list."""
         column = self._column if self._index is None else self._column.take(self._index)
         found: list[str] = column.to_pylist()
         return found
@@ -59,7 +59,7 @@ class ArrowPictures(ArrowTexts, Pictured):
         return (self[i] for i in range(len(self)))  # one at a time, since each may have megabytes
 
     def join(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
-        """Join these images with those of others, without a copy; all must be unselected columns."""
+        """Concatenate these images and others without a copy. No part may have an index."""
         import pyarrow
 
         chunks = [chunk for part in (self, *others) for chunk in part._column.chunks]

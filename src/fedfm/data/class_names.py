@@ -1,8 +1,8 @@
 r"""Normalise class names: two names that look the same are one class.
 
-Invisible characters are removed, every kind of space becomes a common one, and characters are composed (Unicode NFC;
-file names of macOS are not). A joiner or a variation selector stays between non-ASCII characters, where scripts and
-emoji need it. Case stays: a notice names classes that differ by it.
+Invisible characters are removed, every kind of space becomes an ordinary one, and characters are composed (Unicode NFC;
+macOS decomposes file names). A joiner or a variation selector next to non-ASCII characters stays, since scripts and
+emoji need it. Case stays, too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 def check_list(texts: Sequence[str], key: str) -> None:
-    """Raise an InputError if a list of names has one in another than the normal form, or one twice."""
+    """Raise an InputError if a name is not in its normal form, or occurs twice."""
     for text in texts:
         if (name := class_name(text)) != text:
             raise InputError(

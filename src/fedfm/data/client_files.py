@@ -22,7 +22,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
 
     Args:
         clients: path of each one's file.
-        read: the table of a client's name and file.
+        read: returns a client's table, from the client's name and its file.
     """
     tables: dict[str, Table] = {}
     for name, path in sorted(clients.items()):
@@ -90,8 +90,8 @@ def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
     if not by[True] or not by[False]:
         return ()
     return (
-        f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, which are "
-        "separate classes: if they mean the same, write them alike (a column label_name names numbers)",
+        f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, so they are "
+        "separate classes: if they mean the same, write them alike (a column label_name gives numbers their names)",
     )
 
 

@@ -20,7 +20,7 @@ _TRUTH = {"true", "false", "yes", "no"}
 _DATES = 2  # dates from which a column of them is told
 _MIXED = 2  # numbers, and names, among the classes
 _LONG_NAME = 200  # characters; a longer class name is probably a text
-_MANY = 20  # number of classes from which numbers look like a quantity, and of rows in which labels should recur
+_MANY = 20  # from this many classes on numbers look like a quantity; in this many rows labels should recur
 _MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell
 _AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # signs and units around a number
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([ ,.'])\d{3}(?:\1\d{3})*(?:(?!\1)[.,]\d+)?")
@@ -29,8 +29,8 @@ _DATE = re.compile(
     r"|\d{1,2}:\d{2}(?::\d{2})?"
 )
 _EMPTY = ("nan", "<na>", "n/a", "#n/a", "null")  # what tables write for an empty cell
-_SHORT = 16  # characters of an empty cell, with blanks around it
-_TYPED, _LETTERS = 2, 5  # most rows of a class that is a misspelt one, and letters of its name
+_SHORT = 16  # most characters of a text that may stand for an empty cell
+_TYPED, _LETTERS = 2, 5  # a misspelt class has at most 2 rows, and a name of at least 5 letters
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
@@ -158,7 +158,7 @@ def _unique(table: Table, label: str) -> str | None:
 
 
 def _misspelling(table: Table) -> str | None:
-    """A notice about a class of one or two rows whose name is a frequent one's but for one letter."""
+    """A notice about a class of one or two rows whose name differs by one letter from that of a frequent class."""
     if table.labels is None:
         return None
     count = np.bincount(table.labels, minlength=len(table.classes))
@@ -174,7 +174,7 @@ def _misspelling(table: Table) -> str | None:
 
 
 def _one_letter_apart(one: str, other: str) -> bool:
-    """Whether a letter that is added, left out, changed or exchanged with the next makes one word the other."""
+    """Whether two words differ by one letter: added, left out, changed, or exchanged with the next."""
     short, long = sorted((one, other), key=len)
     start = next((i for i in range(len(short)) if short[i] != long[i]), len(short))
     a, b = short[start:], long[start:]
@@ -184,7 +184,7 @@ def _one_letter_apart(one: str, other: str) -> bool:
 
 
 def _empty_texts(table: Table) -> str | None:
-    """Texts that tables write where a cell is empty, and that are read as words."""
+    """A notice about texts such as "nan", which tables write for an empty cell and which are read as words."""
     of = tasks.row_kind(table.kind)
     if not (table.kind == "text" or (of is not None and of.wording)):
         return None
@@ -199,7 +199,7 @@ def _empty_texts(table: Table) -> str | None:
 
 
 def _one_class_of_test(table: Table) -> str | None:
-    """That the test rows have one class, where the training rows have several."""
+    """A notice if all test rows have one class although the training rows have several."""
     if table.labels is None:
         return None
     train, test = (np.unique(table.labels[table.rows(split)]) for split in ("train", "test"))

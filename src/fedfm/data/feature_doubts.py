@@ -11,17 +11,17 @@ from fedfm.data.table import Table
 # Numbers that files write where a value is missing
 _MARKS = (*(s * n for n in (99, 999, 9999, 99999, 999999) for s in (-1, 1)), -9, -998, -9998, -32768, 32767, 65535)
 _FILLS = 1e15  # from here on a number that recurs exactly is a fill value, such as 1e20, 9.97e36 and -3.4e38
-_TIMES = 3  # rows of a column in which such a number recurs at least
-_SHARE = 0.005  # and the share of rows
-_DISTINCT = 3  # fewest other values of a column that show where it lies
-_MANY = 20  # rows, below which a column goes with the label by chance
-_A_CLASS = 3  # rows of a class on average, of which the same holds
-_STEPS = 0.9  # of the rows, whose number is one more than that of the row before; files of clients begin anew
+_TIMES = 3  # a mark recurs in at least this many rows of its column
+_SHARE = 0.005  # and in at least this share of them
+_DISTINCT = 3  # fewest distinct other values that show the range of a column
+_MANY = 20  # with fewer rows a column may match the label by chance
+_A_CLASS = 3  # and with fewer rows per class on average, too
+_STEPS = 0.9  # share of rows numbered one above the row before; a client's file may begin anew
 _PIECE = 1 << 22  # values that are compared at a time
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """All such notices; the label is not needed for the numbers that stand for missing values."""
+    """All notices about feature vectors; only the one about columns that give the label away needs labels."""
     if not len(table):
         return ()
     return tuple(text for text in (_missing_values(table), _label_columns(table), _row_numbers(table)) if text)
@@ -41,13 +41,13 @@ def _missing_values(table: Table) -> str | None:
     more = f", and {len(found) - 1} more columns are like it" if len(found) > 1 else ""
     return (
         f"{table.source}: column x[:, {j}] is {' or '.join(f'{m:g}' for m in marks)} in {rows} of {len(column)} rows, "
-        f"and else from {rest.min():.4g} to {rest.max():.4g}{more}: if that marks a missing value, replace it, or "
+        f"and otherwise from {rest.min():.4g} to {rest.max():.4g}{more}: if that marks a missing value, replace it, or "
         "leave these rows out, since it is read as a number"
     )
 
 
 def _is_mark(values: np.ndarray) -> np.ndarray:
-    """Whether each value is one that marks missing ones."""
+    """Whether each value is a usual mark of missing values."""
     found: np.ndarray = np.isin(values, np.array(_MARKS, np.float32)) | (np.abs(values) >= _FILLS)
     return found
 
@@ -63,7 +63,7 @@ def _marks_of(column: np.ndarray) -> list[float]:
 
 
 def _far(mark: float, low: float, high: float) -> bool:
-    """Whether a value is farther from the others than they are apart, or is the only negative one."""
+    """Whether a value lies outside the others by more than their range, or far below zero if no other is negative."""
     return max(low - mark, mark - high) > high - low or (low >= 0 and mark <= -100)
 
 
@@ -72,7 +72,7 @@ def _recurs(column: np.ndarray, mark: float) -> bool:
 
 
 def _label_columns(table: Table) -> str | None:
-    """A notice about columns that are the same in all rows of a class, and tell the classes apart."""
+    """A notice about columns that are constant within each class and tell the classes apart."""
     if table.labels is None:
         return None
     of, first, labels = np.unique(table.labels, return_index=True, return_inverse=True)
@@ -113,7 +113,7 @@ def _row_numbers(table: Table) -> str | None:
 
 
 def _pieces(rows: int, width: int) -> Iterator[slice]:
-    """Slices of the rows; the first is small, since most columns end there."""
+    """Slices of the rows; the first is small, since it rules out most columns."""
     step = max(_PIECE // max(width, 1), 1)
     start, size = 0, _MANY
     while start < rows:

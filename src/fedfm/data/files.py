@@ -1,4 +1,4 @@
-"""Rows of a file or a folder, by the reader that the ending of its name requires."""
+"""Read the rows of a file or a folder; the ending of the file's name selects the reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Tab
         labelled: False for rows to predict.
 
     Raises:
-        InputError: no reader has this ending, or the content is invalid; it names the place.
+        InputError: no reader knows this ending, or the content is invalid; the message says where.
     """
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():

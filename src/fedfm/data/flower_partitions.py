@@ -1,7 +1,8 @@
-"""Partitions by flwr-datasets, Flower's package of partitioners, if they assign each row to exactly one client.
+"""Partitions by flwr-datasets, Flower's package of partitioners. Each row must go to exactly one client.
 
-They serve published splits of other Flower projects, and kinds that fedfm lacks: sizes that follow a law, Dirichlet
-shares within a client, groups of values, ranges of a number. The rows are shuffled first, as in Flower.
+They reproduce published splits of other Flower projects, and add kinds of partitions that fedfm lacks: client sizes
+that follow a law, Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled first,
+as in Flower.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _KEY = "data.partition"
 def owners(
     table: Table, part: PartitionSpec, train: np.ndarray, label: str, clients: int, seed: int, notices: list[str]
 ) -> tuple[np.ndarray, int]:
-    """(the client index of each of the rows ``train`` (n,), from ``part.partitioner``, the number of clients).
+    """Apply ``part.partitioner``: (client index of each row of ``train`` (n,), number of clients).
 
     Args:
         label: name of the column of labels in the partitioner's arguments.

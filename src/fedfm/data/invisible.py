@@ -1,11 +1,11 @@
-"""Characters that nobody sees, or takes for others."""
+"""Characters that are invisible, or look like others."""
 
 from __future__ import annotations
 
 import unicodedata
 
-FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # of the character before
-_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + FORMS  # fillers, and forms
+FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # variation selectors: the form of the character before
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + FORMS  # fillers and variation selectors
 
 
 def is_invisible(c: str) -> bool:

@@ -35,7 +35,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
         trained_classes: how many classes, the first in order, have training rows; None: all.
 
     Raises:
-        InputError: the table is contradictory, or the data are invalid; it names the place.
+        InputError: the table is contradictory, or the data are invalid; the message says where.
 
     Example:
         >>> table = load_table(DataSpec(name="digits", limit=200), seed=0)
@@ -107,7 +107,7 @@ def read_inputs(
 ) -> Table:
     """Rows to predict, without labels, in any format of ``data.path``. A missing output of an instruction is "".
 
-    A model for preferences answers like one for instructions, so its rows are of kind "instruction".
+    A model trained on preferences predicts like one trained on instructions, so it takes rows of kind "instruction".
 
     Args:
         path: file or folder; a folder of images needs no classes.

@@ -1,4 +1,4 @@
-"""Who owns which rows: the parts that every way of dealing them uses."""
+"""Functions that several partitions use to assign rows to clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_test(
 
 
 def deal_evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Owner:
-    """Owners of rows that are dealt at random, as many to each client."""
+    """Assign rows to clients at random; the clients' numbers of rows differ by at most one."""
     owner = np.empty(len(rows), dtype=np.int64)
     owner[rng.permutation(len(rows))] = np.arange(len(rows)) % clients
     return owner

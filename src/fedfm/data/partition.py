@@ -13,7 +13,7 @@ Rows that the source marks val follow the same rule with the same shares and cli
 class proportions of the client's training rows.
 """
 
-# flwr-datasets also has partitioners for the first four (with self_balancing off its Dirichlet has the same law). But
+# flwr-datasets also has partitioners for the first four (its Dirichlet has the same law if self_balancing is off). But
 # its import takes 2 s. It partitions one list of rows, so validation rows would get other shares and clients. It cannot
 # split the rows of one value between several clients.
 
@@ -40,9 +40,9 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     """Partition the table between clients; the result depends on the seed.
 
     ``val_fraction`` of a client's training rows become validation rows, stratified by class. With ``by_column`` or
-    ``clients`` its own test rows are those of its value or file; otherwise the test rows of each class are assigned in
-    proportion to the clients' training rows of that class (``own_test``). Clients without training rows are dropped
-    with a notice.
+    ``clients``, a client's own test rows are those of its value or file. Otherwise the test rows of each class are
+    assigned in proportion to the clients' training rows of that class (``own_test``). Clients without training rows are
+    dropped with a notice.
 
     Raises:
         InputError: a key of the partition is wrong, or there are more clients than rows.
@@ -169,7 +169,7 @@ def _by_rule(
 
 
 def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
-    """(class, number of its rows) -> their owners."""
+    """A function (class, number of its rows) -> owners of these rows."""
 
     def shares(c: int, count: int) -> Owner:
         # The stream restarts for each split, so training and validation rows have the same shares.
@@ -191,7 +191,7 @@ def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarra
 
 
 def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
-    """(class, number of its rows) -> their owners; ``classes`` are those with rows."""
+    """A function (class, number of its rows) -> owners of these rows; ``classes`` are those with rows."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
     if each > len(classes):
         raise InputError(f"{key}: {each} classes per client, but the training rows have {len(classes)}", key=key)

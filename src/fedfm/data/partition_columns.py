@@ -45,7 +45,7 @@ def by_column(
             )
     stems = [
         re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values
-    ]  # names must also be valid for folders
+    ]  # a client's name also names its folder
     for stem, value in zip(stems, values, strict=True):
         if stems.count(stem) > 1:
             raise InputError(
@@ -73,7 +73,7 @@ def by_column(
             for s, place in zip(("train", "val"), places[:2], strict=True)
         ]
         mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
-        # No client of this value trains on the row's class, but the row still belongs to them.
+        # No client of this value trains on the row's class, but one of them still owns the row.
         lost = np.flatnonzero(mine[2] < 0)
         mine[2][lost] = np.arange(len(lost)) % each
         for owner, place, local in zip(owners, places, mine, strict=True):

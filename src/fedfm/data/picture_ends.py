@@ -1,8 +1,8 @@
-"""Image files that lost their end, and that decoders fill with grey or black without an error.
+"""Detect truncated image files, which decoders fill with grey or black without an error.
 
-A download that broke off, or a disk that failed, leaves zeros behind the data at the full length of the file. Of such a
-JPEG libjpeg decodes the rest as grey. A file that was saved again after that holds a grey half as any other pixels: no
-reader can tell it from a picture.
+After an interrupted download or a disk failure, a file may have its full length but end in zeros. libjpeg decodes the
+missing part of such a JPEG as grey. If the result was saved again, its grey part consists of ordinary pixels, and no
+reader can detect it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 _SCAN, _END = b"\xda", b"\xff\xd9"
 _BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a segment
 _HOLE = bytes(512)  # a sector of zeros
-_JPEG, _PACKED = ("JPEG", "MPO"), ("WEBP", "AVIF")  # the latter have no checksums, and data that do not end in zeros
+_JPEG, _PACKED = ("JPEG", "MPO"), ("WEBP", "AVIF")  # WebP and AVIF have no checksums; intact files do not end in zeros
 
 _lock, _strict, _before = threading.Lock(), 0, False
 
 
 def fault(item: str | bytes, form: str | None) -> str | None:
-    """Why the image of this format, a path or encoded, has lost its end; None if nothing says so."""
+    """Why an image, a path or encoded, in this format seems truncated; None if it does not."""
     if form not in (*_JPEG, *_PACKED):
         return None
     last = item[-len(_HOLE) :] if isinstance(item, bytes) else _last(item)
@@ -41,7 +41,7 @@ def _last(path: str) -> bytes:
 
 
 def _jpeg_ends(data: bytes) -> bool:
-    """Whether a mark of the end follows the data of the first scan; what is behind it, as a film, does not count."""
+    """Whether an end marker follows the first scan; data appended to the image, such as a film, are ignored."""
     at = 2
     while at + 4 <= len(data):
         if data[at] != 0xFF:
@@ -52,12 +52,12 @@ def _jpeg_ends(data: bytes) -> bool:
             return data.find(_END, at) >= 0
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return True  # no scan: Pillow says what is wrong with it
+    return True  # no scan: Pillow reports the fault
 
 
 @contextmanager
 def refuse_cut() -> Iterator[None]:
-    """Have Pillow raise an error for an image that was cut short, also where a program has set that it fills it."""
+    """Make Pillow raise an error for truncated images, even if the program has set LOAD_TRUNCATED_IMAGES."""
     from PIL import ImageFile
 
     global _strict, _before

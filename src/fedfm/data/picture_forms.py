@@ -1,4 +1,4 @@
-"""A notice if the files of the classes differ in their form, which a model learns in place of what is on them."""
+"""A notice if the classes differ in the form of their files: a model may learn the form in place of the content."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from fedfm.data.pictures import Look
 
-_MANY = 20  # images, below which a form goes with a class by chance
-_A_CLASS = 5  # images of a class on average, of which the same holds
+_MANY = 20  # with fewer images a form may match a class by chance
+_A_CLASS = 5  # and with fewer images per class on average, too
 
 _FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
     ("in the format of their files", lambda one: one.form),
@@ -20,7 +20,7 @@ _FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
 
 
 def notices(looks: Sequence[Look], labels: np.ndarray | None, classes: Sequence[str], source: str) -> tuple[str, ...]:
-    """A line if all images of each class have one format, colour or size, and not all classes the same.
+    """A notice if all images of a class have the same format, colour or size, and the classes differ in it.
 
     Args:
         looks: the findings from each image.
@@ -39,7 +39,7 @@ def notices(looks: Sequence[Look], labels: np.ndarray | None, classes: Sequence[
         other = next(i for i in range(len(there)) if forms[first[i]] != forms[first[0]])
         shown = " and ".join(f'"{classes[there[i]]}" is {forms[first[i]]}' for i in (0, other))
         found.append(
-            f"the classes of {source} differ {words}: all of {shown}: a model may learn that in place of what is on "
-            "the images; save all in one form"
+            f"the classes of {source} differ {words}: all of {shown}: a model may learn this form in place of the "
+            "content; save all images in one form"
         )
     return tuple(found)

@@ -1,9 +1,9 @@
 """The decoder of all images: for folders, tables, hub sets and predictions, at servers and silos.
 
 An image is turned by its EXIF orientation. Transparent pixels are laid over white. Of several pages or frames the first
-is read. Grey of more than 8 bits is scaled, not clipped: by the smallest of 8, 12 and 16 bits that fits all values of
-the image, so that an image looks the same wherever it is read. Of colours with 16 bits, and of 16-bit grey with
-transparency, the upper 8 bits are read.
+is read. Grey values of more than 8 bits are scaled, not clipped: from the smallest range of 8, 12 or 16 bits that holds
+all values of the image. So an image looks the same wherever it is read. Of 16-bit colours, and of 16-bit grey with
+transparency, only the upper 8 bits are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DECODED = 1 << 30  # bytes; a table decodes images of one size up to this total,
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
 _ORIENTATION = 0x0112  # EXIF tag
-_INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value for grey values that count from white to black
+_INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value if 0 is white
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Look:
         fault: why it cannot be read; None if it can.
         frames: pages or frames.
         transparent: whether a pixel is not opaque.
-        top: for grey with more than 8 bits the value that becomes white; else 0.
+        top: the value that becomes white, for grey with more than 8 bits; else 0.
         size: stored width and height.
         grey: whether it is without colours.
         form: name of its file format.
@@ -83,7 +83,7 @@ def upright(picture: Any) -> Any:
     """An opened Pillow image in its visible form: turned, over white, of mode L if it is grey and else RGB.
 
     Raises:
-        ValueError: its values have no range for scaling, or Pillow cannot convert them.
+        ValueError: its values are outside all ranges that can be scaled, or Pillow cannot convert them.
     """
     from PIL import Image
 
@@ -177,7 +177,7 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
 
 
 def read_image(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any:
-    """The upright Pillow image of a file or of its bytes; with ``draft`` of a JPEG at a fraction of its size.
+    """The upright Pillow image of a file or of its bytes; with ``draft``, a JPEG is decoded at a fraction of its size.
 
     Raises:
         InputError: it cannot be read.
@@ -223,7 +223,7 @@ def _narrow(picture: Any) -> np.ndarray:
     top = _top(values, picture.mode)
     narrow = _scale(values, top)
     if getattr(picture, "tag_v2", {}).get(_INTERPRETATION) == _WHITE_IS_ZERO:
-        narrow = _WHITE - narrow  # Pillow inverts such TIFF files of 8 bits alone
+        narrow = _WHITE - narrow  # Pillow inverts such TIFF files only if they have 8 bits
     clear = picture.info.get("transparency")
     return np.where(values == clear, np.uint8(_WHITE), narrow) if isinstance(clear, int) else narrow
 
@@ -262,7 +262,7 @@ class Pictured:
     """Marks a sequence of N paths or encoded images (bytes).
 
     Attributes:
-        decoded: whether a table decodes them if they have one size and are few.
+        decoded: whether a table decodes the images if all have one size and fit into memory.
     """
 
     decoded: ClassVar[bool] = False
@@ -273,7 +273,11 @@ class ListedPictures(list[Any], Pictured):
 
 
 def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...], list[Look]]:
-    """(images unchanged, or as uint8 (N, H, W, C) if that is allowed and possible, notices, the findings of each).
+    """Check all images: (images, notices, the findings of each).
+
+    The images are uint8 (N, H, W, C) if ``items.decoded`` is true, all have one size and they fit into memory;
+    otherwise they are unchanged.
+
 
     Args:
         items: N paths or encoded images.
@@ -296,5 +300,5 @@ def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tup
     if len({one.size for one in looks}) > 1 or len(looks) * width * height * (1 if grey else 3) > DECODED:
         return items, notices, looks
     pixels = [decode(item, 1 if grey else 3) for item in items]
-    same = all(one.shape == pixels[0].shape for one in pixels)  # some may be turned
+    same = all(one.shape == pixels[0].shape for one in pixels)  # EXIF may turn some
     return np.stack(pixels) if same else items, notices, looks

@@ -28,7 +28,7 @@ _BYTES = 1 << 27  # largest size of these rows in bytes, since images must be de
 _LEAST = 8  # fewest training rows that show the usual distance
 _SAMPLE = 256  # training rows whose distance to the nearest other row is the measure
 _NEAR = {"image": 0.2, "features": 1e-3}  # below this share of that distance a row is a repetition
-_FEW = 4  # smallest number of values in a vector for which a small distance is not chance
+_FEW = 4  # in shorter vectors a small distance may be chance
 _PARTS = {"val": "validation", "test": "test"}
 
 
@@ -79,11 +79,11 @@ def _equal(table: Table, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def numbers_of(table: Table, rows: np.ndarray) -> np.ndarray:
-    """A number (n,) of each of these rows that equal rows share, and others do not, but for one in 2^64."""
+    """A 64-bit number for each of these rows (n,): equal rows share it, and different rows collide only by chance."""
     probe = _probe(table)
     keys = np.fromiter((probe(table.inputs[int(i)]) for i in rows), np.int64, len(rows))
     if not isinstance(table.inputs, np.ndarray) and table.kind != "image":
-        return keys  # of a whole text
+        return keys  # the hash of a text covers all of it
     place, count = np.unique(keys, return_inverse=True, return_counts=True)[1:]
     for k in np.flatnonzero(count[place] > 1):
         keys[k] = _whole(table, table.inputs[int(rows[k])])

@@ -27,8 +27,8 @@ _FILES = 10_000  # most rows whose files are read for it
 def notices(table: Table) -> tuple[str, ...]:
     """Notices about training rows that repeat others.
 
-    Short texts recur by chance, so a few repetitions give no notice. If clients have files of their own, there is a
-    notice if one client has rows of another.
+    Short texts recur by chance, so a few repetitions give no notice. If each client has its own file, rows that two
+    clients have in common give a notice, too.
     """
     rows = table.rows("train")
     of = tasks.row_kind(table.kind)
@@ -49,7 +49,7 @@ def _again(number: np.ndarray) -> str:
 
 
 def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> str:
-    """That a client has rows of another in its own file, by the pair that has the largest share in common."""
+    """A notice about the two clients that have the largest share of training rows in common."""
     if CLIENT not in table.columns:
         return ""
     names = table.columns[CLIENT][rows]
@@ -59,7 +59,7 @@ def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> s
         for n in numbers:
             owners.setdefault(n, []).append(name)
     common: Counter[tuple[str, str]] = Counter()
-    for of in owners.values():  # each row counts for neighbours in the order of names: work stays linear
+    for of in owners.values():  # counts only pairs that are adjacent by name, so that the work stays linear
         common.update(pairwise(of))
     shares = {pair: n / min(len(held[pair[0]]), len(held[pair[1]])) for pair, n in common.items()}
     many = sorted((pair for pair, share in shares.items() if share >= _MANY), key=lambda pair: (-shares[pair], pair))
@@ -97,11 +97,11 @@ def shared_groups(table: Table, chosen: str | None) -> str | None:
 
 
 def _contradictions(table: Table, rows: np.ndarray, number: np.ndarray) -> str:
-    """That equal rows have different labels."""
+    """A notice about equal rows with different labels."""
     if table.labels is None:
         return ""
     labels = table.labels[rows]
-    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # each number once a label
+    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # the number of each distinct pair
     several = np.unique(pairs[:-1][pairs[1:] == pairs[:-1]])
     count = int(np.isin(number, several).sum())
     if not count or count < _SOME * len(rows):

@@ -50,7 +50,7 @@ def _alike(value: str) -> str:
 
 
 def drop_new_classes(table: Table, base: int) -> Table:
-    """The table without training and validation rows of new classes, which are those after the first ``base``.
+    """Leave out training and validation rows of new classes, which are all after the first ``base``.
 
     Raises:
         InputError: there are no more than ``base`` classes.

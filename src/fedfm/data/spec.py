@@ -114,8 +114,8 @@ class DataSpec(_Columns):
     val_fraction: float = setting(0.0, "share of each client's training rows for validation", ge=0, lt=1)
     augment: tuple[str, ...] = setting(
         (),
-        "random changes of training images, new in every epoch: crop (at a random place of the image with a margin "
-        "of an eighth), flip (left to right, with probability 1/2)",
+        "random changes of training images, drawn anew in every epoch: crop (at a random place of the image, padded "
+        "by an eighth), flip (left to right, with probability 1/2)",
         choices=AUGMENT,
     )
     scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))

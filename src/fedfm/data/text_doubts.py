@@ -1,5 +1,5 @@
-"""Notices about texts that are probably not what was meant: damaged characters, no language, marks of a template, and
-answers that say nothing.
+"""Notices about texts that are probably wrong: damaged characters, no language, marks of a template, and answers that
+say nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.data.table import Table, inputs_of
 
-_LOOKED_AT = 2000  # rows of a table
-_FEW = 8  # rows, below which nothing is told
-_SOME, _TIMES = 0.01, 3  # share of texts with damaged characters from which it is told, and their number
-_MOST = 0.5  # share of texts that are no language
-_AGAIN = 0.05  # share of answers that repeat their instruction
-_WORDS = 3  # words of an instruction that an answer does not begin with by chance
+_LOOKED_AT = 2000  # most rows of a table that are examined
+_FEW = 8  # with fewer rows there is no notice
+_SOME, _TIMES = 0.01, 3  # smallest share and number of damaged texts for a notice
+_MOST = 0.5  # smallest share of texts that are no language, for a notice
+_AGAIN = 0.05  # smallest share of answers that repeat their instruction, for a notice
+_WORDS = 3  # an answer does not begin with an instruction of so many words by chance
 
 # UTF-8 that was read as Latin-1 or Windows-1252: pairs and triples that no language has
 _MISREAD = re.compile(
@@ -44,7 +44,7 @@ _NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 _FAILED = re.compile(r"#(?:REF!|VALUE!|DIV/0!|NAME\?|NUM!|NULL!)")
 _ESCAPED = re.compile(r"\\n(?![a-z])")  # a line break that was escaped twice; not the beginning of a LaTeX command
-_GAP = re.compile(r"\{\{?\s*[a-z_]+\s*\}?\}")  # what a template leaves where nothing was filled in
+_GAP = re.compile(r"\{\{?\s*[a-z_]+\s*\}?\}")  # a placeholder of a template that was not filled in
 _TEMPLATE = re.compile(
     r"<\|(?:im_start|im_end|user|assistant|system|end|eot_id|start_header_id|end_header_id|begin_of_text|endoftext)\|>"
     r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|^### (?:Response|Assistant|Human|Instruction):|</s>",
@@ -56,7 +56,7 @@ _COMPARED = 3  # parts of a row with two answers: what was asked, the better one
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """Lines about the texts of a table; of many rows some are looked at, evenly over all."""
+    """Notices about the texts of a table; of a large table only rows at equal distances are examined."""
     of = tasks.row_kind(table.kind)
     if not (table.kind == "text" or (of is not None and of.wording)) or len(table) < _FEW:
         return ()
@@ -106,7 +106,7 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
     if (n := _count(texts, _MISREAD.search)) >= told:
         sign = next(found[0] for text in texts if (found := _MISREAD.search(text)))
         return (
-            f'{n} of {where} hold signs such as "{sign}", as UTF-8 that was read in another encoding does: write the '
+            f'{n} of {where} hold signs such as "{sign}", which come from UTF-8 read in another encoding: write the '
             "file again from its origin, as UTF-8"
         )
     if (n := _count(texts, lambda text: _LOST in text)) >= told:
@@ -199,7 +199,7 @@ def _own_names(table: Table, places: np.ndarray, texts: Sequence[str], where: st
 
 
 def _answers(items: Sequence[tuple[object, ...]], where: str) -> list[str]:
-    """Answers that repeat the instruction, or are all the same; of preferences the better ones."""
+    """Notices about answers (of preferences: the better ones) that repeat the instruction, or are all the same."""
     pairs = [(_last_of(asked).strip(), _last_of(answer).strip()) for asked, answer, *_ in items]
     pairs = [(asked, answer) for asked, answer in pairs if answer]
     if len(pairs) < _FEW:
@@ -225,7 +225,7 @@ def _last_of(part: object) -> str:
 
 
 def _gaps(texts: Sequence[str], where: str) -> str | None:
-    """The same gap of a template in most texts."""
+    """A notice if most texts hold the same unfilled placeholder of a template."""
     first = next((found[0] for text in texts if (found := _GAP.search(text))), None)
     if first is None or (n := _count(texts, lambda text: first in text)) < _MOST * len(texts):
         return None
@@ -233,7 +233,7 @@ def _gaps(texts: Sequence[str], where: str) -> str | None:
 
 
 def _contradictions(items: Sequence[tuple[object, ...]], where: str) -> str | None:
-    """Two answers to one prompt, of which now one and now the other is the better."""
+    """A notice if rows contradict each other: of two answers to a prompt, each is the better one in some row."""
     there = {tuple(map(_last_of, item)) for item in items}
     n = sum((asked, worse, better) in there and better != worse for asked, better, worse in there)
     if n < max(_TIMES, _AGAIN * len(items)):
@@ -249,7 +249,7 @@ def _same_worse(items: Sequence[tuple[object, ...]], where: str) -> str | None:
 
 
 def _marks(items: Sequence[tuple[object, ...]], where: str) -> str | None:
-    """Marks of a chat template inside of texts, to which the model's template adds its own."""
+    """A notice about marks of a chat template inside of texts, since the model's template adds its own."""
     said = [
         found[0] for asked, answer, *_ in items if (found := _TEMPLATE.search(f"{_last_of(asked)}\n{_last_of(answer)}"))
     ]

@@ -61,7 +61,7 @@ def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
 
 
 def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
-    """(class labels (n,), index of the first row with a NaN), from one pass over the rows.
+    """Read all rows once: (class labels (n,), index of the first row with a NaN).
 
     Labels are None unless each row has one integer of at least 0 as its target. The pass ends early if the rows have
     neither labels nor floating-point numbers.

@@ -1,7 +1,7 @@
 """Read instructions, conversations and preferences from columns.
 
-A conversation is a list of messages {"role": ..., "content": ...}. It is split into the messages before the last
-answer, and that answer, so that a pair of instruction and output equals a conversation of two messages.
+A conversation is a list of messages {"role": ..., "content": ...}. It is split into the last answer and the messages
+before it. So a pair of instruction and output equals a conversation of two messages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ALSO = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", _tools.CALLING), ASSISTANT),
     **dict.fromkeys(("function", "observation", "ipython", "function_response", "tool_response"), "tool"),
 }
-# What Alpaca's authors write where an instruction has no input, "<noinput>", and how others spell it
+# Alpaca's mark of an instruction without an input, "<noinput>", and other spellings of it
 _NOTHING = re.compile(r"<\s*no[\s_-]*input\s*>", re.IGNORECASE)
-_PERHAPS = re.compile(r"no[\s_-]*input|n[/.]?a\.?|none|null|nil|nan|empty|-+|\.+", re.IGNORECASE)  # nothing, or a text
+_PERHAPS = re.compile(r"no[\s_-]*input|n[/.]?a\.?|none|null|nil|nan|empty|-+|\.+", re.IGNORECASE)  # empty, or a text
 _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 
 Columns = Mapping[str, Sequence[Any]]
@@ -112,7 +112,7 @@ def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
 
 
 def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str, ...]:
-    """A notice of inputs that probably mean nothing, and are read as texts."""
+    """A notice about inputs such as "none", which probably mark an empty cell but are read as texts."""
     name = spec.column("input")
     cells = [v.strip() for v in columns.get(name, ()) if isinstance(v, str)]
     asked = columns.get(spec.column("instruction"), ())
@@ -133,7 +133,7 @@ def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str
 
 
 def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, Output]:
-    """A row whose answer may be a message with others before it."""
+    """A row of a prompt and an answer; messages before the answer's last one are added to the prompt."""
     if isinstance(answer, str):
         return asked, answer
     said = (("user", asked),) if isinstance(asked, str) else asked
@@ -143,7 +143,7 @@ def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, Output]
 
 
 def _last(turns: tuple[Turn, ...]) -> Output:
-    """The last message as an answer."""
+    """The last message as an answer: its content, or the complete message if it has further fields."""
     return turns[-1:] if len(turns[-1]) > 2 else turns[-1][1]
 
 
@@ -251,7 +251,7 @@ def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str)
 
 
 def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[Turn, ...]:
-    """The messages of one cell; ``first``: the assistant may speak first."""
+    """The messages of one cell; ``first``: whether the first message may be the assistant's."""
     if not isinstance(value, list):
         what = "nothing" if value is None else "text" if isinstance(value, str) else f"{type(value).__name__}"
         hint = " (jsonl and parquet hold lists)" if isinstance(value, str) else ""
@@ -265,7 +265,7 @@ def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[T
 
 
 def _text_of_parts(content: Any) -> Any:
-    """Join a content in parts, [{"type": "text", "text": ...}], as templates do; return others unchanged."""
+    """Join a content in parts [{"type": "text", "text": ...}], as templates do; return other content unchanged."""
     parts = content if isinstance(content, list) else []
     texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type", "text") == "text"]
     if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
@@ -280,7 +280,7 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
             key: v for key, v in message.items() if key not in ("from", "value")
         }
     fields: dict[str, Any] = dict(message) if isinstance(message, dict) else {}
-    if fields.get(_tools.CALLING) and not fields.get(_tools.CALLS):  # OpenAI's older name of a single call
+    if fields.get(_tools.CALLING) and not fields.get(_tools.CALLS):  # OpenAI's older key for a single call
         fields[_tools.CALLS] = fields.pop(_tools.CALLING)
     role, content, called = fields.get("role"), fields.get("content"), fields.get(_tools.CALLS) or ()
     if isinstance(role, str):

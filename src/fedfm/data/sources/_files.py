@@ -46,7 +46,7 @@ def content_of(data: bytes) -> str:
     return next((words for start, words in _SIGNATURES if data.startswith(start)), "something else")
 
 
-# Relative paths that were not found in the folder of the experiment's file, with that folder; only for messages.
+# Relative path -> the folder of the experiment's file, in which it was not found. Only messages use this.
 _missed: dict[str, Path] = {}
 
 

@@ -14,8 +14,8 @@ from fedfm.data.arrow_texts import ArrowPictures
 from fedfm.data.sources._files import At
 from fedfm.errors import InputError
 
-_HALF = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16
-ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of one; complete pairs have it, too
+_HALF = re.compile("[\ud800-\udfff]")  # a surrogate: half of a UTF-16 pair
+ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of a surrogate; complete pairs match, too
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int]
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values of JSON, as a hook of its reader, which would drop all but the last of a key.
+    """Make an object from the pairs of JSON's reader, which by itself keeps only the last value of a repeated key.
 
     Raises:
         ValueError: a key occurs twice.

@@ -10,7 +10,7 @@ SPLIT_NAMES = {
 
 
 def with_test(marks: list[str], source: str) -> tuple[list[str], tuple[str, ...]]:
-    """The splits of rows; without test rows the validation rows become test rows, and there is a notice."""
+    """(the splits of rows, notices); without test rows the validation rows become test rows, with a notice."""
     if set(marks) != {"train", "val"}:
         return marks, ()
     note = f"{source} has no test split with labels: its validation rows are the test rows"

@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 _SYSTEM = ("system", "developer")
 _OTHER = "system_prompt"  # OpenOrca's name
 _DEFAULT = "system"
-_FEW = 2  # words; a prompt of the system has more
+_FEW = 2  # words; a system prompt has more
 
 
 def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str | None:
@@ -55,8 +55,8 @@ def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: st
 
 
 def notice(values: Sequence[Any], name: str, source: str) -> str:
-    """The line that says how the column is read; with a doubt where no cell has more than two words."""
-    line = f'column "{name}" of {source} is read as what the system says before each row (data.system)'
+    """A notice of how the column is read, with a doubt if no cell has more than two words."""
+    line = f'column "{name}" of {source} is read as the system message of each row (data.system)'
     said = [value.split() for value in values if not _empty(value)]
     if max(map(len, said), default=0) > _FEW:
         return line

@@ -49,7 +49,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         source: name of the file in messages.
         task: determines which columns are read, and how; None: the columns determine the task.
         labelled: False for rows to predict. Then label and split are ignored, each row is a test row, and an output may
-            be missing (""); for preferences only the prompts are read, as instructions.
+            be missing (""). Of preferences only the prompts are read, as instructions.
 
     Raises:
         InputError: a column is missing, a cell is empty or of another type, or the rows belong to another task.
@@ -116,7 +116,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
 
 
 def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | None:
-    """The named task, else the task to which these columns belong; texts and images belong to several."""
+    """The named task, else the first task that claims these columns; None if texts or images leave the task open."""
     if task is not None or spec.text in columns:
         named = tasks.task_named(task)
         return None if named is None else row_task(named)
@@ -268,6 +268,8 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
         return int(value)  # pandas writes integers as floats if one is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
-        of = "several labels per row" if isinstance(value, list | dict) else "a quantity, as regression predicts,"
-        raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; of {of} {WAY}')
+        of = "several labels per row" if isinstance(value, list | dict) else "regression"
+        raise InputError(
+            f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; for {of}, {WAY}'
+        )
     raise InputError(f'{at(row)}: column "{name}" is empty: give a label, or remove the row')

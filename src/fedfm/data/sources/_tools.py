@@ -29,7 +29,7 @@ def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str
     Raises:
         InputError: a cell has another form.
     """
-    from fedfm.core.rows import TOOLS  # whose module loads torch
+    from fedfm.core.rows import TOOLS  # imported here, since its module loads torch
 
     found: list[tuple[Any, ...]] = []
     for row, (said, *answers) in enumerate(rows):
@@ -70,7 +70,7 @@ def calls_in(content: Any, at: str) -> list[Any]:
     """The calls in a message whose content is JSON.
 
     Raises:
-        InputError: there is none.
+        InputError: the content has no call.
     """
     found = _parse(content)
     calls: list[Any] = found if isinstance(found, list) else [found]

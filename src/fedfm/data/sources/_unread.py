@@ -1,4 +1,4 @@
-"""Notices about columns of texts and of splits that nothing reads."""
+"""Notices about unread columns that hold texts, or that mark splits."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _numbers_folds(name: str, values: Sequence[Any]) -> bool:
 
 
 def _marks_splits(name: str, values: Sequence[Any]) -> bool:
-    """Whether all values name splits, a training split among them, or the column says which rows are test rows."""
+    """Whether all values are names of splits, including train, or a yes-or-no column has the name of a split."""
     if isinstance(values, Pictured):
         return False
     found = {str(v).strip().lower() for v in _some(values)}

@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # Excel's first line, which is not a row
-_FORM = 2  # fields from which a line has the form of a row
+_FORM = 2  # fewest fields of a line that looks like a row
 _LINES = (
     '{at} has lines inside a field that look like rows of their own{more}: was a quote (") opened there by mistake?'
 )
@@ -62,7 +62,7 @@ def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
     if rows := _rows_with_lines(columns, "\t"):
         try:
             return Sheet(*_columns_of(text, path, "\t", quotes=False), (note,))
-        except InputError:  # they are marks
+        except InputError:  # the quotes are not part of the texts
             return Sheet(columns, at, (_LINES.format(at=at(rows[0]), more=_and_more(rows)),))
     return Sheet(columns, at)
 
@@ -79,7 +79,7 @@ def _mark_of(head: str) -> str:
 
 
 def _read(text: str, path: Path, mark: str) -> tuple[Columns, At, tuple[str, ...]]:
-    """As :func:`_columns_of`, and a notice where blanks stand between a mark and a quote, which are left out."""
+    """As :func:`_columns_of`, with a notice if blanks between a separator and a quote were left out."""
     if re.search(rf'(?:^|{re.escape(mark)}) +"', text, re.MULTILINE) is None:
         return *_columns_of(text, path, mark), ()
     try:
@@ -96,8 +96,10 @@ def _read(text: str, path: Path, mark: str) -> tuple[Columns, At, tuple[str, ...
 
 
 def _rows_with_lines(columns: Columns, mark: str) -> list[int]:
-    """Rows with a field that spans lines, one of which has the form of a row and its last field a value of that column:
-    a quote that was opened by mistake and closed by another one, with rows between them.
+    """Rows that seem to contain other rows: a quote was opened by mistake, and a later one closes it.
+
+    Such a row has a field that spans lines. One of these lines has the form of a row, and its last field is a value of
+    the last column.
     """
     if len(columns) < _FORM:
         return []

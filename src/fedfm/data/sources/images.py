@@ -1,8 +1,8 @@
 """Read image folders in the layout of Hugging Face's ``imagefolder``.
 
 ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
-``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` in any of these folders, with
-``file_name`` relative to its folder and further columns. A label column in it replaces the class folders.
+``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` in any of these folders. Its column ``file_name`` is
+relative to its folder; it may have further columns. A label column replaces the class folders.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _look_at(files: Sequence[Path]) -> list[Look]:
 
 
 def _endings(files: Sequence[str]) -> str:
-    """The numbers of files by ending, the most common first."""
+    """The number of files with each ending, the most common first."""
     found = Counter(Path(file).suffix.lower() or "no ending" for file in files).most_common()
     more = f" and {sum(n for _, n in found[4:])} others" if len(found) > 4 else ""
     return ", ".join(f"{n} {ending}" for ending, n in found[:4]) + more
@@ -208,7 +208,7 @@ def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dic
     """Columns of all metadata in the order of ``files``; raises an InputError for a file without a row."""
     rows: dict[Path, dict[str, Any]] = {}
     homes = {path, *folders, *(file.parent for file in files)}
-    for home in sorted(homes, key=lambda folder: (-len(folder.parts), folder)):  # a deeper one comes first
+    for home in sorted(homes, key=lambda folder: (-len(folder.parts), folder)):  # deeper folders come first
         there = [home / name for name in METADATA if (home / name).is_file()]
         if not there:
             continue

@@ -168,7 +168,7 @@ def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
 
 
 def _hint(x: np.ndarray) -> str:
-    """A hint how to convert an array of another form into images."""
+    """A hint that says how to convert an array of another form into images."""
     if x.ndim == 3:
         return ": x[..., None] adds the channel"
     if x.ndim != 4 or not x.size or x.dtype.kind not in "uifb":

@@ -65,7 +65,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
 
 
 def _class_names(metadata: Any, path: Path) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """(column -> names of classes, as the library datasets writes them beside the columns; notices)."""
+    """(column -> class names, from the metadata that the library datasets writes; notices)."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         kinds = {column: kind for column, kind in features.items() if isinstance(kind, dict)}
@@ -79,15 +79,17 @@ def _class_names(metadata: Any, path: Path) -> tuple[dict[str, tuple[str, ...]],
             found[column] = _in_order(names)
         except (KeyError, TypeError, ValueError):
             notices.append(
-                f'{path}: the names of classes beside column "{column}" are not numbered 0, 1, ... and are not read: '
+                f'{path}: the class names of column "{column}" are not numbered 0, 1, ... and are not read: '
                 f"{json.dumps(names, ensure_ascii=False):.80}"
             )
     return found, tuple(notices)
 
 
 def _in_order(names: Any) -> tuple[str, ...]:
-    """Names of classes by their numbers: a list, or an object of number and name, as in the Hub's cards, or of name
-    and number.
+    """Class names in the order of their numbers.
+
+    Args:
+        names: a list, an object number -> name as in the Hub's cards, or an object name -> number.
 
     Raises:
         KeyError, TypeError, ValueError: the numbers are not 0, 1, ...

@@ -138,7 +138,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
 
 
 def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ...]:
-    """A notice of the splits that are read from several files which are no numbered parts of one."""
+    """A notice about each split that is read from several files, unless these are numbered parts of one."""
     found = []
     for split in dict.fromkeys(splits.values()):
         names = sorted({_SHARD.sub("", file.name) for file, of in splits.items() if of == split})
