@@ -1,6 +1,6 @@
-"""Tasks, one a file: which rows a task reads, its head, its loss, its scores, what predict writes, what exports say.
+"""Tasks, one per file: the rows that a task reads, its head, loss and scores, its predictions and exports.
 
-A file here is a task: nothing lists the names. ``fedfm.core.tasks`` finds them, and packages below this one ask it.
-Modules of this package import at their head nothing above ``core``, since the settings are made from them; methods
+Each file here is a task, and no list names them: ``fedfm.core.tasks`` finds them for the packages below this one.
+At their head, modules here import nothing above ``core``, since the settings are made from them; their methods
 import what they compute with when they run.
 """

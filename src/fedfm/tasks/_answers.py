@@ -21,17 +21,17 @@ class AnswerTask(LanguageTask):
     template: str | None = setting(
         None,
         "instruction, preference: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
-        "answer [chat, without a chat template plain]",
+        "answer [chat; plain if the tokenizer has no chat template]",
     )
     chat_template_kwargs: dict[str, Any] | None = setting(
         None,
         "instruction, preference: variables of the tokenizer's chat template, e.g. { enable_thinking = false }; "
-        "training, predictions and exports have them",
+        "training, predictions and exports use them",
     )
     answer_tokens: int | None = setting(
         None,
         "instruction, preference: most tokens of an answer [max_length, at most half of the model's positions]; "
-        "instruction: 0: none is generated, test rows give the loss alone",
+        "with 0, task instruction generates none, and test rows give only the loss",
         ge=0,
     )
 

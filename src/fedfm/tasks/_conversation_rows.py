@@ -1,4 +1,4 @@
-"""Instructions, conversations and pairs of answers, as the columns of a file hold them."""
+"""Read instructions, conversations and pairs of answers from the columns of a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
     """Instructions with their answers, from columns of their own or from conversations.
 
     Raises:
-        InputError: a column is missing, or a cell is empty or of another form; says where.
+        InputError: a column is missing, or a cell is empty or of another form; the message says where.
     """
     columns, at = sheet.columns, sheet.at
     asked, messages = spec.column("instruction"), spec.column("messages")
@@ -36,10 +36,10 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
 
 
 def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
-    """Pairs of answers; of rows to predict only what was asked is read, as instructions.
+    """Pairs of answers; of rows to predict only the prompts are read, as instructions.
 
     Raises:
-        InputError: as of :func:`instructions`.
+        InputError: as :func:`instructions`.
     """
     columns, at, notices = sheet.columns, sheet.at, tuple[str, ...]()
     inputs: Any
@@ -57,7 +57,7 @@ def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Re
 def _with_system_and_tools(
     kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str
 ) -> Reading:
-    """The rows with what the system says before them, and with the tools that their answers may call."""
+    """The rows with their system messages, and with the tools that their answers may call."""
     notices: tuple[str, ...] = ()
     if (name := _system.system_column(sheet.columns, spec)) is not None:
         inputs, used = _system.with_system(inputs, sheet.columns[name], name, sheet.at), used | {name}

@@ -1,4 +1,4 @@
-"""What the tasks of causal language models have in common: targets are the next tokens."""
+"""The base class of tasks for causal language models: the targets are the next tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class LanguageTask(Task):
     """A causal language model: its loss is the mean over the next tokens that count."""
 
-    softmax: ClassVar[bool] = True  # its loss is the cross-entropy in pieces
+    softmax: ClassVar[bool] = True  # its loss is the cross-entropy, computed in chunks
 
     is_language_model: ClassVar[bool] = True
     sums: ClassVar[tuple[str, ...]] = ("tokens", "right_tokens", "loss_of_tokens")
@@ -63,13 +63,13 @@ class LanguageTask(Task):
         return model.in_batches(rows if rows.tokens is None else rows.to_padded(), batch_size)
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
-        """Over the predicted tokens; of logits as large as the vocabulary no batch is kept."""
+        """Sums over the predicted tokens; no logits are kept, since they are as wide as the vocabulary."""
         from fedfm.models.text_metrics import count_tokens
 
         return count_tokens(model, rows, batch_size)
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        """``loss`` and ``accuracy`` of a token, and ``perplexity``."""
+        """``loss`` and ``accuracy`` per token, and ``perplexity``."""
         from fedfm.models.text_metrics import of_tokens
 
         return of_tokens(sums)

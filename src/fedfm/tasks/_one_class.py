@@ -1,4 +1,4 @@
-"""What the tasks have in common whose rows are of one class each."""
+"""The base class of tasks whose rows have one class each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OneClassTask(Task):
-    """Logits (b, C) and one label a row; the loss is their cross-entropy."""
+    """Logits (b, C) and one label per row; the loss is their cross-entropy."""
 
     needs_classes: ClassVar[bool] = True
     one_class_a_row: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class OneClassTask(Task):
     problem_type: ClassVar[str | None] = "single_label_classification"
 
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-        """Also ``balanced_accuracy`` and ``macro_f1``, which need counts by class and are not joined."""
+        """Also ``balanced_accuracy`` and ``macro_f1``, which cannot be joined: they need counts by class."""
         from fedfm.models import metrics
 
         if rows.labels is None or not len(rows):

@@ -1,4 +1,4 @@
-"""Sums over rows, of which scores are made, as numbers that may not be known or not be finite."""
+"""Sums over rows, from which scores are computed; a sum may be unknown, or not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Sums = Mapping[str, float | None]
 
 
 def mean(total: float, count: float) -> float | None:
-    """The mean of ``count`` values with this sum; None of none."""
+    """The mean of ``count`` values with this sum; None if there are none."""
     return total / count if count else None
 
 

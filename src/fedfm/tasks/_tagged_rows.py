@@ -1,4 +1,4 @@
-"""Words with tags as files hold them: lists in two columns, or the lines of a CoNLL file."""
+"""Read words with tags from lists in two columns, or from the lines of a CoNLL file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     """The rows of two columns, with the tags as classes.
 
     Raises:
-        InputError: a cell is no list of texts, or a row has more words than tags, or fewer.
+        InputError: a cell is not a list of texts, or a row's numbers of words and tags differ.
     """
     words_in, tags_in = spec.column("tokens"), spec.column("tags")
     words = column(sheet.columns, words_in, "data.tokens", source)
@@ -49,7 +49,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
 
 
 def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
-    """Lines on words that are cut, on tags in test rows alone, and on tags without prefixes."""
+    """Notices about words that are cut off, tags that only test rows have, and tags without prefixes."""
     found = []
     cut, total = 0, 0
     for part in parts.values():
@@ -68,7 +68,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
         one = len(alone) == 1
         found.append(
             f"the tag{'' if one else 's'} {listed}{more} {'is' if one else 'are'} in test rows alone: no client "
-            "can learn what no training row has"
+            "can learn a tag that no training row has"
         )
     tags = set[str]().union(*there.values()) - {_tags.OUTSIDE}
     if tags and not any(_tags.PREFIX.fullmatch(tag) for tag in tags):
@@ -77,7 +77,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    """The entries of a list, or of what Arrow gives for one; None: it is none."""
+    """The entries of a list, a tuple or an array; None for other values."""
     if isinstance(value, list | tuple):
         return list(value)
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, str) else None
@@ -97,7 +97,7 @@ def _cells(value: Any, where: str, name: str, what: str) -> Words:
 
 
 def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> Words:
-    """The tags of a row; numbers are places in ``known``, where the file names its tags, and else names themselves."""
+    """The tags of a row; numbers are indexes into ``known`` if the file names its tags, else names themselves."""
     cells = _as_list(value)
     if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
         found = _cells(value, where, name, "tags")
@@ -117,10 +117,11 @@ def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -
 
 
 def sheet_of(text: str, source: str) -> Sheet:
-    """The sentences of a CoNLL file: a word a line, its tag in the last column, a blank line behind a sentence.
+    """The sentences of a CoNLL file: one word per line, its tag in the last column, a blank line after a sentence.
 
-    A file of one column has words without tags. Lines that mark documents are not read, nor are comments: lines with #
-    before a sentence that have another number of columns than the words, or end in what is no tag of another word.
+    A file of one column has words without tags. Lines that mark documents are skipped, and so are comments. A comment
+    is a line before a sentence that begins with #. It has another number of columns than the words, or its last column
+    is not a tag of any word.
 
     Raises:
         InputError: lines have different numbers of columns, or there is no word.
@@ -128,10 +129,10 @@ def sheet_of(text: str, source: str) -> Sheet:
     lines = [_columns(line) for line in text.split("\n")]
     first = next((i for i, cells in enumerate(lines) if cells and not cells[0].startswith(("#", _DOCUMENT))), None)
     if first is None:
-        raise InputError(f"{source} holds no words: a word a line is expected, with its tag in the last column")
+        raise InputError(f"{source} holds no words: one word per line is expected, with its tag in the last column")
     width, marks, begun = len(lines[first]), 0, False
     known = {_tags.OUTSIDE} | {cells[-1] for cells in lines if len(cells) == width > 1 and not cells[0].startswith("#")}
-    starts: list[int] = []  # lines
+    starts: list[int] = []  # line number of each sentence
     sentences: list[list[list[str]]] = []
     for i, cells in enumerate(lines):
         if not cells:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-Span = tuple[int, int, str]  # first word, the word behind the last, type
+Span = tuple[int, int, str]  # first word, the word after the last, type
 
 OUTSIDE = "O"
 PREFIX = re.compile(r"([BIESLU])(?:-(.*))?")
@@ -18,7 +18,7 @@ _SAME = {"L": "E", "U": "S"}  # BILOU's names of BIOES's prefixes
 
 
 def _parse(tag: str) -> tuple[str, str]:
-    """Prefix and type: B, I, E, S, or O outside; a tag without a prefix is one of I."""
+    """(prefix, type) of a tag: B, I, E or S, or O outside; a tag without a prefix counts as I."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
     found = PREFIX.fullmatch(tag)
@@ -45,7 +45,7 @@ def spans(tags: Sequence[str]) -> list[Span]:
 
 
 def scores_of_entities(entities: float, found: float, right: float, known: bool) -> dict[str, Any]:
-    """Precision, recall and F1; 0 where there is nothing to divide by, as of conlleval, and null without words."""
+    """Precision, recall and F1; 0 if the divisor is 0, as in conlleval; None without words."""
     if not known:
         return dict.fromkeys(("precision", "recall", "f1"))
     return {
@@ -56,11 +56,11 @@ def scores_of_entities(entities: float, found: float, right: float, known: bool)
 
 
 def entity(words: Sequence[str], span: Span) -> dict[str, Any]:
-    """An entity as JSON: ``end`` is the word behind the last."""
+    """An entity as JSON: ``end`` is the word after the last."""
     start, end, name = span
     return {"type": name, "start": start, "end": end, "text": " ".join(words[start:end])}
 
 
 def order(tag: str) -> tuple[bool, str]:
-    """Tags in the order of their names, O first."""
+    """A sort key: tags by name, O first."""
     return tag != OUTSIDE, tag

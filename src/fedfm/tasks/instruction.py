@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Instruction(AnswerTask):
-    """A row is (what was asked, the answer); the loss counts the answer's tokens."""
+    """A row is (instruction, answer); the loss is over the answer's tokens."""
 
     name: ClassVar[str] = "instruction"
     kinds: ClassVar[tuple[str, ...]] = ("instruction",)
@@ -31,13 +31,14 @@ class Instruction(AnswerTask):
     implied_by: ClassVar[tuple[str, ...]] = ("instruction",)
     columns: ClassVar[tuple[Column, ...]] = (
         Column("instruction", 'instruction column of task "instruction"'),
-        Column("input", 'column of what an instruction is about, task "instruction": written below it'),
+        Column("input", 'column of inputs of task "instruction": each is written below its instruction'),
         Column("output", 'output column of task "instruction"'),
         Column(
-            "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of these'
+            "messages",
+            'conversations of task "instruction": lists of { role, content }, instead of instruction and output',
         ),
-        Column("system", "column of what the system says before an instruction, a conversation or a prompt: text"),
-        Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or that in JSON"),
+        Column("system", "column of system messages, each before an instruction, a conversation or a prompt: text"),
+        Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or its JSON text"),
     )
     means_over_tokens: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
@@ -56,7 +57,7 @@ class Instruction(AnswerTask):
         return _conversation_rows.instructions(sheet, spec, source, labelled)
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """Each instruction with the answer of another one."""
+        """Permute the answers among the instructions."""
         order = rng.permutation(len(rows)).tolist()
         return replace(rows, inputs=[(rows.inputs[i][0], rows.inputs[j][1]) for i, j in enumerate(order)])
 
@@ -68,7 +69,7 @@ class Instruction(AnswerTask):
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0), pairs=tuple(part.inputs))
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
-        """Over the answers' tokens, and over the answers that the model generates."""
+        """Sums over the answers' tokens, and over the answers that the model generates."""
         from fedfm.models.text_metrics import answers, compare_texts, references
 
         said = answers(model, rows) if self.answer_tokens != 0 else []

@@ -1,4 +1,4 @@
-"""Language modelling: a causal language model goes on with running text."""
+"""Language modelling: a causal language model continues running text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LanguageModelling(LanguageTask):
-    """Texts are joined and cut into blocks, each token of which is predicted."""
+    """Texts are joined and cut into blocks; every token of a block is predicted."""
 
     name: ClassVar[str] = "language_modelling"
     kinds: ClassVar[tuple[str, ...]] = ("passages", "text")
@@ -31,7 +31,7 @@ class LanguageModelling(LanguageTask):
         return kind in self.kinds
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The words of each passage in another order."""
+        """Permute the words within each passage."""
         return replace(rows, inputs=[" ".join(rng.permutation(text.split()).tolist()) for text in rows.inputs])
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:

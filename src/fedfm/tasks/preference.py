@@ -1,12 +1,13 @@
 """Direct preference optimisation: from pairs of answers to a prompt, the model learns which answer is better.
 
 Direct Preference Optimization: Your Language Model is Secretly a Reward Model. Rafailov, Sharma, Mitchell, Ermon,
-Manning, Finn. NeurIPS 2023. arXiv:2305.18290. Equation 7, with the better answer y_w and the worse one y_l to x:
+Manning, Finn. NeurIPS 2023. arXiv:2305.18290. Equation 7, with the better answer y_w and the worse answer y_l to the
+prompt x:
 
     L = -E log sigma(beta log(pi(y_w | x) / pi_ref(y_w | x)) - beta log(pi(y_l | x) / pi_ref(y_l | x)))
 
-The reference pi_ref is the frozen base, which is the model with its adapter off. It takes no memory of its own, and
-since it does not change, its log-probabilities are computed once for each row and kept with it.
+The reference pi_ref is the frozen base: the model with its adapter off. So it takes no further memory. It never
+changes, so its log-probabilities are computed once for each row and stored with the row.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Preference(AnswerTask):
         Column("chosen", 'column of the better answers, task "preference"'),
         Column("rejected", 'column of the worse answers, task "preference"'),
     )
-    no_pretraining: ClassVar[str] = "it holds an adapter to its base; pretrain one of the others"
+    no_pretraining: ClassVar[str] = "it trains an adapter against its frozen base; pretrain one of the others"
     adaptations: ClassVar[tuple[str, ...]] = LORA
     keeps_base: ClassVar[bool] = True
     softmax: ClassVar[bool] = False
@@ -67,7 +68,7 @@ class Preference(AnswerTask):
     sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
 
     beta: float = setting(
-        0.1, "preference: how strongly DPO holds the model to its frozen base; large = close", gt=0, finite=True
+        0.1, "preference: how strongly DPO keeps the model near its frozen base; large = close", gt=0, finite=True
     )
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:

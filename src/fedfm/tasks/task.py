@@ -1,8 +1,8 @@
-"""Task: what a task says of itself, and what it does with rows and a model.
+"""Task: the facts and the computations that define a task.
 
 A task is a frozen dataclass in a file of its own. Its fields are the keys of the [model] table that only it has; its
 class variables are facts, which the packages below read; its methods are what the task computes. The defaults of this
-class are those of a classifier of rows: logits (b, C), and one label a row.
+class are those of a classifier of rows: logits (b, C), and one label per row.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LORA = ("lora", "ffa_lora")
 
 @dataclass(frozen=True)
 class Task:
-    """A task, and by its defaults that of a classifier.
+    """A task; its defaults are those of a classifier.
 
     Attributes:
-        name: as ``model.task`` has it, and the file's.
-        default: the task of rows that imply no other.
-        in_files: an experiment file may name it.
+        name: its name in ``model.task``, and the name of its file.
+        default: whether it is the task of rows that imply no other.
+        in_files: whether an experiment file may name it.
         kinds: kinds of rows that its models read.
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
@@ -66,11 +66,12 @@ class Task:
         no_pretraining: why ``fedfm pretrain`` does not train it; empty: it does.
         adaptations: those that it supports.
         lora_scale: the default of alpha / rank.
-        figures: names of scores that the task has besides the common ones; results tell them.
-        drawn: those of the figures that a report draws over the rounds; they are shares, from 0 to 1.
+        figures: names of the task's own scores, which results report in addition to the common ones.
+        drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
         sums: names of the sums over rows from which its scores are made; empty: they cannot be joined.
-        row_means: score -> the sum of which it is the mean over rows. A silo tells only the score: it says as much.
-        problem_type: what the configuration of an exported classifier says of its head; None: nothing.
+        row_means: score -> the sum of which the score is the mean over rows. A silo sends only the score, which gives
+            the sum.
+        problem_type: ``problem_type`` in the configuration of an exported classifier; None: it has none.
     """
 
     name: ClassVar[str]
@@ -118,7 +119,7 @@ class Task:
 
     @property
     def classifies_by_head(self) -> bool:
-        """Whether it is the plain classifier: one label a row, a new head, softmax and cross-entropy."""
+        """Whether it is the plain classifier: one label per row, a new head, softmax and cross-entropy."""
         return self.one_class_a_row and self.new_head
 
     @property
@@ -128,7 +129,7 @@ class Task:
 
     @property
     def answers(self) -> bool:
-        """Whether its rows are prompts with answers, which a template writes."""
+        """Whether its rows are prompts with answers, which a template turns into text."""
         return self.own_kind is not None and self.own_kind.answered
 
     @property
@@ -152,19 +153,19 @@ class Task:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
-        """Whether these columns are rows of this task, where the experiment names none."""
+        """Whether these columns hold rows of this task; it decides if the experiment names no task."""
         return False
 
     def sheet(self, text: str, source: str) -> Sheet:
         """The columns of a file of one of the :attr:`endings`; ``source`` names it in messages.
 
         Raises:
-            InputError: the text is no such file; says where.
+            InputError: the text has another format; the message says where.
         """
         raise NotImplementedError(f"{self.name}: no files of its own")
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
-        """The rows of these columns; None: the columns of images, texts and labels are read as those of any task.
+        """The rows of these columns; None: images, texts and labels are read as for any task.
 
         Args:
             spec: names of the columns.
@@ -172,15 +173,15 @@ class Task:
             labelled: False for rows to predict, which may have no answers and no labels.
 
         Raises:
-            InputError: a column is missing, or a cell is empty or of another form; says where.
+            InputError: a column is missing, or a cell is empty or of another form; the message says where.
         """
         return None
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The rows with targets of other rows, at random: what an attacker trains on.
+        """The rows with randomly permuted targets, on which an attacker trains.
 
         Raises:
-            InputError: they have none.
+            InputError: the rows have no targets.
         """
         from dataclasses import replace
 
@@ -209,7 +210,7 @@ class Task:
         return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more)
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
-        """Lines for the user, before a run, on the rows "training" and "test": what is cut, or can hardly be meant."""
+        """Notices before a run about the rows "training" and "test": what is cut off, or is probably wrong."""
         return []
 
     # --- model --------------------------------------------------------------------------------------------------------
@@ -218,32 +219,32 @@ class Task:
         return "CausalLM"
 
     def peft_type(self, kind: str) -> str | None:
-        """PEFT's name of the task for rows of this kind, in an adapter's file; None: none."""
+        """PEFT's task type in an adapter's file, for rows of this kind; None: it has none."""
         return None
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
-        """Let a tokenizer write rows as the task's keys say.
+        """Prepare a tokenizer to encode rows as the task's keys say.
 
         Returns:
-            The template of :class:`fedfm.models.preprocessors.Tools`, and lines for the user.
+            (template of :class:`fedfm.models.preprocessors.Tools`, notices for the user).
 
         Raises:
-            InputError: the tokenizer cannot do it.
+            InputError: the tokenizer cannot encode such rows.
         """
         return None, ()
 
     def check_tools(self, tools: Tools, name: str) -> None:
-        """Refuse values of the task's keys that a model has no room for; ``name`` is the model's in messages.
+        """Refuse values of the task's keys that exceed a model's positions; ``name`` names the model in messages.
 
         Raises:
-            InputError: says what would be right.
+            InputError: there is such a value; the message says what would be right.
         """
 
     def check_single_encoder(self) -> None:
         """Refuse values of the task's keys that need a model of two encoders.
 
         Raises:
-            InputError: says what would be right.
+            InputError: there is such a value; the message says what would be right.
         """
 
     def answer_limit(self, tools: Tools) -> int:
@@ -251,7 +252,7 @@ class Task:
         return min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
 
     def encode(self, model: Network, rows: Rows) -> Rows:
-        """The rows with what is computed once of each, under what is frozen."""
+        """The rows with values that are computed once per row, from frozen weights."""
         return rows
 
     def prompts(self, rows: Rows) -> Rows:
@@ -271,11 +272,11 @@ class Task:
         return logits.float(), batch["labels"].to(logits.device)
 
     def count_targets(self, batch: Batch) -> int:
-        """Over how many targets the loss of this batch is a mean."""
+        """The number of targets over which the loss of this batch is a mean."""
         return len(next(iter(batch.values())))
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
-        """The mean loss, a scalar, over the targets that count; with :meth:`count_targets` it is (sum, count)."""
+        """The mean loss over the targets that count, a scalar; times :meth:`count_targets` it is their sum."""
         return self.objective(*model.flat(model.logits(batch), batch))
 
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -287,7 +288,7 @@ class Task:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE)
 
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each row as (sums (b,), counts (b,)); all sums over all counts is :meth:`loss`."""
+        """The loss of each row as (sums (b,), counts (b,)); the total sum over the total count is :meth:`loss`."""
         import torch.nn.functional as F
 
         from fedfm.models.preprocessing import IGNORE
@@ -303,7 +304,7 @@ class Task:
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-        """Scores of the model on the rows: ``n``, the :attr:`sums`, and what they give."""
+        """Scores of the model on the rows: ``n``, the :attr:`sums`, and the scores computed from them."""
         return self._scores_from(len(rows), self.count(model, rows, batch_size))
 
     def scores_of(self, model: Network, rows: Rows, logits: Tensor) -> Scores:
@@ -319,7 +320,7 @@ class Task:
         return {}
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        """The scores that these sums give. A sum that is not known or not finite is no number (NaN)."""
+        """The scores computed from these sums; a sum that is unknown or not finite is NaN."""
         return self.means_over_rows(sums)
 
     def means_over_rows(self, sums: Mapping[str, float]) -> Scores:
@@ -327,9 +328,9 @@ class Task:
         return {score: mean(sums[name], sums["rows"]) for score, name in self.row_means.items()}
 
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
-        """Scores on the union of rows from those on its parts: their sums are added. Parts without sums are left out.
+        """Scores on the union of several parts: the parts' sums are added. Parts without sums are left out.
 
-        Of a single part all scores are kept, also those that are not made of sums.
+        Of a single part all scores are kept, even those that do not follow from sums.
         """
         from fedfm.models import metrics
 
@@ -341,7 +342,7 @@ class Task:
         return {**found, **known[0]} if len(known) == 1 else found
 
     def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The scores with the sums that a silo does not tell, since its scores give them."""
+        """Add the sums that a silo does not send, which follow from its scores."""
         n, told = scores.get("n"), {key: scores.get(key) for key in self.row_means}
         if not n or all(value is None for value in told.values()):
             return scores
@@ -349,7 +350,7 @@ class Task:
         return {"rows": n, **made, **scores}
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:
-        """The scores that these sums give; None where one is not known or not finite."""
+        """The scores computed from these sums; None where a score is unknown or not finite."""
         return finite(self.from_sums(numbers(sums, self.sums)))
 
     def _scores_from(self, n: int, sums: Mapping[str, Any]) -> Scores:
@@ -360,12 +361,12 @@ class Task:
         return metrics.nothing(n) | finite(sums) | self.figures_of(sums)
 
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
-        """Lines for the user, after a run, on its figures: what limits them, and what can be done about it."""
+        """Notices after a run about its figures: what limits them, and how to improve them."""
         return []
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """What ``fedfm predict`` writes of the rows: lists of one entry a row by name, and figures of all rows."""
+        """The output of ``fedfm predict``: lists by name, with one entry per row, and figures over all rows."""
         import torch
 
         model = trained.model
@@ -378,13 +379,13 @@ class Task:
         }
 
     def pipeline(self, kind: str) -> str | None:
-        """The hub's tag of the pipeline that an export of rows of this kind is for; None: there is none."""
+        """The hub's pipeline tag of an export for rows of this kind; None: there is none."""
         return {"image": "image-classification", "text": "text-classification"}.get(kind)
 
     def describe(self, model: Network) -> dict[str, Any]:
-        """What ``fedfm.json`` of an export says of the task."""
+        """The task's entries in ``fedfm.json`` of an export."""
         return {"task": self.name}
 
 
 if TYPE_CHECKING:
-    _HAS_ALL_MEMBERS: type[ModelTask] = Task  # which the packages below this one use
+    _HAS_ALL_MEMBERS: type[ModelTask] = Task  # the members that packages below this one use

@@ -1,4 +1,4 @@
-"""Token classification: a list of words -> a tag for each, such as the names of persons and places.
+"""Token classification: each word of a list gets a tag, such as person or place.
 
 :mod:`fedfm.tasks._tagged_rows` reads the rows, :mod:`fedfm.tasks._tags` finds the entities and scores them.
 """
@@ -32,7 +32,7 @@ _AT_ONCE = 256  # rows whose logits are in memory together
 
 @dataclass(frozen=True)
 class TokenClassification(Task):
-    """A new head gives each token a tag; the first token of a word stands for it."""
+    """A new head gives each token a tag; a word has the tag of its first token."""
 
     name: ClassVar[str] = "token_classification"
     kinds: ClassVar[tuple[str, ...]] = ("tagged",)
@@ -91,7 +91,7 @@ class TokenClassification(Task):
         targets = torch.full((len(part), longest), _IGNORE)  # (n, L)
         for i, ((_, of), place) in enumerate(zip(part.inputs, pieces.places, strict=True)):
             for word, at in place.items():
-                targets[i, at] = code[of[word]] if of else 0  # of rows to predict: where a word is
+                targets[i, at] = code[of[word]] if of else 0  # without tags, 0 marks the place of a word
         pad = int(tools.tokenizer.pad_token_id or 0)
         return Rows({"targets": targets}, tokens=pieces.tokens, pad=pad, token_arguments=pieces.token_arguments)
 
@@ -185,7 +185,7 @@ class TokenClassification(Task):
             ):
                 of = [model.classes[int(said[i, place[w]])] if w in place else None for w in range(len(words))]
                 tags.append(of)
-                # A word that is cut off ends what is before it.
+                # A word that is cut off ends the entity before it.
                 entities.append([entity(words, span) for span in spans([tag or OUTSIDE for tag in of])])
         if cut := sum(of.count(None) for of in tags):
             warnings.append(

@@ -17,7 +17,7 @@ _CONTRASTIVE = "contrastive"
 
 @dataclass(frozen=True)
 class ZeroShotTask(OneClassTask):
-    """An image -> the class whose name fits best; nothing is new in the model."""
+    """An image -> the class whose name fits best; the model gets no new weights."""
 
     name: ClassVar[str] = "zero_shot"
     kinds: ClassVar[tuple[str, ...]] = ("image",)
@@ -29,7 +29,7 @@ class ZeroShotTask(OneClassTask):
 
     templates: tuple[str, ...] = setting(
         ("a photo of a {}.",),
-        "zero_shot: prompts, {} is the class name; of several, the mean",
+        "zero_shot: prompts with {} for the class name; the mean of several",
         pattern=r"[^{}]*\{\}[^{}]*",
         least=1,
         most=512,
