@@ -45,7 +45,7 @@ def together(spent: Sequence[Spent]) -> Spent:
     noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later release depends on an earlier one.
 
     Raises:
-        InputError: there is none, one of several is not a Gaussian release, or they differ in unit, relation or delta.
+        InputError: there is no release, one of several is not Gaussian, or they differ in unit, relation or delta.
 
     Example:
         >>> one = Spent("Gaussian, analytic", "record", "add_remove", 1.0, 1e-5, 1.0, 3.730632, "", "")
@@ -108,7 +108,7 @@ class Accountant:
         """The composition of all releases; None if nothing is claimed.
 
         Raises:
-            InputError: they do not add up (see :func:`together`).
+            InputError: the releases do not add up (see :func:`together`).
         """
         if len(self._events) > 1:
             return together(self._events).epsilon

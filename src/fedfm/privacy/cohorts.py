@@ -1,4 +1,4 @@
-"""Cohorts on which a run's privacy depends: secret coins, and a fixed rotation."""
+"""Draw the cohorts on which a run's privacy depends: by secret coins, or by a fixed rotation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[
 
     Args:
         key: the server's secret.
-        rate: q; a coin is HMAC-SHA256, compared in 53 bits.
+        rate: q; a coin is an HMAC-SHA256, of which 53 bits are compared with q.
     """
     least = int(rate * 2.0**53)
 

@@ -1,9 +1,10 @@
 """Composition of Gaussian releases, with and without Poisson sampling.
 
-Without sampling the sum is exact: releases of noise multipliers z_i equal one of (sum 1/z_i^2)^(-1/2) (Dong, Roth, Su.
-Gaussian Differential Privacy. JRSS B 2022, Corollary 3.3). With it privacy loss distributions are composed, rounded so
-that epsilon is an upper bound (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the Dots: Tighter Discrete
-Approximations of Privacy Loss Distributions. PoPETs 2022, arXiv:2207.04380; the library dp_accounting).
+Without sampling the composition is exact: releases with noise multipliers z_i equal one release with (sum
+1/z_i^2)^(-1/2) (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022, Corollary 3.3). With sampling, privacy loss
+distributions are composed, and rounded so that epsilon is an upper bound (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi.
+Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions. PoPETs 2022, arXiv:2207.04380; the
+library dp_accounting).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid 
 
 @dataclass(frozen=True)
 class Releases:
-    """Equal Gaussian releases of one unit; neighbours differ by one unit more or less.
+    """Equal Gaussian releases about one unit; neighbours differ by one added or removed unit.
 
     Attributes:
         noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0: no noise.
-        times: their number.
+        times: number of releases.
         rate: q in (0, 1], the probability that a unit is in a release, by an independent coin for each.
     """
 

@@ -1,4 +1,4 @@
-"""Noise that rounds share, so that part of it cancels in the model, which is the sum of all rounds.
+"""Noise that is correlated between rounds, so that part of it cancels in the model, the sum of all rounds.
 
 The sums X (T, P) of T rounds are released as X + C^-1 Z with independent normal Z: a post-processing of C X + Z, which
 is private also if later sums depend on earlier releases (Denisov, McMahan, Rush, Smith, Guha Thakurta. Improved
@@ -11,8 +11,8 @@ C is lower triangular and Toeplitz, with the first p coefficients of the square 
 Square Root Matrix Factorization for Differentially Private Model Training. NeurIPS 2024, arXiv:2405.13763).
 
 *Sensitivity*. A client takes part every b rounds. Its vectors u_t of norm at most 1 change C X by sum_t C_t u_t^T, C_t
-the columns. All entries of C are at least 0, so the Frobenius norm is largest if all u_t are equal, and if no round is
-left out: it is the norm of the sum of the columns b apart. With p <= b bands these columns are orthogonal
+the columns. All entries of C are at least 0. So the Frobenius norm is largest if all u_t are equal and no round is left
+out. It then is the norm of the sum of the columns b apart. With p <= b bands these columns are orthogonal
 (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurIPS 2023, arXiv:2306.08153).
 
 *Quality*. The noise of the last model is at most 4 % above that of the best Toeplitz matrix that a numerical search
@@ -52,7 +52,7 @@ class Strategy:
     period: int
 
     def sensitivity(self, rounds: int | None = None) -> float:
-        """Largest norm of a client's part of the first rounds (default: all) of C X, if its vectors have norm 1."""
+        """Largest norm of a client's part in the first ``rounds`` rows (default: all) of C X, for vectors of norm 1."""
         n = self.rounds if rounds is None else rounds
         return max((float(np.linalg.norm(self._columns(n, i))) for i in range(min(self.period, n))), default=0.0)
 
@@ -89,7 +89,7 @@ class Strategy:
 
 @lru_cache(maxsize=64)
 def strategy(rounds: int, period: int) -> Strategy:
-    """The number of bands for which the last model has the least noise at equal privacy.
+    """The strategy whose number of bands gives the last model the least noise at equal privacy.
 
     Example:
         >>> len(strategy(20, 1).coefficients)

@@ -1,4 +1,4 @@
-"""The guarantee of DP-SGD at one client: the noise that its steps need, its secret coins and its noise.
+"""DP-SGD at one client: the noise multiplier of its steps, its secret coins, and its noise.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang. Deep Learning with Differential Privacy. CCS 2016.
 arXiv:1607.00133, Algorithm 1. Each step takes every row by a separate coin with probability q (Poisson sampling), so
@@ -31,7 +31,7 @@ class DescentPlan:
     Attributes:
         clip_norm: C, bound on the L2 norm of one row's gradient over all trainable tensors together.
         delta: of (epsilon, delta).
-        rounds: in which a client trains at most.
+        rounds: largest number of rounds in which a client trains.
         target_epsilon: the largest epsilon of a client; None: ``noise_multiplier`` is given.
         noise_multiplier: z, the noise's standard deviation over C; None: each client computes its own.
     """
@@ -47,7 +47,7 @@ class DescentPlan:
 
         Args:
             batch_size: B, the expected size of a batch.
-            steps: in one round.
+            steps: number of steps in one round.
 
         Raises:
             InputError: no noise multiplier below 10,000 is enough for the target.
@@ -66,18 +66,18 @@ class DescentPlan:
 class PrivateSteps:
     """A client's steps under a plan. Each step is taken only once, from a single start.
 
-    The first training of a round fixes its place among the steps of the run, and its start: everything that determines
-    a gradient, with rows and seed. Coins are a function of that start; the noise of a step also depends on the sum that
-    it covers: two sums that differ in a bit share no noise. A repeated round takes the same steps with the same noise.
-    A different start in that round and an earlier round are refused: they would be further releases with
-    different noise, which are not accounted.
+    The first training of a round records the round's place among the steps of the run, and its start: a digest of
+    everything that determines a gradient, rows and seed included. The coins depend on the start alone. The noise of a
+    step also depends on the sum that it covers, so two sums that differ in a bit share no noise. A repeated round takes
+    the same steps with the same noise. Another start of a recorded round is refused, and so is a round before the last
+    recorded one. Either would release further sums with other noise, which are not accounted.
 
-    The records are in :attr:`Client.write_once`, which has no versions: neither a resume, nor a repeated message, nor
-    the order of rounds undoes them. The client's memory, which has versions, only says where the search begins: at the
-    last round that it knows.
+    The records are in :attr:`Client.write_once`. It has no versions, so neither a resume, nor a repeated message, nor
+    the order of rounds undoes them. The client's memory has versions. It only says where the search for the round's
+    place begins.
 
     Args:
-        steps: in one round.
+        steps: number of steps in one round.
     """
 
     def __init__(self, plan: DescentPlan, client: Client, n: int, batch_size: int, steps: int) -> None:
@@ -108,11 +108,11 @@ class PrivateSteps:
         return not self._place
 
     def begin(self, start: str) -> None:
-        """Spend one round's steps from this start: everything that the steps depend on, except the secret.
+        """Spend one round's steps. ``start`` represents everything that the steps depend on, except the secret.
 
         Raises:
-            ClientFault: E_REFUSED, all steps are spent, or this round began from another start, or a later round began,
-                or the number of rows is another than in the first round, for which coins and noise were chosen.
+            ClientFault: E_REFUSED: all steps are spent, this round began from another start, a later round has begun,
+                or the number of rows is not that of the first round, for which the noise was chosen.
         """
         if self._known.get("n", self._n) != self._n:
             raise RowsChanged(
@@ -132,8 +132,8 @@ class PrivateSteps:
                 return
             if found["round"] == t:
                 raise RowsChanged(
-                    f"DP-SGD: round {t} was trained from another start: other weights, rows or settings; a second time "
-                    "would spend privacy that is not accounted. Where rows were changed, put them back or start a new "
+                    f"DP-SGD: round {t} was trained from another start: other weights, rows or settings; to train it "
+                    "again would spend privacy without accounting. If rows were changed, put them back or start a new "
                     "run"
                 )
             if found["round"] > t:
@@ -160,13 +160,13 @@ class PrivateSteps:
         """Record the round's releases; call it before any of them leaves the client.
 
         Raises:
-            ClientFault: E_REFUSED, a repetition from the same start gave other sums, which are a further release.
+            ClientFault: E_REFUSED: a repetition from the same start gave other sums, which would be a further release.
         """
         released = self._released.hexdigest().encode()
         if self._client.write_once(f"{MEMORY}-released-{self._place}", released) != released:
             raise RowsChanged(
                 f"DP-SGD: round {self._client.round} was trained before, and its repetition did not give the same "
-                "bits, as with another processor or a GPU's sums; a second answer would spend privacy that is not "
+                "bits, perhaps on another processor or a GPU; a second answer would spend privacy that is not "
                 "accounted"
             )
 

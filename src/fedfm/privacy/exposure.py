@@ -1,4 +1,4 @@
-"""The words of what a request exposes of a silo; see :mod:`fedfm.privacy.policy`."""
+"""The words for what a request exposes of a silo; see :mod:`fedfm.privacy.policy`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Normal noise from a secret key. Noise that protects records must not come from a generator whose state can be
 guessed.
 
-HKDF-SHA256 derives a subkey for each purpose, ChaCha20 its stream, Box-Muller the normals. The same key, purpose and
-shape give the same numbers, so an interrupted run repeats its noise instead of averaging it away.
+HKDF-SHA256 derives a subkey for each purpose. ChaCha20 makes a stream of it, and Box-Muller makes normals of the
+stream. The same key, purpose and shape give the same numbers, so an interrupted run repeats its noise instead of
+averaging it away.
 
 *The same noise never covers two different numbers.* :func:`cover` puts a digest of the numbers, of their shape and of
 the noise's standard deviation into the purpose. Numbers that differ in one bit get independent streams, so no
@@ -25,7 +26,7 @@ from fedfm.errors import InputError
 Array = NDArray[np.float64]
 
 _LEAST_KEY = 16  # bytes
-_GRID_BITS = 20  # the lattice of a release has steps of about sigma / 2^20: below the noise, far above a float's
+_GRID_BITS = 20  # the lattice of a release has steps of about sigma / 2^20: far below the noise, far above a float's
 BLOCK = 1 << 20  # numbers of noise at a time
 
 
@@ -38,7 +39,7 @@ def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array)
     Args:
         key: secret; only its owner keeps it.
         purpose: of the release, e.g. ``"c3/moments/7"``; releases of different meaning have different purposes.
-        sigma: above 0, the standard deviation, for all numbers or for each (of their shape).
+        sigma: standard deviation, above 0: a number, or an array with one for each number.
 
     Raises:
         InputError: the key is shorter than 16 bytes.

@@ -1,6 +1,6 @@
 """A silo's policy: exposure by requests, in four words; requirements on experiments; lifetime budgets.
 
-    mean      its update goes into a mean, of which the server sees what the aggregation shows
+    mean      its update goes into a mean; the aggregation decides what the server sees of it
     reply     the server sees a single reply of this silo
     scores    the server sees metrics of a model on this silo's own rows
     reveal    the server gets this silo's own final model
@@ -33,7 +33,7 @@ class Policy:
         allow_by_method: words by a method's name; they replace ``allow``.
 
     Raises:
-        InputError: a word is unknown; with its key and the known words.
+        InputError: a word is unknown; the error has its key and the known words.
     """
 
     allow: tuple[str, ...] = WORDS
@@ -59,11 +59,11 @@ class Requirements:
     """A silo's requirements on every experiment; one that guarantees less is refused before it gets any data."""
 
     aggregator: str | None = setting(None, "secagg: the server sees sums of updates only", choices=("secagg",))
-    smallest_cohort: int = setting(0, "silos in a sum, this one included; needs secagg", ge=0)
+    smallest_cohort: int = setting(0, "smallest number of silos in a sum, this one included; needs secagg", ge=0)
     unit: str | None = setting(None, "unit of the epsilon: client or record", choices=("client", "record"))
     mechanism: tuple[str, ...] = setting(
         (),
-        "those that are accepted: own (the method's, at the silo), distributed_gaussian, dp_sgd; gaussian: the server "
+        "accepted mechanisms: own (the method's, at the silo), distributed_gaussian, dp_sgd; gaussian: the server "
         "adds the noise, and no silo can check that",
         choices=MECHANISMS,
     )
@@ -77,9 +77,11 @@ class Requirements:
 class Budget:
     """A silo's budgets over all runs of its lifetime; its ledger counts them."""
 
-    epsilon: float | None = setting(None, "of all releases together; what has no epsilon is then refused", gt=0)
-    delta: float = setting(1e-5, "at which epsilon is computed", gt=0, lt=1)
-    bytes: int | None = setting(None, "of all that leaves", ge=0)
+    epsilon: float | None = setting(
+        None, "epsilon of all releases together; a release without one is then refused", gt=0
+    )
+    delta: float = setting(1e-5, "delta at which epsilon is computed", gt=0, lt=1)
+    bytes: int | None = setting(None, "bytes of everything that leaves the silo", ge=0)
     rounds: int | None = setting(
         None, "rounds in which an update, a reply, scores or a failure of the silo leaves", ge=0
     )

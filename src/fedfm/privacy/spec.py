@@ -30,7 +30,7 @@ class PrivacySpec:
     clip_quantile: float | None = setting(
         None, "C starts at clip_norm and follows this quantile of the clients' norms, e.g. 0.5", gt=0, lt=1
     )
-    clip_learning_rate: float = setting(0.2, "eta_C: how fast it follows", gt=0, finite=True)
+    clip_learning_rate: float = setting(0.2, "eta_C: how fast C follows the quantile", gt=0, finite=True)
     halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0, finite=True)
 
     @property
@@ -58,7 +58,7 @@ class PrivacySpec:
 
 
 def need(value: float | None, key: str) -> float:
-    """A number of the [privacy] table without which there is no mechanism.
+    """A number of the [privacy] table that the mechanism needs.
 
     Raises:
         InputError: it is missing.

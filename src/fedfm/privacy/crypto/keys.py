@@ -81,7 +81,7 @@ def unseal(key: bytes, sealed: bytes, *context: Context) -> bytes:
     """The inverse of :func:`seal`.
 
     Raises:
-        ValueError: another key, another context, or changed data.
+        ValueError: the key or the context is another, or the data were changed.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], encode(*context))

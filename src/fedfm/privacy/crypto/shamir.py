@@ -37,7 +37,7 @@ def combine(shares: Mapping[int, int], threshold: int) -> int:
     """The secret f(0) from shares f(x), by x.
 
     Raises:
-        ValueError: fewer shares than ``threshold``, or more that are not on one polynomial.
+        ValueError: there are fewer shares than ``threshold``, or they do not lie on one polynomial.
     """
     if len(shares) < threshold:
         raise ValueError(f"{len(shares)} shares came, {threshold} are needed")
