@@ -333,7 +333,7 @@ def test_a_wrong_silo_is_refused(carried, capsys):
     path.write_text(text.replace(carried.server, "01" + 62 * "0"))
     assert "is not a public key" in refused(*disk)
     path.write_text(text.replace('identity = "silo.key"\n', ""))
-    assert "letters need a lasting key" in refused(*disk)
+    assert "a folder needs a lasting key" in refused(*disk)
     path.write_text(text.replace(carried.server, "me"))
     assert "expected 64 hexadecimal digits" in refused(*disk)
     path.write_text(text)

@@ -375,7 +375,7 @@ def test_a_silo_without_a_budget_is_told_so(tmp_path, capsys):
     for number, (tables, endless) in enumerate((("", True), ("[budget]\nrounds = 9", False))):
         silo = Silo(tmp_path / str(number), tables)
         assert main(["silo", "check", str(silo.path)]) == 0
-        assert ("has no limit of answers" in capsys.readouterr().out) == endless
+        assert ("has no limit on answers" in capsys.readouterr().out) == endless
 
 
 def test_scores_are_rounds_of_the_budget_over_rounds_and_runs(tmp_path):

@@ -166,7 +166,7 @@ def test_kits_of_another_server_and_other_folders_are_refused(tmp_path, capsys):
     before = digest(out)
     (tmp_path / "other.toml").write_text('server = "fed.example.org:443"\nsilos = ["x"]\n')
     assert main(["provision", str(tmp_path / "other.toml"), "--out", str(out)]) == 2
-    assert "need an own folder" in capsys.readouterr().err
+    assert "another server in another folder" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     assert main(["provision", str(tmp_path / "federation.toml"), "--out", str(tmp_path / "full")]) == 2
@@ -483,7 +483,7 @@ def test_the_fragment_listens_where_the_silos_connect_and_passes_on_to_loopback(
         assert f"listen {listen.format(port=kit.server.rpartition(':')[2])} ssl;" in text
         assert f"server_name {name};" in text
         assert f"proxy_pass https://127.0.0.1:{inner or kit.port}/v1/fleet/;" in text
-        assert ("it needs that first" in text) == (not more)
+        assert ("a proxy needs a kit made with it" in text) == (not more)
 
 
 @pytest.mark.parametrize(

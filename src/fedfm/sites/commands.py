@@ -65,7 +65,7 @@ def _serve(args: Namespace) -> int:
 
 
 def _offline(path: Path) -> None:
-    """Keep libraries off the network unless the silo's file says otherwise; they read this when they are imported."""
+    """Keep libraries offline, by variables that they read when imported, unless the silo's file allows downloads."""
     with contextlib.suppress(OSError, ValueError, RecursionError):  # the later reader reports the fault
         if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -78,7 +78,7 @@ def _provision_arguments(parser: ArgumentParser) -> None:
 
 
 def _start_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("kit", type=Path, help="its folder, as `fedfm provision` made it")
+    parser.add_argument("kit", type=Path, help="the kit's folder, made by `fedfm provision`")
 
 
 def _silo_arguments(parser: ArgumentParser) -> None:
@@ -103,7 +103,7 @@ _PROVISION_EXAMPLES = """examples:
   fedfm provision federation.toml --out kits --renew   a new certificate for the server, before the old one ends
 
 a federation's file:
-  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0": all on this machine
+  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0" for all on this machine
   silos = ["hospital-a", "hospital-b"]
   classes = ["benign", "malignant"]                    as agreed, in order
   models = ["/srv/models/bert-small"]                  that the silos load, besides the built-in ones
@@ -128,7 +128,7 @@ a silo's file, in the folder of its rows:
   label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
   classes = ["benign", "malignant"]                    as the federation agreed [those of the rows]
   models = ["/srv/models/bert-small"]                  that experiments may name, besides the built-in ones
-  methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
+  methods = ["my_methods:Cautious"]                    the same for code from outside fedfm
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
   allow_methods = ["fedavg"]                           the only methods it takes part in [all]

@@ -1,9 +1,9 @@
 """A federation's file: the server's address and the silos; ``fedfm provision`` makes a kit for each from it.
 
-server = "fed.example.org:8443"         # port 0 on loopback: a free one
+server = "fed.example.org:8443"         # port 0 on loopback means a free port
 silos = ["hospital-a", "hospital-b"]
 classes = ["benign", "malignant"]       # as the federation agreed, in order
-models = ["bert-small"]                 # that the silos will load, besides the built-in ones
+models = ["bert-small"]                 # loaded by the silos, besides the built-in ones
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FederationFile:
 
     server: str = setting(
         "",
-        f"host:port at which the silos reach the server; port 0 on loopback: a free one [port {PORT}]",
+        f"host:port at which the silos reach the server; port 0 on loopback means a free port [port {PORT}]",
         required=True,
         pattern=rf"{_HOST}(:\d{{1,5}})?",
         words='a host and a port, e.g. "fed.example.org:8443"',

@@ -1,4 +1,4 @@
-"""A silo that answers the letters in a folder: ``fedfm silo serve``.
+"""A silo that answers requests which come as files in a folder: ``fedfm silo serve``.
 
 The same code as at a SuperNode (client host, policy, budgets and log) decides on answers and on entries in the ledger.
 The numbers of answered requests are stored in the run's folder at the silo.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from fedfm.engines.flower.client_host import ClientHost
 
 _POLL = (0.1, 2.0)  # seconds between two looks into the folder: first and longest
-_MOST = 1000  # largest number of lines about old requests
+_MOST = 1000  # largest number of log lines about old requests
 _STATE = "letters.json"  # number and digest of the newest request, in the run's folder at the silo
 
 
 class SiloDesk:
-    """Answers the letters to one silo.
+    """Answers the request files for one silo.
 
     Args:
         path: the silo's file.
@@ -61,7 +61,8 @@ class SiloDesk:
         identity = silo_identity.of(silo)
         if identity.key is None:
             raise InputError(
-                f'{path}: identity: letters need a lasting key; set identity = "silo.key"; `fedfm silo check` makes it'
+                f'{path}: identity: a folder needs a lasting key; set identity = "silo.key"; '
+                "`fedfm silo check` makes it"
             )
         if not silo.server:
             raise InputError(f"{path}: server: set it to the server's public key, which `fedfm run` prints")
@@ -139,11 +140,11 @@ class SiloDesk:
         return True
 
     def _site_of(self, folder: Path) -> ClientHost:
-        """The site of a run; rows and model stay in memory between its requests."""
+        """The client host of a run; rows and model stay in memory between the run's requests."""
         from fedfm.engines.flower import client_host
 
         if self._site is None or self._site[0] != folder:
-            self._site = None  # before another run's rows are read
+            self._site = None  # frees the rows of the last run before those of another are read
             try:
                 here, _ = client_host.of_folder(folder)
             except (InputError, OSError) as error:
@@ -171,7 +172,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Answer a folder's letters until the process is stopped, or with ``once`` until all are answered.
+    """Answer a folder's requests until the process is stopped, or with ``once`` until all are answered.
 
     Args:
         path: the silo's file.
@@ -192,7 +193,7 @@ def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = l
         with _alone(path.resolve().parent / ".fedfm"):
             answered, pause = 0, _POLL[0]
             if not once:
-                tell(f"{desk.name}: answers the letters in {root}; Ctrl-C stops it")
+                tell(f"{desk.name}: answers the requests in {root}; Ctrl-C stops it")
             while True:
                 count = desk.answer()
                 answered += count
@@ -205,7 +206,7 @@ def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = l
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the silo for one process that serves letters."""
+    """Lock the silo, so that only one process answers its requests."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(folder / "serve.lock", "w", opener=storage.private) as lock:
         try:

@@ -3,7 +3,7 @@
     identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
     roster = "roster.toml"      # or .json: of each silo its name and the public key that `fedfm silo check` prints
 
-The silos agree on the roster without the server. It detects a server that impersonates silos or invents some.
+The silos agree on the roster without the server. With it, a silo detects a server that impersonates or invents silos.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedfm.runtime.rosters import Identity, key_in, roster_in
 
 
 class Signer(Protocol):
-    """What a silo's file says of its identity."""
+    """The keys of a silo's file that concern its identity."""
 
     @property
     def name(self) -> str:
@@ -24,7 +24,7 @@ class Signer(Protocol):
 
     @property
     def identity(self) -> str:
-        """The file of its key; empty: a key of each run."""
+        """The file of its key; empty: each run has a new key."""
 
     @property
     def roster(self) -> str:

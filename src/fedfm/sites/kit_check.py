@@ -185,7 +185,7 @@ def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
 
 
 def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
-    """The class names of the experiment, if the server's data are here, and those of the silo."""
+    """Compare the silo's class names with the experiment's, if these are known on this machine."""
     from fedfm.data.load import load_table
 
     try:
@@ -213,10 +213,10 @@ def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
 
 
 def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> str:
-    """Compare the silo's copy of the model with the experiment's, if that is here, and with the pinned hash.
+    """Compare the silo's copy of the model with the experiment's pinned fingerprint, if it has one.
 
     Args:
-        notices: gets the notices of the silo's log.
+        notices: receives the notices that a run writes into the silo's log.
     """
     federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
     mine = own_rows.classes_of(silo.rows, federated.table)
@@ -224,7 +224,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
     notices += of_silo(needed.method, population)
     found = population.model_or_none
     if found is None:
-        return "the clients of this method have none"
+        return "the clients of this method have no model"
     name, pinned = silo.data if needed.own_code else found.spec.name, needed.model.fingerprint
     if pinned is not None and found.fingerprint != pinned:
         raise InputError(f"{name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")

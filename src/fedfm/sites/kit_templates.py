@@ -69,7 +69,9 @@ def _nginx(kit: Kit) -> str:
         listen=listen,
         name=host,
         port=kit.port if kit.proxy else "18443",
-        hint="" if kit.proxy else "# The kit was made without proxy = true in federation.toml: it needs that first.\n",
+        hint=""
+        if kit.proxy
+        else "# The kit was made without proxy = true in federation.toml: a proxy needs a kit made with it.\n",
     )
 
 
@@ -84,7 +86,7 @@ exec ${{FEDFM:-fedfm}} start "$here"
 _SERVICE = """# This file belongs in ~/.config/systemd/user and the kit in ~/fedfm/{name}; then:
 # systemctl --user enable --now fedfm-{name}
 # `loginctl enable-linger` lets it run while nobody is logged in.
-# It does not wait for the network, of which a user's units know nothing: a silo tries until the server answers.
+# It does not wait for the network, since a user's unit cannot do so: a silo tries until the server answers.
 [Unit]
 Description={who}
 
@@ -116,8 +118,8 @@ services:
 """
 
 _NGINX = """# A fragment for NGINX's http block; write the kit's folder for /path/to/server.
-# Silos reach what they need and nothing else: the port of Flower's SuperLink
-# also takes runs and nodes, and has no accounts. The SuperLink itself listens on loopback only.
+# Silos reach only what they need: the port of Flower's SuperLink also accepts
+# runs and nodes, and has no accounts. The SuperLink itself listens on loopback only.
 # A new certificate is used after `nginx -s reload`.
 {hint}server {{
     listen {listen} ssl;
@@ -127,15 +129,15 @@ _NGINX = """# A fragment for NGINX's http block; write the kit's folder for /pat
 
     client_max_body_size 64m;      # a request has one of Flower's objects, of at most 5 MB; NGINX's own limit is 1 MB
     proxy_read_timeout 120s;
-    proxy_request_buffering off;   # no update and no model
-    proxy_max_temp_file_size 0;    # lies in files of NGINX
+    proxy_request_buffering off;   # keeps updates and models
+    proxy_max_temp_file_size 0;    # out of NGINX's temporary files
 
     # Another program that takes the SuperLink's port while it restarts gets no request.
     proxy_ssl_verify on;
     proxy_ssl_trusted_certificate /path/to/server/ca.crt;
     proxy_ssl_name localhost;
 
-    # The paths behind the port make NGINX pass on what it has checked, and not what was sent:
+    # The paths after the port make NGINX forward the path that it has checked, not the one that was sent:
     # /v1/control/list-nodes%3f/../../fleet/x is below /v1/fleet/ for NGINX, and not for the SuperLink.
     location /v1/fleet/ {{ proxy_pass https://127.0.0.1:{port}/v1/fleet/; proxy_set_header Host $host; }}
     location = /health  {{ proxy_pass https://127.0.0.1:{port}/health; }}
@@ -146,12 +148,13 @@ _NGINX = """# A fragment for NGINX's http block; write the kit's folder for /pat
 _READ_SERVER = """# The server's kit
 
 `./start.sh` starts the server at {address}, with fedfm {version}; so do `docker compose up --detach` and the unit for
-systemd. It admits the silos whose public keys are in `silos/`, also those that come later. It starts again what ends.
+systemd. It admits the silos whose public keys are in `silos/`, also those that are added later. It restarts processes
+that end.
 
-- `server.key` and `superexec.secret` are private. Who has them can be the server.
-- `operator.secret` is private. Who has it and `ca.crt` can submit runs, which every silo then answers.
-- Silos reach what they need and nothing else. `nginx.conf` is for a proxy in front of it, where one is wanted.
-- A run, on this machine: `fedfm run exp.toml --engine deployment --set run.superlink=FOLDER`, with this folder.
+- `server.key` and `superexec.secret` are private. Anyone who has them can pose as the server.
+- `operator.secret` is private. Anyone who has it and `ca.crt` can submit runs, which every silo then answers.
+- Silos reach only what they need. `nginx.conf` configures a proxy in front of the server, if you want one.
+- To start a run on this machine: `fedfm run exp.toml --engine deployment --set run.superlink=FOLDER`, with this folder.
 - `fedfm silo check FOLDER exp.toml` says whether this kit fits an experiment.
 """
 
@@ -162,6 +165,6 @@ _READ_SILO = """# The kit of {kit.name}
 3. `./start.sh` connects to {kit.server}, with fedfm {version}; so do `docker compose up --detach` and the unit for
    systemd. It needs no open port: the silo connects to the server. After a pause of the network it connects again.
 
-`node.key` is private: who has it can answer as {kit.name}. To use a key that nobody else ever had, make a new one
-(`ssh-keygen -q -t ecdsa -b 384 -N "" -f node.key`), and give the operator its public part for `server/silos/`.
+`node.key` is private: anyone who has it can answer as {kit.name}. To use a key that nobody else ever had, make a new
+one (`ssh-keygen -q -t ecdsa -b 384 -N "" -f node.key`), and give the operator its public part for `server/silos/`.
 """

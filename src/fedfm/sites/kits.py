@@ -74,7 +74,9 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
         _write(own, out, kit_templates.of_silo(own, federation))
         made.append(name)
     for name in (AUTHORITY, *made):
-        for path in (out / name).rglob("*"):  # whatever the umask: who could write ca.crt would choose the server
+        for path in (out / name).rglob(
+            "*"
+        ):  # for any umask: whether others can write ca.crt decides who can pose as the server
             path.chmod(path.stat().st_mode & 0o755)
     rehearsal = f"{federation.host} is this machine's own address: no other machine reaches a server there"
     return {
@@ -125,8 +127,8 @@ def _address(federation: FederationFile, old: Kit | None, out: Path) -> tuple[st
         known = old.server.rpartition(":")
         if known[0] != host or federation.port not in (0, int(known[2])) or old.proxy != federation.proxy:
             raise InputError(
-                f"{out / SERVER} is of the server {old.server}{' behind a proxy' * old.proxy}: kits of another one "
-                "need an own folder, since the silos' kits name it"
+                f"{out / SERVER} is of the server {old.server}{' behind a proxy' * old.proxy}: make the kits of "
+                "another server in another folder, since silos' kits name their server"
             )
         return old.server, old.port
     port = federation.port or free_ports(1)[0]

@@ -68,10 +68,10 @@ class Entry:
         exposes: hello, mean, reply, scores or reveal.
         part: the rows' part, test or val; "": the handler has no such argument.
         form: its form for the server: plain or masked.
-        bytes: of the message, as Flower serialises its records.
+        bytes: size of the message, as Flower serialises its records.
         asked: SHA-256 of the question (handler and payload, without round and call).
-        sha256: of the answer without round and call.
-        fault: code of a failure that may depend on rows: the answer says so, or is an empty part of a masked sum.
+        sha256: SHA-256 of the answer without round and call.
+        fault: code of a failure that may depend on rows. The answer reports it, or is an empty part of a masked sum.
         epsilon: of this release alone, at the budget's delta; None: no bound.
     """
 
@@ -100,9 +100,9 @@ class Totals:
     and as bytes only. The same answer to another question discloses at least one bit, even if it is a refusal.
 
     Attributes:
-        rounds: a round calls each handler once for each part of the rows. If a server repeats a round with other
-            parameters, the silo counts one more round. Scores before the first round belong to the first round. The
-            messages of secure aggregation make no round.
+        rounds: number of rounds. A round calls each handler once for each part of the rows. If a server repeats a round
+            with other parameters, the silo counts one more round. Scores before the first round belong to the first
+            round. The messages of secure aggregation make no round.
         faults: number of answers that were refusals, or empty parts of a masked sum.
         again: number of answers to a second question for a mean in one round, which an honest server asks only after a
             stop.
@@ -116,7 +116,7 @@ class Totals:
         self._questions: dict[tuple[str, int, str, str], str] = {}  # the first, by run, round, handler and part
         self._asked: set[tuple[str, str]] = set()
         self._answers: Counter[tuple[str, int, str, str]] = Counter()  # by run, round, handler and part
-        self._most: Counter[tuple[str, int]] = Counter()  # of the handlers of a round
+        self._most: Counter[tuple[str, int]] = Counter()  # by run and round: most answers of one handler and part
 
     def add(self, entry: Entry) -> None:
         """Count one entry."""
@@ -215,7 +215,7 @@ class Ledger:
                 raise ClientFault(E_REFUSED, why)
 
     def enter(self, entry: Entry) -> None:
-        """Write an entry to the disk; its message may leave when this returns.
+        """Write an entry to the disk; its message may leave only after this method returns.
 
         Raises:
             ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written; or it

@@ -27,7 +27,7 @@ class ReleaseCosts:
         release: the cost of an answer that [privacy] covers.
 
     Args:
-        rows: training rows of the silo, on which the noise of DP-SGD depends; None: before they are read.
+        rows: number of training rows of the silo, on which the noise of DP-SGD depends; None: before they are read.
     """
 
     def __init__(self, experiment: Experiment, rows: int | None = None) -> None:

@@ -1,9 +1,9 @@
 """A silo's log of servers' requests, and the limit on experiments that do not fit.
 
 The answer to a hello discloses whether the experiment fits the silo's rows. So after :data:`MISFITS` different hellos
-that do not fit, the silo answers no hello until its owner changes ``silo.toml``. The same limit, with a count of its
-own, holds for runs that the silo agreed to and that no longer fit when its rows are read again: else a server could
-agree on many experiments, and learn of changed rows how many of them still fit.
+that do not fit, the silo answers no hello until its owner changes ``silo.toml``. The same limit, with a separate count,
+holds for runs that the silo agreed to and that no longer fit when its rows are read again. Otherwise a server could get
+agreement to many experiments, and learn from changed rows how many of them still fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedfm.core.text import complain, visible
 from fedfm.errors import E_REFUSED, ClientFault, NotWritten
 
 MISFITS = 5
-HELLOS, RUNS = "hellos", "runs"  # what did not fit
+HELLOS, RUNS = "hellos", "runs"  # the two kinds of misfits, each with its count
 
 
 class SiloLog:
@@ -92,7 +92,7 @@ class SiloLog:
         if kept["silo"] != self._stamp():
             return none
         known = kept["misfits"]
-        return none | (known if isinstance(known, dict) else {HELLOS: list(known)})  # a list: of an earlier version
+        return none | (known if isinstance(known, dict) else {HELLOS: list(known)})  # an earlier version wrote a list
 
     def _stamp(self) -> str:
         return hashlib.sha256(self._silo.read_bytes()).hexdigest()

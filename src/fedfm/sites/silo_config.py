@@ -29,8 +29,8 @@
 
 The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
 model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
-means (the server sees what the aggregation shows), but the server gets neither single replies nor the silo's accuracy
-on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fedfm.privacy.policy`.
+means, of which the server sees what the aggregation shows. The server gets neither single replies nor the silo's
+accuracy on its own test rows. With ``allow = []`` the silo takes part in nothing. See :mod:`fedfm.privacy.policy`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-_ENDLESS = "has no limit of answers: budget.rounds or budget.epsilon would set one"
+_ENDLESS = "has no limit on answers: budget.rounds or budget.epsilon sets one"
 
 
 def _column(name: str) -> Any:
@@ -101,8 +101,10 @@ class _File:
     budget: Budget = setting(Budget, "limits of what the silo discloses in its lifetime, over all runs")
     predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
     ledger: str = setting("", "the file that lists what left [next to this file, with the suffix .ledger.jsonl]")
-    identity: str = setting("", "the file of the key that signs for the silo under secagg [a key of each run]")
-    roster: str = setting("", "a TOML or JSON file with public keys by silo, agreed without the server [first use]")
+    identity: str = setting("", "the file of the key that signs for the silo under secagg [a new key in each run]")
+    roster: str = setting(
+        "", "a TOML or JSON file with public keys by silo, agreed without the server [keys are trusted on first use]"
+    )
     server: str = setting(
         "",
         'the server\'s public key, for `fedfm silo serve`: `fedfm run` on engine = "folder" prints it',
@@ -177,7 +179,7 @@ def load(path: Path) -> Silo:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; a silo's file has name, data and allow") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, too many digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML, or too many digits
         raise InputError(f"{path}: cannot be read: {error}") from None
     silo = read_all(path, table, _read)
 

@@ -133,7 +133,8 @@ class SiloSession:
 
     @contextlib.contextmanager
     def rereading(self) -> Iterator[None]:
-        """Read the rows of a run that the silo agreed to, and count it if it no longer fits, or if the process dies.
+        """A context that reads the rows of an agreed run again; the run is counted if it no longer fits, or the process
+        dies.
 
         Raises:
             ClientFault: E_REFUSED, too many runs no longer fit.
@@ -178,7 +179,7 @@ class SiloSession:
 
         Args:
             reply: head and data.
-            fault: code of the failure that an empty part of a masked sum replaces.
+            fault: code of the failure, if the reply is an empty part of a masked sum in its place.
 
         Raises:
             ClientFault: E_REFUSED, a budget does not allow it, or the ledger cannot be written.
@@ -201,7 +202,7 @@ class SiloSession:
             self._unanswered.end()
 
     def _entry(self, question: Question, experiment: Experiment) -> Entry:
-        """The entry of an answer, before there is one."""
+        """The ledger entry of an answer, before the answer is computed."""
         handler = question.handler
         hello, kind = handler == HELLO, handler.partition(".")[0]
         cost = NOTHING if hello else ReleaseCosts(experiment, self._rows).of(handler)

@@ -1,7 +1,7 @@
 """``fedfm start KIT``: run the processes of a kit, and restart those that end, until this process is stopped.
 
-The server: Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo: a SuperNode, and the
-executor of ClientApps. If the server's kit gets a new certificate, the SuperLink restarts with it.
+The server's processes are Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo's are a
+SuperNode and the executor of ClientApps. If the server's kit gets a new certificate, the SuperLink restarts with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | 
     """Run a kit until SIGTERM or Ctrl-C.
 
     Args:
-        tell: called with a line for people.
+        tell: called with each line for the user.
         stop: polled; True ends the kit. By default the two signals end it.
 
     Raises:
@@ -239,7 +239,7 @@ class _Supervisor:
         for name in [name for name in self._admitted if name not in files]:
             del self._admitted[name]
             self._tell(
-                f"{NODES}/{name}.pub is missing, but its key is still admitted: another key in its place would end that"
+                f"{NODES}/{name}.pub is missing, but its key is still admitted: another key in its place revokes it"
             )
         try:
             if self._control is None:
@@ -250,7 +250,7 @@ class _Supervisor:
                 if self._admitted.get(name) != text:
                     self._register(self._control, name, text, known)
                     self._admitted[name] = text
-        except RunError:  # it is starting
+        except RunError:  # the SuperLink is starting
             return
 
     def _register(self, control: Control, name: str, text: bytes, known: Mapping[bytes, NodeStatus]) -> None:
@@ -270,11 +270,11 @@ class _Supervisor:
             self._tell(f"{name} cannot connect: its key is registered under {called}; each silo needs its own key")
 
     def _refuses_strangers(self) -> None:
-        """Make sure that the SuperLink has its gate.
+        """Make sure that the SuperLink refuses requests without the operator's secret.
 
         Raises:
-            InputError: the SuperLink obeys everybody.
-            RunError: it does not answer.
+            InputError: the SuperLink accepts such requests.
+            RunError: the SuperLink does not answer.
         """
         with tempfile.TemporaryDirectory() as folder:
             authority = Path(folder) / "ca.crt"  # and no secret next to it

@@ -1,9 +1,9 @@
-"""Questions that a silo works on: one that is never answered, because its process died, counts as an answer.
+"""Marks of the questions that a silo works on: if its process dies, the question counts as an answer.
 
-Whether a process dies may depend on rows: a server can ask what only a row of some length makes too large for the
-memory. So a mark lies on the disk, under a lock, from before rows are read until the answer is in the ledger. A mark
-without its lock is of a process that died. If the same question comes again, it is still to be answered; before any
-other question the mark becomes a line of the ledger.
+Whether a process dies may depend on rows: a server can ask a question that exceeds the memory only if a row has some
+length. So a locked mark is on the disk from before rows are read until the answer is in the ledger. A mark without a
+lock belongs to a process that died. If the same question comes again, the silo still answers it. Before any other
+question, the mark becomes a line of the ledger.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fedfm.core.text import to_json
 from fedfm.errors import E_DIED, ClientFault
 from fedfm.sites.ledger import Entry, Ledger, Unusable
 
-_DIED = hashlib.sha256(E_DIED.encode()).hexdigest()  # in place of the answer's
+_DIED = hashlib.sha256(E_DIED.encode()).hexdigest()  # in place of the answer's digest
 
 
 class Unanswered:
     """The marks of all runs of a silo.
 
     Args:
-        folder: of the marks; made on first use.
+        folder: folder of the marks, which is made on first use.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class Unanswered:
         """Mark a question; call it before rows are read.
 
         Args:
-            entry: of its answer, as far as it is known.
+            entry: the entry of its answer, as far as it is known.
 
         Raises:
             NotWritten: the disk is full or read-only.
@@ -53,21 +53,21 @@ class Unanswered:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             try:
                 self._held.write(to_json(asdict(entry)).encode())
-                self._held.flush()  # no sync: a machine that loses its power does so whatever the rows
+                self._held.flush()  # no sync: a power failure does not depend on rows
             except OSError:
                 self.end()
                 raise
 
     def end(self) -> None:
-        """Remove this process's mark: the answer, or the refusal, is in the ledger, or depends on no row."""
+        """Remove this process's mark, once the answer or refusal is in the ledger, or if it depends on no row."""
         if self._held is not None:
             held, self._held = self._held, None
             Path(held.name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # what a full disk did not take is still to be written
+            with contextlib.suppress(OSError):  # closing tries again to write what a full disk refused
                 held.close()
 
     def settle(self, ledger: Ledger, question: Entry) -> None:
-        """Enter the marks of processes that died into the ledger, but for this question's own.
+        """Enter the marks of processes that died into the ledger, except this question's own.
 
         A line above a budget is not written, since then nothing else is answered either.
 
@@ -92,9 +92,9 @@ class Unanswered:
 
 
 def _dead(file: BinaryIO) -> Entry | None:
-    """The entry of a mark, of which this process now has the lock.
+    """The entry of a mark whose process died; this process now has the lock.
 
-    None: its process lives, or died before the mark was written, when it had read no row for it.
+    None: the mark's process lives, or it died before it wrote the mark, and so before it read rows.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
