@@ -1,4 +1,4 @@
-"""Client optimisers, one file each, and their computation: loops, packed cohorts, heads; distillation."""
+"""Client optimisers, and the trainers that compute them: by autograd, in packed batches, or on cached features."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
     "TrainsLocally",
 ]
 
-BY_NAME = {  # name -> where its class is
+BY_NAME = {  # name -> module and class
     "sgd": "fedfm.training.optimisers:SGD",
     "adam": "fedfm.training.optimisers:Adam",
     "adamw": "fedfm.training.optimisers:AdamW",

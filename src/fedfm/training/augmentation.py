@@ -61,7 +61,7 @@ def _crop(x: Tensor, place: np.ndarray) -> Tensor:
 
 
 def views(rows: Rows, orders: Sequence[np.ndarray], seed: int, epochs: int) -> Iterator[tuple[Rows, np.ndarray]]:
-    """(rows, index into them) for each batch of ``epochs`` epochs, with computed and changed images."""
+    """(rows, index into them) for each batch of ``epochs`` epochs, with deferred images computed and changed."""
     steps = len(orders) // max(epochs, 1)
     drawn, last = None, -1
     for step, (index, part) in enumerate(zip(orders, rows.parts(orders), strict=True)):

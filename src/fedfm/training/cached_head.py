@@ -1,4 +1,4 @@
-"""Which models are a linear head on cached features: :mod:`fedfm.training.heads` trains it."""
+"""Find the models that are a linear head on cached features; :mod:`fedfm.training.heads` trains these."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ class HeadSpec:
         choices=("newton", "lbfgs", "adam"),
     )
     l2: float = setting(1e-4, "weight of ||W||^2 / 2 on standardised features", ge=0, finite=True)
-    iterations: int = setting(200, "largest number of newton's steps", ge=1)
-    learning_rate: float = setting(1e-4, "adam's", gt=0, finite=True)
-    epochs: int = setting(100, "adam's", ge=1)
-    batch_size: int = setting(64, "adam's", ge=1)
+    iterations: int = setting(200, "largest number of Newton steps", ge=1)
+    learning_rate: float = setting(1e-4, "learning rate of adam", gt=0, finite=True)
+    epochs: int = setting(100, "epochs of adam", ge=1)
+    batch_size: int = setting(64, "batch size of adam", ge=1)
 
 
 def fit(
@@ -49,7 +49,7 @@ def fit(
     A class without a row gets zero weights and the bias :data:`NOBODY`.
 
     Args:
-        seed: of the mini-batches' order (adam only).
+        seed: seed of the mini-batches' order (adam only).
         missed: called with the result of a search that did not converge.
 
     Raises:

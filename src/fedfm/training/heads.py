@@ -2,16 +2,16 @@
 
 With a frozen backbone a client trains a softmax regression on cached features. Call overhead dominates the time of a
 small head, so all steps of a client are one call (:mod:`fedfm.linalg.kernels.softmax_sgd`). Update rules other than
-plain SGD step in Python, on gradients from the same kernel. A client's bits depend on this client alone.
+plain SGD step in Python, on gradients from the same kernel. A client's bits do not depend on other clients.
 
-With several epochs over fewer rows than features, SGD runs in the span of the client's rows. It moves W only along
-their features x_i, so that W_t = s_t W_0 + A_t^T X with one coefficient for each row and class, A_t (n, C), and s_t the
-product of the weight decays. The logits of a batch are
+With several epochs over fewer rows than features, SGD runs in the span of the client's rows, since it moves W only
+along their features x_i. So W_t = s_t W_0 + A_t^T X, where A_t (n, C) has one coefficient for each row and class, and
+s_t is the product of the weight decays. The logits of a batch are
 
     X_b W_t^T = s_t (X_b W_0^T) + (X_b X^T) A_t,
 
-rows of X W_0^T and of the Gram matrix X X^T, which are computed once. A step costs b n C multiply-adds instead of
-2 b d C. The bias is one more feature that is always 1.
+which are rows of X W_0^T and of the Gram matrix X X^T. Both matrices are computed once. A step costs b n C
+multiply-adds instead of 2 b d C. The bias is one more feature that is always 1.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _train(job: Job) -> Params:
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, torch.zeros((), dtype=torch.float64, device=flat.p.device)
     flat.clear()
-    # Only the rule reads the gradients, so they need no memory in addition to single tensors'.
+    # Only the rule reads the gradients, so no vector of all gradients is needed.
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
     backward, rates = _Backward(job, flat), job.rates()
     model.train_mode()
@@ -170,17 +170,17 @@ def _train(job: Job) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
-            for p, value in zip(frozen.values(), values, strict=True):  # weight decay and corrections moved them
+            for p, value in zip(frozen.values(), values, strict=True):  # reverts weight decay and corrections
                 p.data.copy_(value)
             flat.clear()
             seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = float(total) / max(seen, 1)
-    del rule, start, correction, values, backward  # the result takes their memory
+    del rule, start, correction, values, backward  # frees memory for the result
     if large:
         buffers.give_back()
     trained: Params = model.params()
-    return trained if job.terms.only is None else job.w.replace(trained.only(job.terms.only))  # running statistics, too
+    return trained if job.terms.only is None else job.w.replace(trained.only(job.terms.only))  # not running statistics
 
 
 class _Backward:
@@ -219,7 +219,7 @@ class _Backward:
             return sum((self._one(part, factor) for part, factor in weigh(parts)), _ZERO)
         counts = [self.model.count_targets(part) for part in parts]
         shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
-        losses = (self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
+        losses = (self._one(part, share) for part, share in shares)  # a mean over no token would be NaN
         return sum(losses, _ZERO)
 
     def _one(self, batch: Batch, share: float) -> Tensor:

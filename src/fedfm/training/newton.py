@@ -1,9 +1,9 @@
 """The optimum of a softmax regression in float64, by Newton's method with a check of convergence.
 
 L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). If classes are separable,
-the optimum is far from zero, and the curvature there differs by orders of magnitude between directions, so first-order
-methods would need thousands more steps. A Newton step solves H d = -g by conjugate gradients, with products H v that
-cost as much as a gradient. If they converge slowly and H is small, H is computed and factorised.
+the optimum is far from zero. The curvature there differs by orders of magnitude between directions, so first-order
+methods would need thousands more steps. A Newton step solves H d = -g by conjugate gradients, with products H v, each
+of which costs as much as a gradient. If they converge slowly and H is small, H is computed and factorised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: 
 GRADIENT = 1e-8
 GAP = 1e-13
 _ROUNDING = 1e-14  # a gradient below it counts as zero
-_NOTHING = 1e-13  # nats: without l2 the loss of separable classes approaches 0 and has no optimum
+_NOTHING = 1e-13  # nats; the search ends at this loss: without l2, that of separable classes approaches 0
 _KEPT = 1 << 24  # largest number of probabilities kept between passes: 128 MiB
 _FACTORISED = 2048  # largest number of unknowns of a factorised Hessian: 32 MiB
 _PRODUCTS = 1000  # largest number of products H v per step if H is not factorised

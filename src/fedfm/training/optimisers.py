@@ -43,8 +43,8 @@ class Local:
     weight_decay: float = setting(0.0, "L2 (sgd, adam) or decoupled (adamw)", ge=0, finite=True)
     decay_of: str = setting(
         "weights",
-        "parameters with weight_decay: weights (all except biases and norms, as in transformers' Trainer), or all, as "
-        "in torch.optim",
+        "parameters to which weight_decay applies: weights (all except biases and norms, as in transformers' Trainer), "
+        "or all, as in torch.optim",
         choices=DECAYS,
     )
     absent: str = setting(
@@ -57,19 +57,19 @@ class Local:
         0, "rows on the device at once: the gradients of a batch's parts are summed; 0: the complete batch", ge=0
     )
     max_grad_norm: float | None = setting(
-        None, "the loss's gradient is shortened to this norm if it is longer [never]", gt=0, finite=True
+        None, "largest norm of the loss's gradient, to which a longer one is clipped [no clipping]", gt=0, finite=True
     )
     schedule: str = setting(
         "constant",
-        "of eta over all rounds: constant, linear or cosine (to 0 after the last), or steps (a tenth after half of the "
-        "rounds, a hundredth after four fifths)",
+        "course of eta over all rounds: constant, linear or cosine (to 0 after the last round), or steps (a tenth "
+        "after half of the rounds, a hundredth after four fifths)",
         choices=SCHEDULES,
     )
-    warmup: float = setting(0.0, "the first share of all steps, in which eta rises from 0", ge=0, lt=1)
+    warmup: float = setting(0.0, "share of all steps in which, at the beginning, eta rises from 0", ge=0, lt=1)
     warmup_steps: float = setting(
         0.0,
-        "in place of warmup, in transformers' way: number of steps of a client over all rounds, or below 1 a share of "
-        "them; the first has eta = 0",
+        "instead of warmup, as in transformers: number of a client's warm-up steps over all rounds, or, below 1, their "
+        "share of all its steps; the first step has eta = 0",
         ge=0,
         finite=True,
     )
@@ -163,11 +163,11 @@ class Local:
         yield rows
 
     def fits(self, model: Model) -> None:
-        """Raise an InputError for a model that it cannot train."""
+        """Raise an InputError for a model that this optimiser cannot train."""
         precision.check_trainable(model.spec)
         if self.micro_batch and (wrong := model.mixes_rows):
             raise InputError(
-                f"method.local.micro_batch: {wrong}, so that parts of a batch do not add up to it; drop it",
+                f"method.local.micro_batch: {wrong}, so that losses of parts of a batch do not add up; drop it",
                 key="method.local.micro_batch",
             )
 
@@ -211,7 +211,7 @@ class TrainsLocally(Protocol):
 class SGD(Local):
     """Stochastic gradient descent, optionally with (heavy-ball) momentum."""
 
-    momentum: float = setting(0.0, "of the local optimiser", ge=0, lt=1)
+    momentum: float = setting(0.0, "momentum of the local optimiser", ge=0, lt=1)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ _PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 class TwoModels(Local):
     """The client also trains a second model with the same optimiser and keeps it."""
 
-    optimiser: str = setting("sgd", "of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
-    momentum: float = setting(0.0, "of sgd", ge=0, lt=1)
+    optimiser: str = setting("sgd", "optimiser of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
+    momentum: float = setting(0.0, "momentum of sgd", ge=0, lt=1)
     betas: tuple[float, ...] = setting(
-        (0.9, 0.999), "of adam and adamw", ge=0, lt=1, least=2, most=2, words="two numbers in [0, 1)"
+        (0.9, 0.999), "betas of adam and adamw", ge=0, lt=1, least=2, most=2, words="two numbers in [0, 1)"
     )
-    epsilon: float = setting(1e-8, "of adam and adamw", gt=0, finite=True)
+    epsilon: float = setting(1e-8, "epsilon of adam and adamw", gt=0, finite=True)
 
     @property
     def passes(self) -> int:
@@ -65,7 +65,7 @@ class DittoOptimiser(TwoModels):
     lambda_: float = setting(0.1, "pull of the client's own model to the received one", ge=0)
 
     def __call__(self, client: Client, w: Params, *, only: tuple[str, ...] | None = None, **terms: Any) -> Params:
-        """Train w, and v in ``client.memory``; arguments as of :class:`Local`."""
+        """Train w, and v in ``client.memory``; the arguments are those of :class:`Local`."""
         v = client.memory.get("v", w)
         # lambda (v - w) = lambda (v - v_start) + lambda (v_start - w): a proximal term and a constant.
         client.memory["v"] = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w), only=only)
@@ -96,22 +96,24 @@ class DualAdapter(TwoModels):
 
     when: str = setting(
         "during",
-        "the own adapter is trained: during, in every round; after, once at the end",
+        "when the own adapter is trained: during (in every round) or after (once at the end)",
         choices=("during", "after"),
     )
     weight: str = setting(
         "instance",
-        "a: instance, by the row's similarity to training rows; fixed, at lambda",
+        "the share a: instance (by the row's similarity to training rows) or fixed (lambda)",
         choices=("instance", "fixed"),
     )
-    lambda_: float = setting(0.5, "the largest a; or a itself, fixed", ge=0, le=1)
+    lambda_: float = setting(0.5, "the largest a; with fixed weight, a itself", ge=0, le=1)
     to: str = setting(
-        "local", "who gets a: local, the own adapter; global, as the authors' code", choices=("local", "global")
+        "local",
+        "adapter with share a: local (the own) or global (as in the authors' code)",
+        choices=("local", "global"),
     )
-    instances: int = setting(5, "S, training rows that a row is compared with", ge=1)
+    instances: int = setting(5, "S, number of training rows with which a row is compared", ge=1)
 
     def __call__(self, client: Client, w: Params, *, only: tuple[str, ...] | None = None, **terms: Any) -> Params:
-        """Train w, and the own adapter in ``client.memory``; arguments as of :class:`Local`."""
+        """Train w, and the own adapter in ``client.memory``; the arguments are those of :class:`Local`."""
         if self.when == "during":
             client.memory["own_adapter"] = self.train_own(client, client.memory.get("own_adapter", w), w, only)
         return self.plain(client, w, only=only, **terms)

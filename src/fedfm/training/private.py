@@ -62,10 +62,10 @@ def hide_rows(data: ClientData) -> ClientData:
 
 
 def fits(model: Model) -> None:
-    """Refuse a model whose rows are not independent of each other.
+    """Refuse a model for which the gradients of single rows cannot be computed.
 
     Raises:
-        InputError: batch norm in training mode; checkpointing, which computes layers twice; compiled blocks.
+        InputError: the model has batch norm in training mode, gradient checkpointing or compiled blocks.
     """
     for key in ("gradient_checkpointing", "compile"):
         if getattr(model.spec, key):
@@ -113,7 +113,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     rule = Rule(local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
     start = flat.p.clone()
     correction = None if job.terms.correction is None else flat.flat(job.terms.correction)
-    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # few samples have more
+    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # few samples are larger
     frozen = _marks(model, live) if first else {}
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)
@@ -131,7 +131,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
-            if not place.all():  # weight decay and corrections moved the others
+            if not place.all():  # reverts weight decay and corrections
                 flat.p[~place] = start[~place]
             if step == 0 and first:
                 _check_moved(model, live, job.w, frozen)
@@ -216,7 +216,7 @@ def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: d
     """Check after the first private step that the trained tensors have changed and all others have not.
 
     Raises:
-        RunError: they have not; it names the first such tensor.
+        RunError: a tensor breaks this; the message names the first such tensor.
     """
     for name, p in live.items():
         if p.numel() and torch.equal(p.detach().cpu(), start[name]):

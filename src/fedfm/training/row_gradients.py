@@ -21,7 +21,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.models.model import Model
 from fedfm.training.row_terms import Gradient, Term, Use, fit, has_closed_form, terms
 
-_MARGIN = 1 - 1e-4  # rows are clipped to this times C, so that even with the rounding of a float32 sum C holds
+_MARGIN = 1 - 1e-4  # rows are clipped to this share of C, so that C holds despite rounding in float32 sums
 _SAME = 1e-3  # largest relative difference of a row's gradient in a batch from its gradient alone
 
 Live = dict[str, Tensor]
@@ -43,7 +43,7 @@ def clipped_sum(
     """The sum (P,) over rows of their gradients, each scaled down to L2 norm C over all these parameters together.
 
     Args:
-        rows: the client's.
+        rows: the client's rows.
         index: (b,) rows of the sum.
         live: the trained parameters.
         by_layers: whether one backward pass may serve all rows; False: one pass per row.
@@ -118,7 +118,7 @@ class _Call:
 
 
 def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient] | None:
-    """For each parameter its gradients of all rows; None if they are unknown.
+    """For each parameter its gradients of all rows; None if one pass does not give them.
 
     Raises:
         Ambiguous: it is unclear which values belong to a row.
@@ -136,7 +136,7 @@ def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient]
     gradients = torch.autograd.grad(loss, [call.edge for call in seen], allow_unused=True)
     found: dict[int, list[Term]] = {i: [] for i in wanted}
     for call, g in zip(seen, gradients, strict=True):
-        if g is None:  # no part of the loss
+        if g is None:  # the loss does not depend on this call
             continue
         if not _by_rows(call, g, b):
             return None
@@ -169,7 +169,7 @@ def _by_rows(call: _Call, g: Tensor, b: int) -> bool:
 
 @contextmanager
 def _watch(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call]]:
-    """Collects the calls of layers that own such parameters, and each output's place in the graph."""
+    """Collect the calls of layers that own wanted parameters, with the autograd edge of each output."""
     seen: list[_Call] = []
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

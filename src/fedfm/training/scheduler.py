@@ -24,9 +24,8 @@ from fedfm.training.optimisers import Local
 
 _HEADS = (64, 4)  # largest and smallest chunk of heads; a message to a worker costs as much as training several heads
 
-_autograd: ContextVar[bool] = ContextVar(
-    "autograd", default=False
-)  # whether autograd also trains what compiled loops could
+# Whether autograd trains even models that compiled loops support.
+_autograd: ContextVar[bool] = ContextVar("autograd", default=False)
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
 
@@ -52,7 +51,10 @@ def train(job: Job) -> Params:
 def trainer_for(
     model: Model, local: Local | None = None, only: Sequence[str] | None = None, protected: bool = False
 ) -> Trainer:
-    """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
+    """The trainer of this model: DP-SGD's if ``protected``, else a fast one, else the loop.
+
+    A fast trainer needs a model and an optimiser that it supports, and trains all tensors.
+    """
     if protected:
         from fedfm.training import private
 
@@ -89,7 +91,7 @@ def least(model: Model | None) -> int:
 
 
 def compiles(model: Model, local: Local | None = None) -> bool:
-    """Whether its training loads loops that numba compiles."""
+    """Whether training this model loads loops that numba compiles."""
     return cached_head.applies(model) and (local is None or _is_plain(local))
 
 
@@ -117,8 +119,9 @@ def trains_in_batches(model: Model | None) -> bool:
 
 
 def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
-    """Run handlers with batched local training, or one after the other. An exception of a handler replaces its result:
-    every BaseException except KeyboardInterrupt.
+    """Run handlers with batched local training, or one after the other.
+
+    An exception of a handler takes the place of its result; only KeyboardInterrupt is raised.
     """
     if not together or len(calls) == 1:
         return [_alone(call) for call in calls]

@@ -1,12 +1,12 @@
 """Fast training of LoRA in transformer classifiers on a CPU, with hand-written forward and backward passes.
 
 Supported: BERT, ViT, DeiT and I-JEPA classifiers with PEFT's LoRA (also with A frozen) on any linear maps of their
-layers and a trained linear head, float32, without dropout. It uses oneDNN and neither padding nor autograd. It caches
-the input of the lowest adapted layer, and the last layer computes only the token that the model reads. All other models
-use :mod:`fedfm.training.loop`.
+layers and a trained linear head, float32, without dropout. The passes use oneDNN, and neither padding nor autograd. The
+input of the lowest adapted layer is cached, and the last layer computes only the token that the model reads. All other
+models use :mod:`fedfm.training.loop`.
 
-Kernels ``exact`` train one client at a time, so its bits depend only on this client. ``fast`` packs several clients
-into one batch; ``fast_bf16`` also multiplies by frozen weights in bfloat16.
+Kernels ``exact`` train one client at a time, so a client's bits do not depend on other clients. ``fast`` packs several
+clients into one batch; ``fast_bf16`` also multiplies by frozen weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def applies(model: Model | None, kernels: str) -> bool:
 
 
 def packs(model: Model | None) -> bool:
-    """Whether the model's kernels are not ``exact``, and train it differently from ``exact`` ones."""
+    """Whether the model has fast kernels that support it; their results differ from those of ``exact`` ones."""
     return _fast_net(model) is not None
 
 
@@ -89,10 +89,10 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 
 
 def predict(model: Model, rows: Rows) -> Tensor | None:
-    """Logits (n, C) of the model, float32 with all kernels; None if it or the rows are not supported.
+    """Logits (n, C) of the model, float32 with all kernels; None if the model or the rows are not supported.
 
-    They equal the module's within 1e-5. Their bits depend only on the rows, their order and the parameters. Logits of
-    the same rows and parameters are cached.
+    The logits equal the module's within 1e-5. Their bits depend only on the rows, the rows' order and the parameters.
+    Logits of the same rows and parameters are cached.
     """
     found = _net(model, False, fresh=True) if takes(rows) else None
     if found is None:

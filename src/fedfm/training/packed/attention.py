@@ -42,7 +42,7 @@ class Shape:
         tokens: rows without the padding.
         first: (S,) row of each sequence's first token.
         equal: the common length of all sequences, or 0.
-        fused: use compiled loops.
+        fused: whether to use compiled loops.
     """
 
     def __init__(self, lengths: np.ndarray, fused: bool = False) -> None:

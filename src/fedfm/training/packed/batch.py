@@ -23,8 +23,8 @@ class Batch:
         index: for each client, the indexes of its rows.
         weights, gradients: for each client, its trained tensors and the tensors that receive their gradients; entries
             beyond the clients of ``index`` are ignored.
-        fused: compute attention in compiled loops, which round differently.
-        by_row: the rows of one client, whose gradients (b, ...) are those of each row's loss.
+        fused: whether to compute attention in compiled loops, which round differently.
+        by_row: whether to compute the gradient of each row's loss, (b, ...); the batch then has rows of one client.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Batch:
 
 
 def _places(lengths: np.ndarray) -> Tensor:
-    """(b, T) places of the tokens of each row; the first place behind all where it has no more."""
+    """(b, T) places of each row's tokens; after a row's last token, the place after all rows."""
     at, starts = np.arange(lengths.max()), np.cumsum(lengths) - lengths
     return torch.from_numpy(np.where(at < lengths[:, None], starts[:, None] + at, lengths.sum()))
 

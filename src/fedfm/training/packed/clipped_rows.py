@@ -26,8 +26,8 @@ class RowGradients:
     """Gradients of a client's rows, at the model's parameters at the time of the call.
 
     Args:
-        rows: with labels.
-        fast: use compiled attention if it supports the model.
+        rows: the client's rows, with labels.
+        fast: whether to use compiled attention if it supports the model.
     """
 
     def __init__(self, model: Model, net: Net, cache: Cache, rows: Rows, fast: bool) -> None:
@@ -36,7 +36,7 @@ class RowGradients:
         self._fused = fast and attention.fits(net.width, net.layers[0].heads)
 
     def clipped_sum(self, index: np.ndarray, clip_norm: float) -> Tensor:
-        """The sum (P,) over rows of their gradients, each scaled down to L2 norm C, as ``model.live()`` has them."""
+        """The sum (P,) of the rows' gradients, each scaled down to L2 norm C, in the order of ``model.live()``."""
         net, live = self._net, self._model.live()
         with torch.no_grad():
             p, total = torch.empty(net.flat.size), torch.zeros(net.flat.size)

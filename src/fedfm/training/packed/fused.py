@@ -99,8 +99,9 @@ def backward(
     g: Any, q: Any, qs: int, kv: Any, kvs: int, k0: int, v0: int, lengths: Any, single: bool, heads: int, size: int,
     p: Any, dq: Any, dkv: Any, turned: Any, ds: Any,
 ) -> None:  # fmt: skip
-    """Gradients ``dq`` and ``dkv``, laid out as ``q`` and ``kv`` of :func:`forward`, from ``g``, dL/dout, laid out as
-    ``out``. ``ds``: scratch of the queries times the padded length of the longest sequence.
+    """Compute the gradients ``dq`` and ``dkv`` from ``g`` = dL/dout, all laid out as the tensors of :func:`forward`.
+
+    ``ds``: scratch of the queries times the padded length of the longest sequence.
     """
     at, start, d = 0, 0, heads * size
     for s in range(len(lengths)):
@@ -124,6 +125,6 @@ def round_up(n: Any) -> Any:
 
 
 def entries(lengths: Any, single: bool, heads: int) -> int:
-    """Numbers in ``p``: of each sequence and head (queries, padded length)."""
+    """Size of ``p``: for each sequence and head, the number of queries times the padded length."""
     wide = round_up(lengths)
     return int((wide if single else wide * lengths).sum()) * heads

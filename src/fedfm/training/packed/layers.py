@@ -48,9 +48,9 @@ class Layer:
     Attributes:
         qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` the map of
             the queries (d -> d) and that of keys and values (d -> 2d).
-        before: normalise before attention and MLP (ViT), not after their sums (BERT).
-        first_only: the model reads only each sequence's first token of this layer's output.
-        lowest: no layer below is trained: no gradient leaves this layer.
+        before: whether to normalise before attention and MLP (ViT), not after adding them (BERT).
+        first_only: whether the model reads only each sequence's first token of this layer's output.
+        lowest: whether no layer below is trained, so that no gradient leaves this layer.
     """
 
     qkv: tuple[Adapted, ...]

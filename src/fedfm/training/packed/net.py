@@ -58,7 +58,7 @@ class Net:
 
 
 def stamp_of(tensors: tuple[Tensor, ...]) -> tuple[float, ...]:
-    """Sums: PyTorch's version counters miss writes through ``.data``, as in PEFT's merge."""
+    """The sum of each tensor. PyTorch's version counters would miss writes through ``.data``, as in PEFT's merge."""
     return tuple(torch.stack([t.sum() for t in tensors]).tolist())
 
 
