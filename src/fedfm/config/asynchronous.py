@@ -19,7 +19,7 @@ WHERE = "run.asynchronous"
 
 
 def not_late(method: type[Method[Any]], name: str) -> str:
-    """Why no run of this method is asynchronous; "" if it may be."""
+    """Why runs of this method cannot be asynchronous; "" if they can."""
     if _accepts_stale_updates(method):
         return ""
     names = quote_names(name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name)))

@@ -81,7 +81,7 @@ def method(name: str) -> str:
         near = how_to_set(name) or close(name, [n for names in where.values() for n in names])
         raise InputError(f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`')
     defs = schema("experiment")["$defs"]
-    if ":" in where[kind].get(name, name):  # code from outside fedfm, which the caller has imported by naming it here
+    if ":" in where[kind].get(name, name):  # code from outside fedfm: a user who names it here allows its import
         admit(kind, name, "fedfm show")
         keys = _foreign(resolve(kind, name))
     else:
@@ -134,8 +134,8 @@ def _with_defaults(keys: dict[str, Any], table: dict[str, Any]) -> dict[str, Any
 
 
 def _foreign(cls: type) -> dict[str, Any]:
-    """Schema of a class from outside fedfm, described by its module and by itself."""
-    from fedfm.config.papers import differences  # both import torch, as the class has
+    """Schema of a class from outside fedfm; the docstrings of its module and of the class describe it."""
+    from fedfm.config.papers import differences  # both import torch, which the class has imported, too
     from fedfm.config.toml import plain_or_name
 
     keys: dict[str, dict[str, Any]] = {}
@@ -148,7 +148,7 @@ def _foreign(cls: type) -> dict[str, Any]:
             keys[key]["properties"] = _with_defaults(_foreign(type(default))["properties"], plain_or_name(default))
         elif key in ("local", "base") and is_dataclass(default) and "name" in (table := plain_or_name(default)):
             keys[key]["default"] = table
-    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # dataclass wrote it
+    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # written by @dataclass
     about = "\n\n".join(filter(None, (inspect.getdoc(sys.modules[cls.__module__]), itself)))
     return {"description": about, "properties": keys, "x-paper": differences(cls)}
 

@@ -1,7 +1,7 @@
 """Rules on the number and names of clients: what an experiment needs of the federation.
 
 A command checks them as soon as the names are known: before a run if a kit, a roster or the data contain them, else
-when the clients have said hello.
+after the clients' hellos.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from fedfm.errors import InputError, close
 
 
 def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
-    """Refuse ``run.min_clients`` or an aggregation that needs more clients than the federation has, and settings for a
-    client that it does not have.
+    """Refuse an experiment that needs more clients than the federation has, or names a client that it does not have.
 
     Args:
         names: all possible clients.
@@ -67,7 +66,7 @@ def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
     """Refuse ``run.asynchronous.speeds`` for a client that does not exist.
 
     Raises:
-        InputError: with its name.
+        InputError: there is such a client; the message has its name.
     """
     if unknown := sorted(speeds.keys() - set(names)):
         hint = close(unknown[0], names) if len(unknown) == 1 else ""

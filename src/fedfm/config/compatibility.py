@@ -188,7 +188,7 @@ def check_as_run(e: ExperimentParts) -> None:
         if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
             raise InputError(
                 f'attack.name = "{name_of("attacks", attack)}": the clients of {method} send no updates; '
-                '"label_shuffle"?',
+                'expected "label_shuffle"',
                 key="attack.name",
             )
         if attack.needs == "epochs" and not locals_of(e.method):

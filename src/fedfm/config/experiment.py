@@ -65,7 +65,7 @@ class Experiment(ExperimentParts):
         """Build and check; only ``dataclasses.replace`` passes ``method_name``, for values that were checked before.
 
         Raises:
-            InputError: with the key, what it is, and what would be right.
+            InputError: a value is wrong; the message has its key, the value and what would be right.
         """
         changed = method_name is not None
         data = _section_of(DataSpec, data, "data")
@@ -145,15 +145,15 @@ class Experiment(ExperimentParts):
         *,
         tell: Callable[[str], None] | None = None,
     ) -> Experiment:
-        """Read a TOML file; its paths are relative to it, or else to the working directory.
+        """Read a TOML file; its paths are relative to the file's folder, or else to the working directory.
 
         Args:
             overrides: values by key, as ``{"method.rounds": 5}``.
-            tell: if ``overrides`` name another method, receives a line for each key of the file's method that the other
-                one does not take and that is left out; None: such a key is refused.
+            tell: receives a line for each key of the file's method that is left out, because ``overrides`` name a
+                method that does not take the key; None: such a key is refused.
 
         Raises:
-            InputError: the file is absent, not TOML, or not a valid experiment; with a line for each fault.
+            InputError: the file is absent, not TOML, or not a valid experiment; the message has a line for each fault.
         """
         takes = "`fedfm run exp.toml` takes an experiment in TOML"
         table = read(path, overrides or {}, takes)
@@ -174,7 +174,7 @@ class Experiment(ExperimentParts):
                 this process's owner: importing a module runs its code.
 
         Raises:
-            InputError: with the key, what it is, and what would be right.
+            InputError: a value is wrong; the message has its key, the value and what would be right.
         """
         _check_sections(table)
         if imports:
@@ -253,7 +253,7 @@ def _check_sections(table: Mapping[str, Any]) -> None:
 
 
 def _readers() -> Iterator[Callable[[Mapping[str, Any]], object]]:
-    """Readers of single tables, for the faults of a file in addition to those that reading it whole reports."""
+    """Readers of single tables, which find faults that the reader of the complete file does not reach."""
     from fedfm.config.single_tables import check_alone
 
     yield _check_sections

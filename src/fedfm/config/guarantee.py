@@ -1,4 +1,4 @@
-"""Which mechanism gives the guarantee of a [privacy] table, and which methods may use secure aggregation."""
+"""Choose the mechanism that gives the guarantee of a [privacy] table, and refuse secure aggregation where it fails."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _check_method(method: Method[Any]) -> None:
 
 
 def _readable(method: Method[Any]) -> list[str]:
-    """Its client halves whose single replies the server can read."""
+    """The method's client halves whose single replies the server can read."""
     return [name for name in method.asks if name not in method.traits.sealed_replies]
 
 
@@ -73,7 +73,7 @@ def hide_updates(aggregation: Aggregator) -> Aggregator:
     """The aggregation under ``privacy.aggregator = "secagg"``.
 
     Raises:
-        InputError: a robust rule.
+        InputError: the aggregation is a robust rule.
     """
     if isinstance(aggregation, Secure):
         return aggregation
@@ -98,7 +98,7 @@ def check_hidden(e: ExperimentParts, method: str) -> None:
     where = f'{key} = "{value}":'
     bare = e.method
     if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
-        with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it asks otherwise
+        with contextlib.suppress(InputError):  # under [privacy] a method may take a mean in place of single replies
             bare = protect(bare, e.privacy)
     if asks := _readable(bare):
         raise InputError(

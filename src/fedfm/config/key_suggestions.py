@@ -71,7 +71,7 @@ _PLACES = {
 class UnknownKey(InputError):
     """A key that its table does not have.
 
-    The message is only made when it is shown, because of many such faults the user sees only the first ones.
+    The message is made only when it is shown: of many such faults, the user sees only the first ones.
 
     Attributes:
         known: the keys that the table has.

@@ -14,7 +14,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
 from fedfm.training import Local
 
-_OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
+_OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that apply to rows from a user's function
 
 
 def check_momentum(local: Local) -> None:

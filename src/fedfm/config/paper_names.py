@@ -24,7 +24,7 @@ _SETTINGS = {
 
 
 def how_to_set(name: str) -> str:
-    """Suffix for a message on an unknown name: the settings that give what a paper calls by this name, or nothing.
+    """Suffix for a message on an unknown name: the settings that a paper calls by this name, or nothing.
 
     Example:
         >>> how_to_set("DoRA")

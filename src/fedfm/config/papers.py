@@ -16,7 +16,7 @@ _TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy":
 def differences(cls: type) -> list[dict[str, Any]]:
     """``key``, ``default``, ``paper`` and ``why`` of each setting whose default differs from the paper's.
 
-    A method whose paper also sets tables of other files has their defaults as ``paper_tables``.
+    If the paper also sets keys of further tables, the method has these tables' defaults in ``paper_tables``.
 
     Raises:
         LookupError: ``cls.paper`` names a key that does not exist.
@@ -32,7 +32,7 @@ def differences(cls: type) -> list[dict[str, Any]]:
 
 
 def _default(tables: dict[str, Any], key: str) -> Any:
-    """The default of a dotted key, or the value of the setting that replaces an absent key."""
+    """The default of a dotted key, or the value that is used if the key is absent."""
     found: Any = tables
     for part in key.split("."):
         if part == "name" and (name := name_of("optimisers", found)):
@@ -42,7 +42,7 @@ def _default(tables: dict[str, Any], key: str) -> Any:
 
 
 def _field(table: Any, key: str) -> Any:
-    """The value of a key of a settings dataclass, or of an instance, whose values may differ from its class."""
+    """The value of a key of a settings dataclass, or of an instance, whose values may differ from the class's."""
     f = {key_of(f.name): f for f in fields(table)}[key] if is_dataclass(table) else None
     if f is None:
         raise LookupError(f"{key}: a setting has no keys")

@@ -135,7 +135,7 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
 def admit(kind: str, name: str, where: str) -> None:
     """Import ``package.module:Class``, or the class of an installed entry point, so that experiments may name it.
 
-    Importing runs the module: call it only for names that this process's owner wrote.
+    Importing runs the module: call this function only for names that this process's owner wrote.
 
     Args:
         where: the key or file, for the message.

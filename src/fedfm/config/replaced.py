@@ -18,10 +18,10 @@ def without_former_keys(
 ) -> dict[str, Any]:
     """The tables of an experiment without those keys of [method] that only the replaced method takes.
 
-    Keys that no method takes stay and are refused. So are those of the command line.
+    Keys that no method takes stay, and so do those of the command line. The reader refuses both.
 
     Args:
-        former: [method] as the file has it.
+        former: the file's [method] table.
         given: keys that the command line sets, as ``method.rounds``.
         tell: receives a line for each key that is left out.
     """
@@ -32,7 +32,7 @@ def without_former_keys(
     while (why := _refusal(method)) is not None:
         section, *path = why.key.split(".")
         if section != "method" or not _has(former, path) or any(f"{key}.".startswith(f"{why.key}.") for key in given):
-            break  # the experiment says what is wrong
+            break  # the reader of the experiment reports the fault
         inner = method
         for part in path[:-1]:
             inner = inner[part]

@@ -33,9 +33,9 @@ class RunSpec:
     min_clients: int | None = setting(
         None, "the run stops if fewer clients give a valid reply [half of those that were asked]", ge=1
     )
-    timeout: float = setting(600.0, "largest number of seconds of a client", gt=0)
+    timeout: float = setting(600.0, "largest number of seconds for a client's answer", gt=0)
     extend_timeout: bool | None = setting(
-        None, "wait longer if the measured time of its steps says so [true, or false where timeout is given]"
+        None, "wait longer if the measured time of the client's steps requires it [true; false if timeout is given]"
     )
     kernels: str = setting(
         "exact",
@@ -68,7 +68,7 @@ class RunSpec:
     asynchronous: AsynchronousSpec | None = setting(
         None, "a round is a server update from the first updates that arrive: { buffer = 4 }"
     )
-    superlink: str | None = setting(None, "deployment: attach to this host:port")
+    superlink: str | None = setting(None, "deployment: host:port of a running SuperLink to attach to")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
     folder: str | None = setting(None, "folder: the folder for the messages; it must exist on both sides")
     roster: str | None = setting(None, "folder: a TOML or JSON file with the silos' public keys by name")
@@ -90,5 +90,5 @@ class RunSpec:
     )
     local_scores: bool = setting(False, "clients send their model's accuracy after local training, before aggregation")
     target_accuracy: float | None = setting(
-        None, "the ledger counts rounds and multiply-accumulates until it is reached", gt=0, le=1
+        None, "accuracy until which the ledger counts rounds and multiply-accumulates", gt=0, le=1
     )

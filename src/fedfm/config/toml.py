@@ -39,7 +39,8 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; {takes}") from None
-    except (IsADirectoryError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, too many digits
+    except (IsADirectoryError, ValueError, RecursionError) as error:
+        # A ValueError says that the file is not UTF-8, is not TOML, or has a number of too many digits.
         if path.is_dir() or path.name.lower().endswith(_DATA):
             message = f'{path} looks like data; {takes}, whose [data] says which: path = "{path}"'
         else:
@@ -111,7 +112,7 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 
 def own_default(field: Field[Any]) -> Local | None:
-    """The method's own client optimiser, to which a table without a name belongs; None if the field has none."""
+    """The field's default client optimiser, to which a table without a name belongs; None if it has none of its own."""
     default: Any = field.default
     own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
     return default if isinstance(default, Local) and own else None

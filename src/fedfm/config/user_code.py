@@ -58,7 +58,8 @@ def function(name: str, where: str) -> Callable[[], Any]:
 def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """An experiment as its owner wrote it, completed by the arguments of a named Trainer.
 
-    They set ``[method.local]`` and ``run.seed`` where the owner does not. Other experiments are returned unchanged.
+    The arguments set ``[method.local]`` and ``run.seed`` where the owner does not. Other experiments are returned
+    unchanged.
 
     Raises:
         InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.
