@@ -193,7 +193,7 @@ def test_what_cannot_travel_costs_its_client_the_round_on_every_link(tmp_path, l
     states = run(Untravelled(), fed, 1)
     assert float(states[-1]["w"]) == 2.0
     assert [(e.client, e.code) for e in fed.excluded] == [(name, "E_EXCEPTION")]
-    assert "cannot travel" in fed.excluded[0].reason or "text keys" in fed.excluded[0].reason
+    assert "cannot be sent" in fed.excluded[0].reason or "text keys" in fed.excluded[0].reason
 
 
 def test_a_worker_that_dies_between_two_rounds_is_replaced_and_no_client_is_blamed(tmp_path):

@@ -36,7 +36,7 @@ class Judge(Protocol):
     """Metrics of parameters on the global test rows."""
 
     def __call__(self, w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
-        """``by_class``: also compute counts by class, which may need an extra pass, since no client reports them."""
+        """``by_class``: also count by class, which may need an extra pass, since clients report no such counts."""
 
 
 def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
@@ -53,7 +53,8 @@ class Reporter:
         """Notices about its settings before the first round, one line each.
 
         Args:
-            counts: each client's training rows by class; empty in a run, which reports on rows when they are used.
+            counts: each client's number of training rows by class; empty in a run, which reports on rows as it uses
+                them.
         """
         return []
 
@@ -100,13 +101,13 @@ class Personal:
         """Check a client's own model, if its tensors differ from the federation's model.
 
         Raises:
-            ClientFault: a tensor differs; it names the first.
+            ClientFault: a tensor differs; the message names the first such tensor.
         """
         match(w, model.layout, "model")
 
 
 class Predictor:
-    """Predictions that do not simply come from one installed model. Caller: evaluation and the export."""
+    """The method predicts in another way than with one installed model. Caller: evaluation and the export."""
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logits (n, C) of rows under w, e.g. of an ensemble."""
@@ -122,7 +123,7 @@ class Predictor:
         return None
 
     def mixture_in_code(self, model: Model) -> list[str]:
-        """Lines of Python for the export's documentation, which make ``model``.
+        """Lines of Python that build ``model``, for the export's documentation.
 
         They use ``experts``, a PeftModel with both adapters, and the files in ``FOLDER``.
         """
@@ -161,10 +162,10 @@ class Joinable(ABC):
         Args:
             w_0: the parameters before the first round.
             client: the newcomer's name.
-            adapt: its local pass.
+            adapt: the newcomer's local training.
 
         Raises:
-            InputError: the method has no start for it.
+            InputError: the method has no start for the newcomer.
         """
 
 
@@ -183,7 +184,7 @@ class Line(Protocol):
 
 
 class TensorTable(Protocol):
-    """Lines about the tensors of a model; its text is the table for a reader."""
+    """Lines about the tensors of a model; ``str`` gives the table for users."""
 
     @property
     def table(self) -> Sequence[Line]:
@@ -198,12 +199,12 @@ class ServerModel(ABC):
         """Check that the foundation model exists.
 
         Raises:
-            InputError: there is none; it names the expected path.
+            InputError: there is none; the message names the expected path.
         """
 
     @abstractmethod
     def match_with(self, model: Model) -> TensorTable:
-        """The tensors that it shares with the federation's model: ``table``, one dataclass per tensor, for printing."""
+        """The tensors that the foundation model shares with the federation's: ``table`` has a dataclass for each."""
 
 
 class HiddenModel(ABC):
@@ -221,7 +222,7 @@ class HiddenModel(ABC):
         """Check that the model exists and is of the right kind, without loading it.
 
         Raises:
-            InputError: it names what would be right.
+            InputError: there is no such model; the message says what would be right.
         """
 
     @abstractmethod
@@ -235,7 +236,7 @@ class HiddenModel(ABC):
     def fidelity(self, visible: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
         """The distance of a client's rows from those that the server's model computes in the clear, for ``details``.
 
-        Caller: the local engine, because only there one process has both.
+        Caller: the local engine, because only there one process has both kinds of rows.
 
         Args:
             visible: the client's data in :meth:`view`.
@@ -245,13 +246,13 @@ class HiddenModel(ABC):
 
 
 class RunPlan(Protocol):
-    """What a run costs."""
+    """The cost of a run."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The cost as JSON values."""
 
     def table(self) -> str:
-        """For a reader."""
+        """The cost as a table for users."""
 
 
 class Planned:
@@ -286,7 +287,7 @@ def check_roles(method: type) -> None:
     Messages and settings may have such a name.
 
     Raises:
-        InputError: the class does not derive from the role; the error names it.
+        InputError: the class does not derive from the role; the message names the role.
     """
     for role in ROLES:
         for name in () if issubclass(method, role) else sorted(vars(role).keys() & set(dir(method))):

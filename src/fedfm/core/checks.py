@@ -28,7 +28,7 @@ def conform(value: Any, hint: Any, path: str = "reply", most: float = math.inf) 
         most: the largest L2 norm of parameters and of any floating-point tensor; below 1e19, or infinity.
 
     Raises:
-        ClientFault: a field does not fit; it names the path of the first.
+        ClientFault: a field does not fit; the message has the path of the first such field.
     """
     return _checker(hint, most)(value, path)
 

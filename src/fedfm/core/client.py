@@ -59,11 +59,11 @@ def no_secret(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a method adds to local training.
+    """A method's additions to local training.
 
     Attributes:
         mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
-        correction: added to every gradient (SCAFFOLD's c - c_k).
+        correction: is added to every gradient (SCAFFOLD's c - c_k).
         only: names of the tensors to train, the others stay as in ``w``; None: all.
     """
 
@@ -101,7 +101,7 @@ class Client:
         memory: stored between messages and rounds; never sent.
         seed: seed of this client in this round, from which all random streams derive.
         metrics: metrics of the client optimiser's last pass, e.g. ``loss``.
-        secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
+        secret: returns 32 bytes for a name, from the operating system's entropy, the same in the whole run; never sent.
         write_once: stores a value under a name and returns the first value stored in this run. Unlike :attr:`memory`, a
             resume or a repeated message does not undo it.
         store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
@@ -165,7 +165,7 @@ class Update:
 
 
 class each(dict[ClientId, Any]):
-    """A payload with one value per client."""
+    """A payload's entry with one value per client."""
 
 
 @overload

@@ -42,19 +42,19 @@ class Sampler(Protocol):
 class Delivery(Protocol):
     """A transport as far as a federation needs it."""
 
-    form: str  # in which the server sees them: plain, masked or encrypted
+    form: str  # form in which the server sees the updates: plain, masked or encrypted
 
 
 class Aggregation(Protocol):
-    """What a federation needs of an aggregation, see :class:`fedfm.aggregation.base.Aggregator`."""
+    """An aggregation as far as a federation needs it, see :class:`fedfm.aggregation.base.Aggregator`."""
 
     @property
     def transport(self) -> Delivery:
-        """It delivers the updates."""
+        """The transport, which delivers the updates."""
 
     @property
     def mechanism(self) -> Sampler:
-        """It limits what a mean discloses."""
+        """The mechanism, which limits what a mean discloses."""
 
     def why_missing(self, metric: str) -> str:
         """Why ``fed.metrics`` has no metric of this name, and what to do."""
@@ -86,7 +86,8 @@ class Federation:
         metrics: means of the metrics in this round's updates, weighted like the updates.
         client_metrics: metrics of this round's updates by client, if they have scores on the client's own rows and the
             server sees single updates.
-        secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
+        secret: returns the server's 32 bytes for a name, from the operating system's entropy, the same in the whole
+            run.
         underway: (round, call) by client of requests in flight, whose reply may come in a later round; see ``first`` of
             :meth:`exchange`.
         began: client -> round of its request, for the clients that answered the last call with ``first``.
@@ -132,7 +133,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
-        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> request that may be sent instead
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> request that may replace it
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 
@@ -149,7 +150,7 @@ class Federation:
         self.memory = self._memory(t)
 
     def restore(self, underway: Mapping[ClientId, tuple[int, int]]) -> None:
-        """Continue to wait for requests of an earlier process, if the link can.
+        """Continue to wait for the replies to requests of an earlier process, if the link supports it.
 
         Args:
             underway: the value at the commit after which the run continues.
@@ -174,7 +175,7 @@ class Federation:
         Under [privacy] the mechanism may choose it instead, e.g. by secret coins: then it may be empty.
 
         Raises:
-            RunError: the mechanism's account is for another fraction.
+            RunError: [privacy] is accounted for another fraction.
         """
         mechanism = self.aggregator.mechanism
         if mechanism.fraction is not None:
@@ -279,7 +280,7 @@ class Federation:
         least: int | None = None,
         first: int | None = None,
     ) -> Iterator[tuple[ClientId, Any]]:
-        """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
+        """Deliver requests, check and record replies; yield (client, value) in order of names, for reproducible sums.
 
         A client without a valid reply is excluded from this round, with the reason.
 
@@ -365,7 +366,7 @@ class Federation:
             least: number of valid replies that are needed; by default see :meth:`enough`.
 
         Raises:
-            RunError: they are too few; it names the reasons.
+            RunError: they are too few; the message has the reasons.
         """
         if good < (needed := self.enough(wanted) if least is None else least):
             from fedfm.core.reasons import reasons

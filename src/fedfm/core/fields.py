@@ -45,7 +45,7 @@ class Bounds:
 
     Attributes:
         gt, ge, lt, le: bounds of a number: above, at least, below, at most.
-        finite: infinity is refused.
+        finite: whether infinity is refused.
         but: single values that are refused.
         choices: the allowed texts.
         pattern: regular expression for the whole text, in syntax common to Python and JSON Schema.
@@ -126,7 +126,7 @@ def setting(
     Args:
         default: value if the key is absent; a class is called for each instance.
         help: its meaning in one line.
-        required: None and "" are refused.
+        required: whether None and "" are refused.
         of: values of the field ``name`` that accept this key; others refuse it.
         metadata: further keys. ``server_only``: clients do not get the value. ``usual``: the default that ``None``
             stands for. ``alone``: a word that may stand in place of a list. ``names``: texts that a misspelt text may
@@ -217,7 +217,7 @@ def check(settings: Any, where: str) -> None:
         where: name of its table, e.g. "method"; "" for a file of one table.
 
     Raises:
-        InputError: it names the key, the value and what is expected; ``more`` has the other faults.
+        InputError: the message has the key, the value and what is expected; ``more`` has the other faults.
     """
     faults, missing, at = Faults(), list[Absent](), f"{where}." if where else ""
     hints = types_of(type(settings))

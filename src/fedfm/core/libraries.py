@@ -1,7 +1,7 @@
 """Turn a library's errors about a user's model, rows or settings into one-line errors of fedfm.
 
 An error raised in fedfm's own code is a defect, and passes with its traceback. The place where an error was raised
-shows which of the two it is.
+shows of which kind it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def refuse(where: str) -> Iterator[None]:
     Errors of the system and of memory are not about the input, and pass.
 
     Raises:
-        InputError: with the first line of the library's own text; the error is its cause.
+        InputError: a library raised an error. The message has the error's first line, and the error is its cause.
     """
     try:
         yield

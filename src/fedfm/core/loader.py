@@ -46,7 +46,7 @@ def ahead(deferred: Mapping[str, Deferred], orders: Sequence[np.ndarray]) -> Ite
         num_workers=count,
         prefetch_factor=AHEAD if count else None,
         multiprocessing_context="fork" if count else None,
-        collate_fn=_as_is,  # type: ignore[arg-type] # without batch_size it gets what the data set gives
+        collate_fn=_as_is,  # type: ignore[arg-type] # without batch_size it gets single items
         generator=torch.Generator(),  # else it would draw from the global generator
     )
     for made in loader:

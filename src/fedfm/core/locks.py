@@ -54,7 +54,7 @@ class Lock:
                 if not self._folder or error.errno not in _UNKNOWN:
                     os.close(descriptor)
                     raise
-            if _is_at(descriptor, self.path):  # else its last owner removed it, and the next lock is another file
+            if _is_at(descriptor, self.path):  # else its last owner removed it, and others lock a new file
                 self._descriptor = descriptor
                 _TAKEN.add(self)
             else:
@@ -81,7 +81,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _forget() -> None:
-    """Close the locks in a forked child, or they would last longer than a parent that is killed."""
+    """Release the locks in a forked child, since they would outlive a killed parent there."""
     for lock in list(_TAKEN):
         lock.release()
 

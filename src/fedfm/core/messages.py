@@ -56,7 +56,7 @@ class Link(Protocol):
 class Streaming(Link, Protocol):
     """An engine on which clients may answer later than in the call that asks them."""
 
-    streams: bool  # whether the run uses this
+    streams: bool  # whether the run lets clients answer later
 
     @property
     def requests_in_flight(self) -> Mapping[ClientId, tuple[int, int]]:
@@ -80,7 +80,7 @@ ROUND, SCORES, REVEAL = "round", "scores", "reveal"  # parts of a run from which
 MISSING = {
     ROUND: "left out",
     SCORES: "left out of the scores",
-    REVEAL: "left out of the models of clients' own",
+    REVEAL: "left out of the clients' own models",
 }
 
 

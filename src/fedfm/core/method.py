@@ -78,7 +78,7 @@ class Method(Reporter, ABC, Generic[S]):
         """Refuse incompatible hyper-parameters; each single value is already checked against its bounds.
 
         Raises:
-            InputError: it names the key and what would be right.
+            InputError: the message names the key and what would be right.
         """
 
 

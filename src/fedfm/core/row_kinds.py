@@ -1,4 +1,4 @@
-"""What a task says of its rows: the columns that it reads, their kind, and rows that it has read."""
+"""The rows of a task: the columns that it reads, the kind of its rows, and rows that it has read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Column:
     Attributes:
         key: the key.
         help: what the column holds.
-        default: the column's name where the key is not set; empty: the key's.
+        default: the column's name if the key is not set; empty: the same as the key.
     """
 
     key: str
@@ -22,7 +22,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The column's name where the key is not set."""
+        """The column's name if the key is not set."""
         return self.default or self.key
 
 
@@ -31,15 +31,15 @@ class RowKind:
     """A kind of rows that belongs to one task.
 
     Attributes:
-        name: of the kind, as ``Table.kind`` has it.
-        words: plural, in messages.
-        answered: a row is (what was asked, an answer, ...), which a template writes.
-        joined: rows are consecutive pieces of one text, so that a part of them is a text, too.
-        remote: silos may hold such rows where the server has none, and ``data.kind`` names it.
-        predicted_as: the kind of such rows where they are to be predicted; empty: the same.
-        wording: a row is texts, which are compared regardless of case and spaces.
-        inputs: so many parts of a row, from the first, are what a model reads, the others are targets; None: it reads
-            all of them.
+        name: name of the kind, as in ``Table.kind``.
+        words: the rows in words, plural, for messages.
+        answered: whether a row is (prompt, answer, ...), which a template turns into text.
+        joined: whether rows are consecutive pieces of one text, so that consecutive rows are a text, too.
+        remote: whether silos may hold such rows while the server has none; then ``data.kind`` may name this kind.
+        predicted_as: the kind of such rows in predictions; empty: the same.
+        wording: whether a row consists of texts, which are compared regardless of case and spaces.
+        inputs: number of a row's first parts, which a model reads; the other parts are targets. None: a model reads
+            all.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Reading:
     """Rows that a task reads from columns.
 
     Attributes:
-        kind: of the rows, as ``Table.kind`` has it.
+        kind: kind of the rows, as in ``Table.kind``.
         inputs: the rows.
         used: names of the columns that are read.
         notices: for the user, on how they were read.

@@ -52,7 +52,7 @@ class Rows:
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
-        images: n paths or encoded images, which may differ in size, for a client without the model; else None.
+        pictures: n paths or encoded images, which may differ in size, for a client without the model; else None.
         deferred: argument name -> n rows that each batch computes itself, e.g. images that exceed memory.
         augment: names of the random changes to its images in training.
     """
@@ -156,7 +156,7 @@ class Rows:
         return self.take(index).compute()._as_batch()
 
     def _as_batch(self) -> Batch:
-        """All of these rows."""
+        """The model's arguments for all rows, none of which is deferred."""
         batch = dict(self.tensors)
         if self.tokens is not None:
             batch["input_ids"] = self.tokens.to_padded(self.pad)

@@ -1,6 +1,6 @@
 """The facts of a task, for type checkers.
 
-:class:`fedfm.tasks.task.Task` says what each fact means, and has all of them.
+:class:`fedfm.tasks.task.Task` has all of them, and documents what each one means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tasks by name: one for each file of ``fedfm/tasks``.
 
-Packages below the tasks read a task's own properties; this module names the folder, and never a task.
+Packages below the tasks read a task's own properties. This module names the folder of the tasks, and no single task.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
     """The tasks' columns as settings, key -> (type, field).
 
     Args:
-        help: a text that replaces the help of each column; {} in it stands for the key.
+        help: a text that replaces the help of each column; {} in the text stands for the key.
     """
     return {key: (str, setting(of.name, help.format(key) or of.help)) for key, of in columns().items()}
 

@@ -82,7 +82,7 @@ _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # blank characters 
 
 
 def alike(name: str) -> str:
-    """What names have in common that people, or a file system, take for the same: case, and width of characters.
+    """The name without differences of case and character width, which people and some file systems overlook.
 
     Example:
         >>> alike("North") == alike("\uff2eorth") == "north"

@@ -12,8 +12,8 @@ from fedfm.errors import InputError
 
 _DEEPEST = 32  # largest number of parts of a dotted key in an experiment
 _ENDS = frozenset("\n=,{}[]")  # characters that end a key, outside of quotes
-# Texts and comments, in which these characters and dots mean nothing. Each alternative takes all of what it began, also
-# where the closing quotes are missing, so that no character is read twice.
+# Texts and comments, in which dots and these characters have no meaning. Each alternative matches up to the end of a
+# text even if the closing quotes are missing, so that no character is read twice.
 _QUOTED = re.compile(
     r"""\"{3}(?:[^"\\]|\\.|\"{1,2}(?!\"))*\"{0,5}
     | '{3}(?:[^']|'{1,2}(?!'))*'{0,5}
@@ -79,7 +79,7 @@ def check_depth(text: str) -> None:
     """Refuse TOML with a dotted key of many parts: the time to read it grows with the square of their number.
 
     Raises:
-        InputError: it has such a key.
+        InputError: the text has such a key.
     """
     parts = 0
     for piece in _QUOTED.sub("_", text).split("."):

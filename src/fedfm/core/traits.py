@@ -74,7 +74,7 @@ class Traits:
         Messages and settings may have such a name.
 
         Raises:
-            InputError: there is such an attribute; it names the trait.
+            InputError: there is such an attribute; the message names the trait.
         """
         for f in fields(cls):
             if is_own_member(method, f.name):

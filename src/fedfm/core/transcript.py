@@ -69,9 +69,9 @@ class Transcript:
         """Add a request and its reply; a fault without a message has no reply.
 
         Args:
-            handler: of the request, with its kind.
-            form, down: of the reply for the server, and of the request for the client.
-            part: rows that the request is about.
+            handler: the request's handler, with its kind.
+            form, down: form of the reply for the server, and of the request for the client.
+            part: part of the rows that the request is about.
         """
         client, spared = reply.client, reply.spared
         self.add(Crossing(round, "server", client, handler, reply.nbytes_down, down, counted, call, spared, part))

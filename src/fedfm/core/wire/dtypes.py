@@ -1,4 +1,4 @@
-"""Types of the numbers that can travel, by their names in a message's head."""
+"""The dtypes that can be sent, by their names in a message's head."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What stands around a payload in a message of Flower, and how many bytes it takes. Imports no torch."""
+"""The frame around a payload in a message of Flower, and its size in bytes. Imports no torch."""
 
 from __future__ import annotations
 
 import functools
 
-STYPE = "fedfm.packed"  # how the one array of a message is written
+STYPE = "fedfm.packed"  # name of the encoding of a message's only array
 CHUNK = 5 * 1024 * 1024  # Flower slices an array's bytes into chunks of this length
 
 

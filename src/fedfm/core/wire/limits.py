@@ -15,7 +15,7 @@ VECTORS = 16  # parameter vectors allowed in one message; methods send up to thr
 MAX_HEAD = 2 << 20  # characters of a message's head: enough for names and shapes of 16,384 tensors
 MAX_VALUES = 65 << 10  # values and keys of a head: of 16,384 matrices and some more, or 33,000 named numbers or texts
 MAX_NODES = 1 << 12  # values that are built one by one; numbers or texts of one list or mapping are built together
-MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors travel as one Params
+MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors are sent as one Params
 MAX_TENSORS = 1 << 14  # tensors of one Params
 MAX_DEPTH = 32
 
@@ -25,7 +25,7 @@ _UPPER = 0xDF  # this mask turns braces into brackets
 
 
 def room(layout: Layout | None) -> int:
-    """Most bytes of a message to a party whose model has parameters of this layout; None: it has no model.
+    """Largest number of bytes in a message to a party whose model has parameters of this layout; None: no model.
 
     Example:
         >>> room(None) == MAX_BYTES

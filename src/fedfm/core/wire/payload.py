@@ -47,7 +47,7 @@ def encode(value: Any) -> tuple[str, Pieces]:
     """(head, pieces of the data in order); pieces are views if possible, so join or write them before they change.
 
     Raises:
-        TypeError: the value holds a type that cannot travel.
+        TypeError: the value holds a type that cannot be sent.
     """
     pieces: Pieces = []
     try:
@@ -118,16 +118,16 @@ def _encode_list(value: Sequence[Any], pieces: Pieces) -> str:
 
 
 def _cannot_travel(kind: type) -> TypeError:
-    return TypeError(f"{kind.__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
+    return TypeError(f"{kind.__name__} cannot be sent: use Params, tensors, numbers, text, lists, dicts, dataclasses")
 
 
 def _too_deep() -> TypeError:
-    return TypeError("a value that is nested too deep, or in itself, cannot travel")
+    return TypeError("a value that is nested too deep, or in itself, cannot be sent")
 
 
 def _eight_bytes(value: int) -> int:
     if not -(1 << 63) <= value < 1 << 63:
-        raise TypeError("a whole number of more than eight bytes cannot travel")
+        raise TypeError("a whole number of more than eight bytes cannot be sent")
     return value
 
 
@@ -135,20 +135,20 @@ def _tensor_name(value: Tensor) -> str:
     if value.layout is not torch.strided or value.is_meta or value.dtype not in _NAMES:
         kind = "meta" if value.is_meta else str(value.dtype if value.layout is torch.strided else value.layout)
         raise TypeError(
-            f"a tensor of {kind.removeprefix('torch.')} cannot travel: use dense ones of {', '.join(DTYPES)}"
+            f"a tensor of {kind.removeprefix('torch.')} cannot be sent: use dense ones of {', '.join(DTYPES)}"
         )
     return _NAMES[value.dtype]
 
 
 def _array_name(value: np.ndarray) -> str:
     if value.dtype.name not in DTYPES:
-        raise TypeError(f"an array of {value.dtype.name} cannot travel: use {', '.join(DTYPES)}")
+        raise TypeError(f"an array of {value.dtype.name} cannot be sent: use {', '.join(DTYPES)}")
     return value.dtype.name
 
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"a mapping that travels has text keys, not {type(key).__name__}")
+        raise TypeError(f"a mapping that is sent has text keys, not {type(key).__name__}")
     return key
 
 
@@ -176,7 +176,7 @@ def size(value: Any) -> tuple[int, int]:
     """Lengths of the head and the data that :func:`encode` would return, from structure and shapes alone.
 
     Raises:
-        TypeError: the value holds a type that cannot travel.
+        TypeError: the value holds a type that cannot be sent.
     """
     try:
         return _sizer(type(value))(value)  # type: ignore[arg-type]
@@ -257,8 +257,8 @@ def decode(
     """Rebuild a value and check it against ``hint``; with None a later :func:`conform` checks it.
 
     Args:
-        data: copied, unless it is an array (n,) of uint8: tensors are then views of it.
-        trusted: written by this program, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
+        data: is copied, unless it is an array (n,) of uint8; tensors are then views of the array.
+        trusted: whether this program wrote it, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
         most: largest number of bytes of data, as in :func:`fedfm.core.wire.limits.check_size`.
 
     Raises:

@@ -46,7 +46,7 @@ def _compile(head: str, trusted: bool) -> tuple[Read, int]:
 
 
 def _parse(head: str) -> Any:
-    """The tree of a head, which has no cycles: to search its many small objects for some would double the time."""
+    """Parse a head without garbage collection, which would double the time; the tree has no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +68,7 @@ def reader(head: str, trusted: bool) -> tuple[Read, int]:
     """The decoder for the values of a head, and their number of bytes.
 
     Args:
-        trusted: written by this program: the number of values is not limited.
+        trusted: whether this program wrote the head, so that the number of values is not limited.
 
     Raises:
         ClientFault: the head is malformed, or has too many values.
