@@ -189,7 +189,7 @@ def test_tags_are_no_words_that_a_model_reads(folder):
     assert not notices(("the", "fox"), ("Fuchs", "null"))
     found = notices(("Fuchs", "null"), ("the", "fox"))
     assert "tokens of 2 rows of rows are unknown" in found
-    assert "tables write an empty cell" in found
+    assert "tables write for an empty cell" in found
 
 
 @pytest.mark.parametrize(

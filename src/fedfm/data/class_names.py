@@ -48,8 +48,8 @@ def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     rows = sum(counts[text] for text in changed)
     return (
-        f'{rows} of {counts.total()} labels in "{name}" contain invisible or indistinguishable characters: '
-        f"{shown}{more} are the names in use",
+        f'{rows} of {counts.total()} labels in "{name}" contain invisible or indistinguishable characters and are '
+        f"normalised: {shown}{more}",
     )
 
 

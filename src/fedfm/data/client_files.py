@@ -18,10 +18,10 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
 def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -> Table:
-    """All clients' files in one table, in the order of their names.
+    """All clients' files in one table, in the order of the clients' names.
 
     Args:
-        clients: path of each one's file.
+        clients: client's name -> path of its file.
         read: returns a client's table, from the client's name and its file.
     """
     tables: dict[str, Table] = {}

@@ -167,9 +167,7 @@ def _misspelling(table: Table) -> str | None:
         if not 0 < n <= _TYPED or len(name) < _LETTERS or not name.isalpha():
             continue
         if like := [other for other in common if other.isalpha() and _one_letter_apart(name, other)]:
-            return (
-                f'the class "{name}" has {n} rows and is spelt like "{like[0]}" but for one letter: is it that class?'
-            )
+            return f'the class "{name}" has {n} rows and differs by one letter from "{like[0]}": is it the same class?'
     return None
 
 
@@ -193,8 +191,8 @@ def _empty_texts(table: Table) -> str | None:
     if not found:
         return None
     return (
-        f"{found.total()} texts of {table.source} are {listing(sorted(found))}, as tables write an empty cell, and are "
-        "read as words: if the cells were empty, remove these rows"
+        f"{found.total()} texts of {table.source} are {listing(sorted(found))}, as tables write for an empty cell, and "
+        "are read as words: if the cells were empty, remove these rows"
     )
 
 

@@ -3,7 +3,9 @@
 iid        random rows; sizes differ by at most one.
 dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to integers by
            largest remainder; the rows are random. Sizes are not balanced, and empty clients are not redrawn.
-by_class   each client has ``classes_per_client`` classes; K m / C clients, rounded up or down, share each class evenly.
+by_class   each client has m = ``classes_per_client`` of C classes; K m / C clients, rounded up or down, evenly share
+each
+           class.
 by_column  one client for each value of the column; with ``clients = N``, N / V clients evenly share the rows of each
            of V values.
 flower     any partitioner of flwr-datasets that assigns each row to one client (see
@@ -67,9 +69,10 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         from fedfm.data.partition_columns import by_column, key_that_reads
 
         if column not in table.columns and (key := key_that_reads(column, spec)):
-            way = 'name = "by_class" with classes_per_client deals classes' if key == "label" else "name another column"
+            by_class = 'to deal classes, set name = "by_class" and classes_per_client'
+            way = by_class if key == "label" else "name another column"
             raise InputError(
-                f'data.partition.column: column "{column}" is read as data.{key}, and is not available: {way}',
+                f'data.partition.column: column "{column}" is read as data.{key}, and cannot name clients: {way}',
                 key="data.partition.column",
             )
         names, owners = by_column(table, column, part, (train, val, test), seed, notices)

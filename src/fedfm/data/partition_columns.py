@@ -1,4 +1,4 @@
-"""A client for each value of a column."""
+"""Partition by a column: each of its values belongs to one client, or to several."""
 
 from __future__ import annotations
 

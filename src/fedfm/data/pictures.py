@@ -37,7 +37,7 @@ class Look:
 
     Attributes:
         fault: why it cannot be read; None if it can.
-        frames: pages or frames.
+        frames: number of pages or frames.
         transparent: whether a pixel is not opaque.
         top: the value that becomes white, for grey with more than 8 bits; else 0.
         size: stored width and height.
@@ -168,7 +168,7 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
         )
     if tops:
         ranges = " and ".join(f"{n} from 0..{top}" for top, n in sorted(tops.items()))
-        mixed = "; if all have one range, save them with 8 bits" if len(tops) > 1 else ""
+        mixed = "; if all should have one range, save them with 8 bits" if len(tops) > 1 else ""
         found.append(
             f"{tops.total()} of {total} images of {source} are grey with more than 8 bits and are scaled to 0..255: "
             f"{ranges}{mixed}"

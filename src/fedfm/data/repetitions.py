@@ -69,7 +69,7 @@ def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> s
     more = f", and {len(many) - 1} more pairs of clients have rows in common" if len(many) > 1 else ""
     return (
         f"{first[0]} and {first[1]} have {common[first]} training rows in common{more}: is one file given twice, or "
-        "one patient or customer at several sites?"
+        "one patient or customer at several clients?"
     )
 
 

@@ -29,7 +29,7 @@ def other_task(columns: Columns, label: str) -> str | None:
         return (
             f"columns {listing(tagged)} hold a tag for each word (named entities, parts of speech): set "
             f'model.task = "token_classification", data.tokens = "{words}", data.tags = "{tags}"; '
-            "a Trainer of your own goes through fedfm.federate"
+            "for a Trainer of your own, call fedfm.federate"
         )
     names, what = tuple[str, ...](), ""
     for form, words in _FORMS:

@@ -16,7 +16,7 @@ from fedfm.errors import InputError
 
 Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
-_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # Excel's first line, which is not a row
+_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # Excel's first line, which states the separator
 _FORM = 2  # fewest fields of a line that looks like a row
 _LINES = (
     '{at} has lines inside a field that look like rows of their own{more}: was a quote (") opened there by mistake?'
@@ -46,7 +46,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
-    """The sheet of a TSV file. If it is not well-formed with quoted fields, quotes are part of the text.
+    """The sheet of a TSV file. If it is not well-formed with quotes around fields, quotes count as text.
 
     Raises:
         InputError: as :func:`sheet_of`.
@@ -165,7 +165,7 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
     for index, row in enumerate(rows[1:], 2):
         if row == rows[0] and len(row) >= _FORM:
             where = _where(path, index, ends[index - 2] + 1)
-            raise InputError(f"{where} repeats the column names, as where files were joined: remove the row")
+            raise InputError(f"{where} repeats the column names, perhaps since files were joined: remove the row")
         if len(row) != len(names):
             where = _where(path, index, ends[index - 2] + 1)
             what = f"{len(row)} field{'s' if len(row) != 1 else ''}" if row else "an empty line"

@@ -93,7 +93,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         notices += (f"{listing(hollow, 4)} {holds} not a class: if it should be one, its images are missing",)
     if strange:
         notices += (
-            f"{len(strange)} files of {path} have endings of no readable image, and were left out "
+            f"{len(strange)} files of {path} have no ending of a readable image, and were left out "
             f"({_endings(strange)}), e.g. {strange[0]}{_scans(strange)}",
         )
     return Table(
