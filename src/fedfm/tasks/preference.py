@@ -52,7 +52,7 @@ class Preference(AnswerTask):
     own_kind: ClassVar[RowKind | None] = RowKind("preference", "preferences", answered=True, predicted_as="instruction")
     implied_by: ClassVar[tuple[str, ...]] = ("preference",)
     columns: ClassVar[tuple[Column, ...]] = (
-        Column("prompt", 'column of what was asked, task "preference": text, or a list of { role, content }'),
+        Column("prompt", 'column of prompts, task "preference": text, or a list of { role, content }'),
         Column("chosen", 'column of the better answers, task "preference"'),
         Column("rejected", 'column of the worse answers, task "preference"'),
     )

@@ -196,8 +196,8 @@ class Task:
 
         Args:
             part: the rows.
-            tools: tokenizer, most tokens of a row, template.
-            classes: of the model, in the order of the logits.
+            tools: tokenizer, largest number of tokens in a row, template.
+            classes: the model's classes, in the order of the logits.
 
         Raises:
             InputError: a label is none of the classes.
@@ -248,7 +248,7 @@ class Task:
         """
 
     def answer_limit(self, tools: Tools) -> int:
-        """Most tokens of an answer that is generated: ``max_length``, or half of the positions if that is less."""
+        """Largest number of tokens of a generated answer: ``max_length``, but at most half of the positions."""
         return min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
 
     def encode(self, model: Network, rows: Rows) -> Rows:

@@ -75,7 +75,7 @@ class ZeroShotTask(OneClassTask):
 
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     """CLIP's loss of a batch (Radford et al., Figure 3): each image is classified among the batch's texts, and each
-    text among its images. Images of one class share their text: the targets are uniform over equal labels.
+    text among the batch's images. Images of one class share their text: the targets are uniform over equal labels.
 
     Args:
         logits: (b, C), s <V, T> of the images and all classes.
