@@ -14,8 +14,7 @@ _SHARE = 20  # the noise on the count has a standard deviation of a twentieth of
 
 @dataclass(frozen=True)
 class AdaptiveClip:
-    """Each client reports in one bit whether its update is within the norm C; C adapts to the share of updates within
-    it.
+    """Each client reports in one bit whether its update is within the norm C; C adapts to the share of such updates.
 
     A participating client adds b - 1/2 to the count, another client adds 0: the sensitivity is 1/2. The noise of the
     updates is larger than z C, so that updates and count together spend what z states.

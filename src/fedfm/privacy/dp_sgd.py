@@ -2,8 +2,8 @@
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang. Deep Learning with Differential Privacy. CCS 2016.
 arXiv:1607.00133, Algorithm 1. Each step takes every row by a separate coin with probability q (Poisson sampling), so
-the number of rows in a batch is random, and may be 0. Neighbours differ by one row; the number of rows n_k is public:
-a missing row counts as one that adds nothing to any sum. Floats that carry noise lie on a lattice (Mironov 2012).
+the number of rows in a batch is random, and may be 0. Neighbours differ by one row. The number of rows n_k is public,
+so a missing row counts as a row that adds nothing to any sum. Noisy floats are rounded to a lattice (Mironov 2012).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.errors import E_REFUSED, ClientFault, RowsChanged
 from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
 from fedfm.privacy.noise import cover, digest, stream
 
-_TOLD = 64  # numbers that identify a noisy sum: their noise depends on all numbers of the sum
+_COMPARED = 64  # first numbers by which noisy sums are compared; their noise depends on the complete sum
 MEMORY = "dp_sgd"  # beginning of the names in client.write_once, and name of the client's secret
 
 
@@ -30,7 +30,7 @@ class DescentPlan:
 
     Attributes:
         clip_norm: C, bound on the L2 norm of one row's gradient over all trainable tensors together.
-        delta: of (epsilon, delta).
+        delta: delta of the guarantee (epsilon, delta).
         rounds: largest number of rounds in which a client trains.
         target_epsilon: the largest epsilon of a client; None: ``noise_multiplier`` is given.
         noise_multiplier: z, the noise's standard deviation over C; None: each client computes its own.
@@ -139,7 +139,7 @@ class PrivateSteps:
             if found["round"] > t:
                 raise _refusal(f"round {t} comes after round {found['round']}, which was trained already")
             place += found["steps"]  # an entry of an earlier round
-        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more would exceed")
+        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more would exceed them")
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Indexes of the rows of this round's step 0, 1, ...: each row by its own coin."""
@@ -153,7 +153,7 @@ class PrivateSteps:
         if not self.sigma:
             return total
         released = cover(self._key, f"noise/{self._start}/{step}", total, self.sigma)
-        self._released.update(released[:_TOLD].tobytes())
+        self._released.update(released[:_COMPARED].tobytes())
         return released
 
     def end(self) -> None:

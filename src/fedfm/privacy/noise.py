@@ -38,7 +38,7 @@ def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array)
 
     Args:
         key: secret; only its owner keeps it.
-        purpose: of the release, e.g. ``"c3/moments/7"``; releases of different meaning have different purposes.
+        purpose: purpose of the release, e.g. ``"c3/moments/7"``; releases of different meaning have different purposes.
         sigma: standard deviation, above 0: a number, or an array with one for each number.
 
     Raises:
@@ -83,7 +83,7 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
 
     Args:
         key: secret; only its owner keeps it.
-        purpose: of the noise, e.g. ``"c3/moments/7"``.
+        purpose: purpose of the noise, e.g. ``"c3/moments/7"``.
 
     Raises:
         InputError: the key is shorter than 16 bytes.

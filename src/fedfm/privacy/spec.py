@@ -21,11 +21,11 @@ class PrivacySpec:
         "gaussian, distributed_gaussian, correlated_gaussian, dp_sgd; default: the method's own, else gaussian",
         choices=_MECHANISMS,
     )
-    unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
+    unit: str | None = setting(None, "protected unit: client or record", choices=("record", "client"), required=True)
     target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0, finite=True)
     # Beyond these bounds accountants overflow; no practical noise is near them.
     noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", ge=1e-6, le=10_000)
-    delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
+    delta: float | None = setting(None, "delta of (epsilon, delta)", gt=0, lt=1, required=True)
     clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0, finite=True)
     clip_quantile: float | None = setting(
         None, "C starts at clip_norm and follows this quantile of the clients' norms, e.g. 0.5", gt=0, lt=1
@@ -42,7 +42,7 @@ class PrivacySpec:
         """Check the noise, by an epsilon or by a multiplier, and the clip.
 
         Raises:
-            InputError: neither or both are given, or the mechanism has no adaptive clip.
+            InputError: neither or both of the two are given, or the mechanism has no adaptive clip.
         """
         faults = Faults()
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
