@@ -17,8 +17,7 @@ _SKEW = datetime.timedelta(hours=2)  # validity begins this long before the crea
 
 
 def create(folder: Path, name: str) -> bool:
-    """Make the authority ``ca.key`` (mode 0600) and ``ca.crt`` in a folder, unless it has one. Return whether it was
-    made.
+    """Make an authority's ``ca.key`` (mode 0600) and ``ca.crt`` in a folder; return False if the folder has one.
 
     Raises:
         InputError: the folder has only one of the two files.

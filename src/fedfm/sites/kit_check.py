@@ -181,7 +181,7 @@ def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
             yield _line("policy", DIFFERS, missing)
             return
     scored = "scores" in allowed
-    yield _line("policy", OK, "allows what the method asks" if scored else "no scores of this silo will be seen")
+    yield _line("policy", OK, "allows what the method asks" if scored else "the server gets no scores of this silo")
 
 
 def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
@@ -227,7 +227,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
         return "the clients of this method have no model"
     name, pinned = silo.data if needed.own_code else found.spec.name, needed.model.fingerprint
     if pinned is not None and found.fingerprint != pinned:
-        raise InputError(f"{name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
+        raise InputError(f"{name} has fingerprint {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
     description = f"{name}, fingerprint {found.fingerprint}"
     return (
         description if pinned is not None else f"{description}; compare it with what `fedfm check` says at the server"

@@ -74,9 +74,8 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
         _write(own, out, kit_templates.of_silo(own, federation))
         made.append(name)
     for name in (AUTHORITY, *made):
-        for path in (out / name).rglob(
-            "*"
-        ):  # for any umask: whether others can write ca.crt decides who can pose as the server
+        # Regardless of the umask: anyone who can write ca.crt can pose as the server.
+        for path in (out / name).rglob("*"):
             path.chmod(path.stat().st_mode & 0o755)
     rehearsal = f"{federation.host} is this machine's own address: no other machine reaches a server there"
     return {

@@ -255,11 +255,13 @@ def render(found: Mapping[str, Any]) -> str:
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
         f"runs {', '.join(runs) or 'nothing'}",
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
-        *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
+        *(f"discloses in all runs at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
         *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),
         f"lists what leaves in {found['ledger']}",
         *([f"answers the files of the server {found['server']}"] if found["server"] else []),
-        f"signs as {found['public_key'] or 'another one in each run'}",
-        f"knows {', '.join(found['roster'])}" if found["roster"] else "trusts the other silos' keys on first use",
+        f"signs as {found['public_key'] or 'a new key in each run'}",
+        f"knows the keys of {', '.join(found['roster'])}"
+        if found["roster"]
+        else "trusts the other silos' keys on first use",
     ]
     return "\n".join([*lines, *found["notices"]])

@@ -133,8 +133,7 @@ class SiloSession:
 
     @contextlib.contextmanager
     def rereading(self) -> Iterator[None]:
-        """A context that reads the rows of an agreed run again; the run is counted if it no longer fits, or the process
-        dies.
+        """A context that reads an agreed run's rows again; it counts the run if it no longer fits, or the process dies.
 
         Raises:
             ClientFault: E_REFUSED, too many runs no longer fit.

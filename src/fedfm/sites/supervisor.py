@@ -284,7 +284,9 @@ class _Supervisor:
                     stranger.nodes()
                 except InputError:
                     return
-        raise InputError(f"the SuperLink at {self._kit.local} obeys everybody who reaches it: it is stopped")
+        raise InputError(
+            f"the SuperLink at {self._kit.local} accepts requests from everyone who reaches it: it is stopped"
+        )
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
