@@ -10,7 +10,7 @@ s_t is the product of the weight decays. The logits of a batch are
 
     X_b W_t^T = s_t (X_b W_0^T) + (X_b X^T) A_t,
 
-which are rows of X W_0^T and of the Gram matrix X X^T. Both matrices are computed once. A step costs b n C
+whose products are rows of X W_0^T and of the Gram matrix X X^T. Both matrices are computed once. A step costs b n C
 multiply-adds instead of 2 b d C. The bias is one more feature that is always 1.
 """
 

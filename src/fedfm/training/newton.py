@@ -138,9 +138,7 @@ class _Search:
         return self._cholesky_step(point)
 
     def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:
-        """The point after the first of the steps 1, 1/2, 1/4, ... that decreases L (Armijo's rule); None if none
-        does.
-        """
+        """The point after the first step of 1, 1/2, 1/4, ... that decreases L (Armijo's rule); None if none does."""
         step = 1.0
         while step > 1e-10:
             further = self.at(point.theta + step * direction)

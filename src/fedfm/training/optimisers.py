@@ -65,7 +65,7 @@ class Local:
         "after half of the rounds, a hundredth after four fifths)",
         choices=SCHEDULES,
     )
-    warmup: float = setting(0.0, "share of all steps in which, at the beginning, eta rises from 0", ge=0, lt=1)
+    warmup: float = setting(0.0, "share of all steps, at the beginning, in which eta rises from 0", ge=0, lt=1)
     warmup_steps: float = setting(
         0.0,
         "instead of warmup, as in transformers: number of a client's warm-up steps over all rounds, or, below 1, their "
@@ -117,7 +117,7 @@ class Local:
 
         It rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
         ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.
-        ``steps``: it falls to a tenth at each of :data:`DROPS`. It depends only on round and step.
+        ``steps``: it falls to a tenth at each of :data:`DROPS`. Eta depends only on round and step.
         """
         warmup, at = self.warmup, end
         if self.warmup_steps:  # as transformers.get_linear_schedule_with_warmup: step k of w has k / w
@@ -189,7 +189,7 @@ def batches(n: int, size: int, joins: bool = False) -> int:
     """Number of mini-batches of n rows.
 
     Args:
-        joins: a last batch of one row joins the batch before it (see :func:`joins_last`).
+        joins: whether a last batch of one row joins the batch before it (see :func:`joins_last`).
 
     Example:
         >>> batches(65, 32), batches(65, 32, joins=True), batches(1, 32, joins=True)

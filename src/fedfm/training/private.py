@@ -216,7 +216,7 @@ def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: d
     """Check after the first private step that the trained tensors have changed and all others have not.
 
     Raises:
-        RunError: a tensor breaks this; the message names the first such tensor.
+        RunError: a trained tensor is unchanged, or another one has changed; the message names the first.
     """
     for name, p in live.items():
         if p.numel() and torch.equal(p.detach().cpu(), start[name]):

@@ -63,7 +63,7 @@ class Rule:
                 self._step(*pieces)
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
-        """One step on a vector (P,), from pieces (place, gradient there) of :data:`PIECE` entries; the last may be
+        """One step on a vector (P,), from pieces (place, gradient) of :data:`PIECE` entries; the last may be
         shorter.
         """
         self.t += 1

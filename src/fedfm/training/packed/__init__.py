@@ -50,7 +50,7 @@ def packs(model: Model | None) -> bool:
 
 
 def width(model: Model | None) -> int:
-    """Clients in a chunk."""
+    """Number of clients in a chunk."""
     found = _fast_net(model)
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The net of the model, read once; with ``fresh`` it is read again if frozen weights have changed."""
+    """The net of the model, read once; with ``fresh`` read again if frozen weights have changed; ``low``: bfloat16."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")

@@ -69,7 +69,7 @@ def forward(
         q: rows of ``qs`` numbers, the queries of all heads first.
         kv: rows of ``kvs`` numbers, keys from ``k0`` and values from ``v0`` on.
         lengths: (S,) rows of each sequence.
-        single: one query for each sequence; else one for each row.
+        single: whether there is one query for each sequence, and not one for each row.
         out: rows of heads * size numbers, one for each query.
         p: probabilities, kept for the gradient: see :func:`entries`.
         turned: scratch of ``size`` times the padded length of the longest sequence.

@@ -54,7 +54,7 @@ class Linear:
     Args:
         weight: (out, in), not copied.
         bias: (out,) or None.
-        low: multiply in bfloat16, accumulate in float32; inputs and outputs are float32 by default.
+        low: whether to multiply in bfloat16 and accumulate in float32; inputs and outputs are float32 by default.
     """
 
     __slots__ = ("_blocked", "bias", "low", "transposed", "weight")

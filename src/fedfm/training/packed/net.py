@@ -30,7 +30,7 @@ class Net:
         lowest: number of layers without adapters at the bottom: their outputs are computed once for each client.
         positions: tokens of an image, 0 for text.
         norm, pooler: between the last layer and the head: a normalisation, or BERT's dense map and tanh.
-        mean: pool by the mean over tokens; else the last layer computes only the first token.
+        mean: whether to pool by the mean over tokens; else the last layer computes only the first token.
         flat: places of the trained tensors.
         head: names of the head's weight (C, d) and bias (C,).
         frozen: the layers' weights; see :meth:`stale`.
@@ -66,7 +66,7 @@ def read(model: Model, *, low: bool) -> Net:
     """The net of a model; with ``low`` its frozen maps multiply in bfloat16.
 
     Raises:
-        Unsupported: with the unsupported part.
+        Unsupported: the layers do not support a part of the model, which the message names.
     """
     module: Any = model.module
     base = module.get_base_model() if hasattr(module, "peft_config") else None

@@ -1,6 +1,7 @@
 """Logits of many rows by the packed forward pass, with a cache for the newest parameters.
 
-Server and clients evaluate the same rows with the same parameters; in one process the second of them uses the cache.
+Server and clients evaluate the same rows with the same parameters; in one process, the second evaluation uses the
+cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CachedLogits:
         self._kept: Any = WeakIdKeyDictionary()  # Rows -> (stamp, logits)
 
     def __call__(self, p: Tensor, rows: Rows) -> Tensor:
-        """(n, C) for the trained tensors ``p`` (P,)."""
+        """Logits (n, C) for the trained tensors ``p`` (P,)."""
         if not torch.equal(p, self._p):
             self._p, self._kept = p, WeakIdKeyDictionary()
         stamp = tuple(t._version for t in self.net.outside)
