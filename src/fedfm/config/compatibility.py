@@ -25,7 +25,7 @@ def check_as_asked(e: ExperimentParts) -> None:
     """Check the rules on the method as the experiment specifies it.
 
     Raises:
-        InputError: for the first rule that is broken.
+        InputError: a rule is broken; the message is about the first one.
     """
     method, needs, adaptation, run = f'method "{e.method_name}"', e.method.needs, e.model.adaptation, e.run
     for local in locals_of(e.method):
@@ -145,7 +145,7 @@ def check_as_asked(e: ExperimentParts) -> None:
 
 
 def _check_folder(e: ExperimentParts) -> None:
-    """Refuse settings that do not work with messages as files, and keys of this engine with another one."""
+    """Refuse settings that do not work on the folder engine, and this engine's keys on other engines."""
     run, method = e.run, f'method "{e.method_name}"'
     if run.engine != "folder":
         for key in ("folder", "roster", "identity"):
@@ -170,7 +170,7 @@ def check_as_run(e: ExperimentParts) -> None:
     """Check the rules on the method under [privacy], where it may call other client halves.
 
     Raises:
-        InputError: for the first rule that is broken.
+        InputError: a rule is broken; the message is about the first one.
     """
     method, attack = f'method "{e.method_name}"', cast(Any, e.attack)
     if attack is not None:

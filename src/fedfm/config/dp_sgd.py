@@ -19,7 +19,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) ->
     """The aggregation whose clients train by DP-SGD as the [privacy] table says.
 
     Raises:
-        InputError: the table or the method does not allow it, with the reason.
+        InputError: the table or the method does not allow it; the message gives the reason.
     """
     faults = Faults()
     if privacy.unit != "record":

@@ -1,4 +1,4 @@
-"""Experiment: frozen dataclasses from one TOML file. An unknown key or a wrong value is refused with its place."""
+"""Experiment: frozen dataclasses from one TOML file. A message on an unknown key or a wrong value names the key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MISSING = "[{}] is missing; an experiment has [data], [model] and [method]"
 
 @dataclass(frozen=True, init=False)
 class Experiment(ExperimentParts):
-    """Everything that defines a run, with every default filled in and checked.
+    """The settings of a run, checked, with all defaults filled in.
 
     The arguments have the names of the file's tables; each is a table or the object itself, e.g.
     ``method=FedAvg(rounds=3)``.
@@ -62,7 +62,7 @@ class Experiment(ExperimentParts):
         method_name: str | None = None,
         tuning: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        """Build and check; only ``dataclasses.replace`` passes ``method_name``, for values that were checked before.
+        """Build and check the settings. Only ``dataclasses.replace`` passes ``method_name``, for checked settings.
 
         Raises:
             InputError: a value is wrong; the message has its key, the value and what would be right.
@@ -78,7 +78,7 @@ class Experiment(ExperimentParts):
         if isinstance(method, HiddenModel):
             if model is not None and not changed:
                 raise InputError(
-                    "[model]: clients of this method have no model, and method.foundation is the server's; drop it",
+                    "[model]: this method's clients have no model, and method.foundation is the server's; drop [model]",
                     key="model",
                 )
             model = method.model_table()
@@ -226,7 +226,7 @@ class Experiment(ExperimentParts):
         return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
 
     def to_display(self) -> dict[str, Any]:
-        """As :meth:`to_dict`, for readers: without the partition if no rows are split."""
+        """As :meth:`to_dict`, for display: without the partition if it splits no rows."""
         tables = self.to_dict()
         if self.silos_own_rows:
             tables["data"].pop("partition", None)

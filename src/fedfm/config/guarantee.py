@@ -25,7 +25,7 @@ def protect(method: M, privacy: PrivacySpec) -> M:
     """A method that has its own mechanism, under the [privacy] table.
 
     Raises:
-        InputError: its mechanism gives no such guarantee.
+        InputError: the method's mechanism gives no such guarantee.
     """
     faults = Faults()
     for key in ("noise_multiplier", "clip_norm", "clip_quantile", "halt_at_epsilon"):
@@ -90,7 +90,7 @@ def check_hidden(e: ExperimentParts, method: str) -> None:
     """Refuse secure aggregation where no mean is taken, or where the server looks at single replies.
 
     Raises:
-        InputError: it names the key and a valid value.
+        InputError: the message names the key and a valid value.
     """
     if not isinstance(e.aggregation, Secure):
         return

@@ -21,7 +21,7 @@ def check_momentum(local: Local) -> None:
     """Refuse a momentum of a client optimiser that has none.
 
     Raises:
-        InputError: it is set.
+        InputError: the momentum is set.
     """
     from fedfm.training.personal import TwoModels
 
@@ -71,7 +71,7 @@ def check_own_code(e: ExperimentParts, method: str) -> None:
     """Refuse keys that make no sense if a user's function provides rows and model.
 
     Raises:
-        InputError: for the first such key.
+        InputError: there is such a key; the message names the first one.
     """
     if e.data.name != e.model.name:
         raise InputError(
@@ -99,7 +99,7 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
     """Refuse ``data.augment`` if no training would see the changed images, or if clients train by DP-SGD.
 
     Raises:
-        InputError: it does not work here; the message gives the reason.
+        InputError: augmentation does not work here; the message gives the reason.
     """
     adaptation = e.model.adaptation
     if e.in_memory:

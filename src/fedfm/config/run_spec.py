@@ -17,7 +17,7 @@ class AsynchronousSpec:
 
     buffer: int = setting(0, "K, updates in a server update; slower clients are in a later one", required=True, ge=1)
     staleness: float = setting(
-        0.5, "a: an update that began tau server updates ago counts (1 + tau)^-a", ge=0, finite=True
+        0.5, "a: an update that began tau server updates ago is weighted by (1 + tau)^-a", ge=0, finite=True
     )
     speeds: dict[str, float] = setting(
         dict, "speed by client relative to all others, if arrival is simulated", gt=0, finite=True
@@ -56,7 +56,7 @@ class RunSpec:
         None, "GPUs that a client takes while it works: 0.5 for two on one, 2 for a model on two [1]", gt=0, finite=True
     )
     deterministic: bool = setting(
-        False, "on a GPU: algorithms with the same bits every time, slower; an operation without one is an error"
+        False, "on a GPU: use deterministic algorithms, which are slower; an operation that has none is an error"
     )
     wire: bool = setting(False, "local engine: serialise every message as a network would")
     transport: str = setting(
@@ -76,7 +76,7 @@ class RunSpec:
         None, "folder: the file of the server's key, made if absent [~/.config/fedfm/server.key]"
     )
     shared: bool = setting(
-        False, "others may read the run directory, as your umask says [its owner alone]; private/ stays closed"
+        False, "let others read the run directory, as far as your umask allows [only its owner]; private/ stays closed"
     )
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)
     patience: int = setting(
