@@ -64,7 +64,7 @@ class Terms:
     Attributes:
         mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
         correction: is added to every gradient (SCAFFOLD's c - c_k).
-        only: names of the tensors to train, the others stay as in ``w``; None: all.
+        only: names of the tensors to train; the others stay as in ``w``. None: all are trained.
     """
 
     mu: float = 0.0

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 # Largest L2 norm of a reply's parameters, and of each floating-point tensor in a reply. Honest updates have norms of
-# some thousands; only sums of squares over 10^9 rows of norm 1,000 reach the limit. Below it nothing overflows in
-# float32: 10^14 terms of this norm and of weight MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam, is
-# 1e30.
+# some thousands; only sums of squares over 10^9 rows of norm 1,000 reach the limit. Below the limit nothing overflows
+# in float32: 10^14 terms of this norm and of weight MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam,
+# is 1e30.
 MAX_NORM = 1e15
 _REASON = 400  # largest number of characters of a stored reason
 
@@ -180,7 +180,7 @@ class Federation:
         mechanism = self.aggregator.mechanism
         if mechanism.fraction is not None:
             if not math.isclose(fraction, mechanism.fraction):
-                raise RunError(f"fed.sample({fraction:g}): the account of [privacy] is for {mechanism.fraction:g}")
+                raise RunError(f"fed.sample({fraction:g}): [privacy] is accounted for {mechanism.fraction:g}")
             return mechanism.cohort(self)
         m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)
         rng = seeds.generator(self.seed, "server", self.round, "cohort")

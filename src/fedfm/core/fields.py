@@ -49,7 +49,7 @@ class Bounds:
         but: single values that are refused.
         choices: the allowed texts.
         pattern: regular expression for the whole text, in syntax common to Python and JSON Schema.
-        keys: the same pattern for a table's keys.
+        keys: pattern for the keys of a table.
         least, most: smallest and, unless 0, largest number of entries of a list or a table.
         words: the expected value in words, for messages; by default derived from the bounds.
     """
@@ -125,7 +125,7 @@ def setting(
 
     Args:
         default: value if the key is absent; a class is called for each instance.
-        help: its meaning in one line.
+        help: the key's meaning in one line.
         required: whether None and "" are refused.
         of: values of the field ``name`` that accept this key; others refuse it.
         metadata: further keys. ``server_only``: clients do not get the value. ``usual``: the default that ``None``

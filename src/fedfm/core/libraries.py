@@ -56,13 +56,13 @@ def of_import(error: Exception) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a line of fedfm itself raised it, not code that such a line calls."""
+    """Whether a line of fedfm itself raised the error, not code that such a line calls."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_OURS)
 
 
 def is_library(error: BaseException) -> bool:
-    """Whether a line of an installed package or of Python's own library raised it."""
+    """Whether a line of an installed package or of Python's own library raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_ours(error):
         return False

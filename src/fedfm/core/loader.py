@@ -1,6 +1,6 @@
 """A torch DataLoader of deferred rows: processes that compute batches before they are needed.
 
-One process computes a batch, only from the batch's rows, so its bits do not depend on the number of processes.
+One process computes each batch, from the batch's rows alone. So its bits do not depend on the number of processes.
 """
 
 from __future__ import annotations

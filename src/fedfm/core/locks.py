@@ -1,4 +1,4 @@
-"""Locks of files and folders between processes. A lock ends with its process, even if that is killed."""
+"""Locks of files and folders between processes. A lock ends with its process, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lock:
 
     Args:
         path: a file, which is made if it is absent.
-        folder: ``path`` is an existing folder, which is locked without a file.
+        folder: whether ``path`` is an existing folder, which is locked without a file.
     """
 
     def __init__(self, path: Path, *, folder: bool = False) -> None:
@@ -37,7 +37,7 @@ class Lock:
         """Take the lock; returns False if another process, or another object of this one, has it.
 
         Args:
-            wait: wait until it is free.
+            wait: whether to wait until the lock is free.
 
         Raises:
             OSError: the file can be neither opened nor made, or its file system has no locks.

@@ -13,7 +13,8 @@ from fedfm.errors import ClientFault
 class Request(NamedTuple):
     """One message to one client: a call of ``handler`` (kind and wire name, ``train.FedAvg_train``) with ``payload``.
 
-    (round, call) identifies the request: the reply repeats it, and it versions the client's memory.
+    (round, call) identifies the request. The reply repeats the pair, and versions of the client's memory are named by
+    it.
     """
 
     client: ClientId
@@ -65,7 +66,7 @@ class Streaming(Link, Protocol):
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
         """Wait for the replies to these requests of an earlier process.
 
-        The next :meth:`stream` gets a request for each of these clients; it is delivered if the earlier one is lost.
+        The next :meth:`stream` gets a new request for each of these clients, to deliver if the earlier one is lost.
         """
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:

@@ -37,7 +37,7 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
     Args:
         data: one piece, or several to concatenate.
         mode: permissions before the user's umask.
-        sync: the write also survives a power cut, not only a killed process.
+        sync: whether the write survives a power cut, too, not only a killed process.
 
     Raises:
         NotWritten: the disk is full or not writable; the old file is untouched.

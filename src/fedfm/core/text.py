@@ -18,7 +18,7 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
 
     Args:
         value: made of mappings, lists, tuples, text, numbers, and scalars of NumPy and torch.
-        ascii: escape all other characters.
+        ascii: whether to escape all characters that are not ASCII.
 
     Raises:
         TypeError: it contains another type.
@@ -107,7 +107,7 @@ NAME_WORDS = 'letters, digits, "-", "_" and "." only, at most 64, the first one 
 
 
 def is_name(text: object) -> bool:
-    """Whether it is a valid name of a silo in ``silo.toml``, in a federation's file and at the server.
+    """Whether a text is a valid name of a silo in ``silo.toml``, in a federation's file and at the server.
 
     Example:
         >>> is_name("hospital-a"), is_name("../a"), is_name("a" * 65)

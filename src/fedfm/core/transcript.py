@@ -66,7 +66,7 @@ class Transcript:
     def add_exchange(
         self, reply: Reply, handler: str, round: int, call: int, *, form: str, down: str, counted: bool, part: str
     ) -> None:
-        """Add a request and its reply; a fault without a message has no reply.
+        """Add a request and its reply; if a fault came without a message, add only the request.
 
         Args:
             handler: the request's handler, with its kind.

@@ -62,7 +62,7 @@ class Coding:
         self._print = self._start.sha256()[:16]
 
     def encode(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
-        """The value with coded Params; ``told`` gets the error of each."""
+        """The value with coded Params; ``told`` is called with the error of each."""
         return replace_parts(value, lambda x: self._encode(x, told) if isinstance(x, Params) else None)
 
     def rebuild(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
@@ -193,7 +193,7 @@ def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _nothing(error: Error) -> None:
-    """Keep no record."""
+    """Ignore an error, which nobody records."""
 
 
 def _is_coded(x: Any) -> bool:
