@@ -26,8 +26,8 @@ def differences(cls: type) -> list[dict[str, Any]]:
         default = _default(_TABLES | dict(getattr(cls, "paper_tables", {})) | {"method": cls}, key)
         if default != paper.value:
             plain = list(default) if isinstance(default, tuple) else default
-            told = list(paper.value) if isinstance(paper.value, tuple) else paper.value
-            rows.append({"key": key, "default": plain, "paper": told, "why": paper.why})
+            in_paper = list(paper.value) if isinstance(paper.value, tuple) else paper.value
+            rows.append({"key": key, "default": plain, "paper": in_paper, "why": paper.why})
     return rows
 
 

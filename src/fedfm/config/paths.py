@@ -19,7 +19,7 @@ _KEYS = {
 _MADE = {"run.identity"}  # files that fedfm creates next to the experiment's file if they are absent
 
 
-def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -> dict[str, Any]:
+def resolve_paths(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -> dict[str, Any]:
     """The tables of a TOML file, whose relative paths are looked up in the file's folder first.
 
     Values that are not in that folder do not change: a path relative to the working directory, a built-in name, a hub

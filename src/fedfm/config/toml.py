@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
-from fedfm.config.paths import beside
+from fedfm.config.paths import resolve_paths
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type, types_of
 from fedfm.core.method import Method
@@ -25,7 +25,7 @@ _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  
 
 
 def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
-    """The nested tables of a TOML file, with paths resolved by :func:`fedfm.config.paths.beside`.
+    """The nested tables of a TOML file, with paths resolved by :func:`fedfm.config.paths.resolve_paths`.
 
     Args:
         overrides: values by key ``a.b.c``, whose paths are relative to the working directory.
@@ -49,7 +49,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        table = beside(path, table, overrides)
+        table = resolve_paths(path, table, overrides)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     for key, value in overrides.items():

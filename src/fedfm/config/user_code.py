@@ -80,5 +80,5 @@ def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InputError(f"data.name: {name}: {error}", key="data.name") from None
     if brings.seed is None:
         return tables
-    told = {"method": {**method, "local": dict(brings.local)}, "run": {"seed": brings.seed, **run}}
-    return {**tables, **told}
+    from_trainer = {"method": {**method, "local": dict(brings.local)}, "run": {"seed": brings.seed, **run}}
+    return {**tables, **from_trainer}

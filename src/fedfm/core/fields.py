@@ -137,10 +137,10 @@ def setting(
     Raises:
         TypeError: an unknown bound.
     """
-    told = {"help": help, "bounds": Bounds(**bounds), "required": required, "of": of} | dict(metadata)
+    facts = {"help": help, "bounds": Bounds(**bounds), "required": required, "of": of} | dict(metadata)
     if isinstance(default, type):
-        return field(default_factory=default, metadata=told)
-    return field(default=default, metadata=told)
+        return field(default_factory=default, metadata=facts)
+    return field(default=default, metadata=facts)
 
 
 def key_of(name: str) -> str:
@@ -205,8 +205,8 @@ def _outside(f: Field[Any]) -> bool:
 def describe(f: Field[Any], hint: Any) -> str:
     """The meaning of a key, followed by its allowed values unless the meaning names them."""
     text, bounds = str(f.metadata.get("help", "")), bounds_of(f)
-    told = bounds == Bounds() or bounds.words or (bounds.choices and all(choice in text for choice in bounds.choices))
-    return text if told else f"{text}; {bounds.words_for(hint)}"
+    named = bounds == Bounds() or bounds.words or (bounds.choices and all(choice in text for choice in bounds.choices))
+    return text if named else f"{text}; {bounds.words_for(hint)}"
 
 
 def check(settings: Any, where: str) -> None:

@@ -61,28 +61,28 @@ class Coding:
         self.precision, self._start = precision, _starts[model]
         self._print = self._start.sha256()[:16]
 
-    def encode(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
-        """The value with coded Params; ``told`` is called with the error of each."""
-        return replace_parts(value, lambda x: self._encode(x, told) if isinstance(x, Params) else None)
+    def encode(self, value: Any, report: Callable[[Error], None] = lambda error: None) -> Any:
+        """The value with coded Params; ``report`` is called with the error of each."""
+        return replace_parts(value, lambda x: self._encode(x, report) if isinstance(x, Params) else None)
 
-    def rebuild(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
+    def rebuild(self, value: Any, report: Callable[[Error], None] = lambda error: None) -> Any:
         """The inverse; a value without coded Params is returned unchanged.
 
         Raises:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
                 E_NONFINITE, it has NaN or infinity.
         """
-        return replace_parts(value, lambda x: self._rebuild(x, told) if _is_coded(x) else None)
+        return replace_parts(value, lambda x: self._rebuild(x, report) if _is_coded(x) else None)
 
-    def _encode(self, x: Params, told: Callable[[Error], None]) -> Any:
+    def _encode(self, x: Params, report: Callable[[Error], None]) -> Any:
         if not can_code(x.layout):
             return x
         found: Coded = code(x, self.precision, self._start)
-        told(found.error)
+        report(found.error)
         error = found.error
         return {KEY: _Sent(found.values, found.relative, self._print, error.largest, error.squares)}
 
-    def _rebuild(self, x: Mapping[str, Any], told: Callable[[Error], None]) -> Params:
+    def _rebuild(self, x: Mapping[str, Any], report: Callable[[Error], None]) -> Params:
         try:
             sent: _Sent = conform(x[KEY], _Sent, KEY)
         except ClientFault as fault:
@@ -96,7 +96,7 @@ class Coding:
             found = decode(sent.values, sent.relative, self._start)
         except ValueError as error:
             raise ClientFault(E_FORMAT, str(error)) from None
-        told(Error(sent.largest, sent.squares, sum(sent.values.layout.sizes.get(kind, 0) for kind in CODES.values())))
+        report(Error(sent.largest, sent.squares, sum(sent.values.layout.sizes.get(kind, 0) for kind in CODES.values())))
         return found
 
 

@@ -102,14 +102,14 @@ def _count(texts: Sequence[str], holds: Callable[[str], object]) -> int:
 
 
 def _damage(texts: Sequence[str], where: str) -> str | None:
-    told = max(_TIMES, _SOME * len(texts))
-    if (n := _count(texts, _MISREAD.search)) >= told:
+    least = max(_TIMES, _SOME * len(texts))
+    if (n := _count(texts, _MISREAD.search)) >= least:
         sign = next(found[0] for text in texts if (found := _MISREAD.search(text)))
         return (
             f'{n} of {where} hold signs such as "{sign}", which come from UTF-8 read in another encoding: write the '
             "file again from its origin, as UTF-8"
         )
-    if (n := _count(texts, lambda text: _LOST in text)) >= told:
+    if (n := _count(texts, lambda text: _LOST in text)) >= least:
         return f"{n} of {where} hold U+FFFD, the mark of an unreadable character: write the file again from its origin"
     if (n := _count(texts, _CONTROL.search)) >= told:
         return (

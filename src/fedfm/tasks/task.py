@@ -343,10 +343,10 @@ class Task:
 
     def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the sums that a silo does not send, which follow from its scores."""
-        n, told = scores.get("n"), {key: scores.get(key) for key in self.row_means}
-        if not n or all(value is None for value in told.values()):
+        n, means = scores.get("n"), {key: scores.get(key) for key in self.row_means}
+        if not n or all(value is None for value in means.values()):
             return scores
-        made = {self.row_means[key]: None if value is None else n * value for key, value in told.items()}
+        made = {self.row_means[key]: None if value is None else n * value for key, value in means.items()}
         return {"rows": n, **made, **scores}
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:

@@ -78,10 +78,10 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
         names = []
     # The first missing part of the path: b in a/b/c.csv if only a exists.
     wanted = path.parts[len(parent.parts)] if len(path.parts) > len(parent.parts) else path.name
-    beside = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
+    instead = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
     if given in BUILT_IN:
-        beside = f'the built-in set is data.name = "{given}"'
-    raise InputError(f'{key}: there is no "{given}"{where}; {beside}', key=key)
+        instead = f'the built-in set is data.name = "{given}"'
+    raise InputError(f'{key}: there is no "{given}"{where}; {instead}', key=key)
 
 
 def read_bytes(path: Path, holds: str) -> bytes:
