@@ -165,7 +165,7 @@ def test_every_layout_of_instructions(name: str, task: str | None, tmp_path: Pat
     path = jsonl(tmp_path / "a.jsonl", *[row] * 6)
     table = read(path, task)
     assert (table.kind, table.inputs[0]) == ("instruction", expected)
-    assert ("read as with" in "".join(table.notices)) == (name not in ("messages",) and "alpaca" not in name)
+    assert ("read as if" in "".join(table.notices)) == (name not in ("messages",) and "alpaca" not in name)
     asked = read_inputs(path, DataSpec(), kind="instruction")
     assert asked.inputs[0] == expected
 

@@ -35,11 +35,11 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
         return spec, ()
     words = ", ".join(f'data.{key} = "{name}"' for key, name in found.items())
     named: dict[str, Any] = dict(found)
-    return replace(spec, **named), (f"the columns are read as with {words}",)
+    return replace(spec, **named), (f"the columns are read as if the experiment had {words}",)
 
 
 def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
-    """The layout of preferences: an instruction is a prompt."""
+    """The layout of preferences in which the instruction column holds the prompts."""
     missing = spec.column("prompt") == _DEFAULTS["prompt"] and spec.column("prompt") not in columns
     return {"prompt": spec.column("instruction")} if missing and spec.column("instruction") in columns else {}
 
@@ -59,7 +59,7 @@ def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) ->
 
 
 def _other(columns: Mapping[str, Any], spec: DataSpec, key: str) -> dict[str, str]:
-    """The key with another name of its column, if the default column does not exist."""
+    """{key: other name} if there is a column of another name for the key, and the default column is absent; else {}."""
     if getattr(spec, key) != _DEFAULTS[key] or _DEFAULTS[key] in columns:
         return {}
     return next(({key: name} for name in _OTHER_NAMES[key] if name in columns), {})
