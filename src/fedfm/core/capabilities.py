@@ -53,8 +53,7 @@ class Reporter:
         """Notices about its settings before the first round, one line each.
 
         Args:
-            counts: each client's number of training rows by class; empty in a run, which reports on rows as it uses
-                them.
+            counts: training rows of each client by class; empty in a run, which reports on rows when they are used.
         """
         return []
 

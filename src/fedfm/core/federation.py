@@ -86,8 +86,7 @@ class Federation:
         metrics: means of the metrics in this round's updates, weighted like the updates.
         client_metrics: metrics of this round's updates by client, if they have scores on the client's own rows and the
             server sees single updates.
-        secret: returns the server's 32 bytes for a name, from the operating system's entropy, the same in the whole
-            run.
+        secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
         underway: (round, call) by client of requests in flight, whose reply may come in a later round; see ``first`` of
             :meth:`exchange`.
         began: client -> round of its request, for the clients that answered the last call with ``first``.

@@ -13,8 +13,7 @@ from fedfm.errors import ClientFault
 class Request(NamedTuple):
     """One message to one client: a call of ``handler`` (kind and wire name, ``train.FedAvg_train``) with ``payload``.
 
-    (round, call) identifies the request. The reply repeats the pair, and versions of the client's memory are named by
-    it.
+    (round, call) identifies the request: the reply repeats the pair, and the client's memory has a version for it.
     """
 
     client: ClientId

@@ -38,8 +38,7 @@ class RowKind:
         remote: whether silos may hold such rows while the server has none; then ``data.kind`` may name this kind.
         predicted_as: the kind of such rows in predictions; empty: the same.
         wording: whether a row consists of texts, which are compared regardless of case and spaces.
-        inputs: number of a row's first parts, which a model reads; the other parts are targets. None: a model reads
-            all.
+        inputs: number of a row's first parts, which a model reads; the others are targets. None: it reads all.
     """
 
     name: str

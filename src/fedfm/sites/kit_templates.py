@@ -69,9 +69,7 @@ def _nginx(kit: Kit) -> str:
         listen=listen,
         name=host,
         port=kit.port if kit.proxy else "18443",
-        hint=""
-        if kit.proxy
-        else "# The kit was made without proxy = true in federation.toml: a proxy needs a kit made with it.\n",
+        hint="" if kit.proxy else "# The kit was made without proxy = true in federation.toml: make a kit with it.\n",
     )
 
 

@@ -51,10 +51,7 @@ def train(job: Job) -> Params:
 def trainer_for(
     model: Model, local: Local | None = None, only: Sequence[str] | None = None, protected: bool = False
 ) -> Trainer:
-    """The trainer of this model: DP-SGD's if ``protected``, else a fast one, else the loop.
-
-    A fast trainer needs a model and an optimiser that it supports, and trains all tensors.
-    """
+    """DP-SGD's trainer if ``protected``; a fast one if it fits the optimiser and trains all tensors; else the loop."""
     if protected:
         from fedfm.training import private
 
