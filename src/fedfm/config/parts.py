@@ -40,7 +40,7 @@ class ExperimentParts:
         """The method, for code that needs a certain class of methods.
 
         Raises:
-            TypeError: it is of another class.
+            TypeError: the method is of another class.
         """
         if not isinstance(self.method, kind):
             raise TypeError(f"method {self.method_name!r} is not a {kind.__name__}")

@@ -141,7 +141,7 @@ def admit(kind: str, name: str, where: str) -> None:
         where: the key or file, for the message.
 
     Raises:
-        InputError: it cannot be imported, or is not a class of this kind.
+        InputError: the class cannot be imported, or is not of this kind.
     """
     base = _attribute(_BASES[kind])
     try:

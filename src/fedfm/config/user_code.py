@@ -27,7 +27,7 @@ def admit_function(name: str, where: str) -> Callable[[], Any]:
     """Import ``module:function``. This runs the module, so the name must come from this process's owner.
 
     Raises:
-        InputError: it cannot be imported, or cannot be called.
+        InputError: the function cannot be imported, or cannot be called.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -48,7 +48,7 @@ def function(name: str, where: str) -> Callable[[], Any]:
     """The admitted function of this name.
 
     Raises:
-        InputError: it was not admitted.
+        InputError: the function was not admitted.
     """
     if name not in _admitted:
         raise InputError(f'{where} = "{name}": code from outside fedfm, which nobody here has admitted', key=where)

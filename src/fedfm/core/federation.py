@@ -365,7 +365,7 @@ class Federation:
             least: number of valid replies that are needed; by default see :meth:`enough`.
 
         Raises:
-            RunError: they are too few; the message has the reasons.
+            RunError: the replies are too few; the message has the reasons.
         """
         if good < (needed := self.enough(wanted) if least is None else least):
             from fedfm.core.reasons import reasons

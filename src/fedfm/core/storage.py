@@ -60,8 +60,8 @@ def write_new(path: Path, data: bytes) -> None:
     """Write a file that must not exist: only one of several processes succeeds, and no reader sees a partial file.
 
     Raises:
-        FileExistsError: it exists.
-        OSError: it cannot be written; no part of it is left.
+        FileExistsError: the file exists.
+        OSError: the file cannot be written; no part of it is left.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:

@@ -21,7 +21,7 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
         ascii: whether to escape all characters that are not ASCII.
 
     Raises:
-        TypeError: it contains another type.
+        TypeError: the value contains another type.
 
     Example:
         >>> to_json({"loss": float("inf"), "rounds": 3})

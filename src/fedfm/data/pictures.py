@@ -62,7 +62,7 @@ def rgb(item: Any) -> Any:
     """A Pillow image of mode RGB, from a path, an encoded image or uint8 pixels (H, W, C).
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the image cannot be read.
     """
     return rgb_of(item) if isinstance(item, np.ndarray) else read_image(item).convert("RGB")
 
@@ -71,7 +71,7 @@ def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
     """Pixels (H, W, C) uint8 of a path or an encoded image; C = ``channels``, or 1 for grey images and else 3.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the image cannot be read.
     """
     picture = read_image(item)
     grey = picture.mode == "L" if channels is None else channels == 1
@@ -83,7 +83,7 @@ def upright(picture: Any) -> Any:
     """An opened Pillow image in its visible form: turned, over white, of mode L if it is grey and else RGB.
 
     Raises:
-        ValueError: its values are outside all ranges that can be scaled, or Pillow cannot convert them.
+        ValueError: the image's values are outside all ranges that can be scaled, or Pillow cannot convert them.
     """
     from PIL import Image
 
@@ -180,7 +180,7 @@ def read_image(item: str | Path | bytes, draft: tuple[int, int] | None = None) -
     """The upright Pillow image of a file or of its bytes; with ``draft``, a JPEG is decoded at a fraction of its size.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the image cannot be read.
     """
     from PIL import Image
 

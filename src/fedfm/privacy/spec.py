@@ -61,7 +61,7 @@ def need(value: float | None, key: str) -> float:
     """A number of the [privacy] table that the mechanism needs.
 
     Raises:
-        InputError: it is missing.
+        InputError: the number is missing.
     """
     if value is None:
         raise InputError(f"privacy.{key} is missing: a number is expected", key=f"privacy.{key}")

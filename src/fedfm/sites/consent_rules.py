@@ -24,7 +24,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         rows: training rows of the silo; None: before they are read.
 
     Raises:
-        InputError: it lists the terms that the experiment does not meet, each with its key in the silo's file.
+        InputError: the experiment does not meet a term; the message lists all such terms with their keys.
     """
     faults = Faults()
     for key in ("test_fraction", "val_fraction"):

@@ -19,7 +19,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     """The sheet of a JSON file.
 
     Raises:
-        InputError: it is not JSON, or has no list of objects.
+        InputError: the file is not JSON, or has no list of objects.
     """
     text = decode(data, path, "a JSON file")
     try:

@@ -18,7 +18,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     """The sheet of a Parquet file; rows count from 1. Images stay encoded, in Arrow's memory.
 
     Raises:
-        InputError: it is not a Parquet file, or it is damaged.
+        InputError: the file is not a Parquet file, or is damaged.
     """
     import pyarrow
     import pyarrow.parquet
