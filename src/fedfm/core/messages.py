@@ -71,8 +71,8 @@ class Streaming(Link, Protocol):
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver requests; yield replies to these and to earlier requests of this kind, as they arrive.
 
-        It yields one reply per client, until no request is in flight. A client that has answered an earlier request
-        gets the new request ``again(name)`` while other requests are in flight.
+        The link yields one reply per client, until no request is in flight. A client that has answered an earlier
+        request gets the new request ``again(name)`` while other requests are in flight.
         """
 
 

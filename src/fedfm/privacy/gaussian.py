@@ -67,7 +67,7 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
 def sigma_for(epsilon: float, delta: float, sensitivity: float = 1.0) -> float:
     """The smallest noise that is (epsilon, delta)-private: Balle & Wang 2018, Algorithm 1, by bisection.
 
-    It is proportional to the sensitivity.
+    Sigma is proportional to the sensitivity.
 
     Raises:
         InputError: epsilon is not a positive number, delta is not in (0, 1), or the sensitivity is negative.
@@ -104,7 +104,7 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
 def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
     """The smallest epsilon for which noise of standard deviation ``sigma`` is (epsilon, delta)-private.
 
-    It is infinite without noise, and 0 if delta alone suffices.
+    Epsilon is infinite without noise, and 0 if delta alone suffices.
 
     Raises:
         InputError: sigma or the sensitivity is negative, or delta is not in (0, 1).

@@ -181,7 +181,7 @@ class SiloSession:
             fault: code of the failure, if the reply is an empty part of a masked sum in its place.
 
         Raises:
-            ClientFault: E_REFUSED, a budget does not allow it, or the ledger cannot be written.
+            ClientFault: E_REFUSED, a budget does not allow the reply, or the ledger cannot be written.
         """
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
         entry = replace(

@@ -115,7 +115,7 @@ class Local:
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
         """Eta of the step that covers this part of all ``steps`` of the run, 0 <= begin < end <= 1.
 
-        It rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
+        Eta rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
         ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.
         ``steps``: it falls to a tenth at each of :data:`DROPS`. Eta depends only on round and step.
         """

@@ -69,7 +69,7 @@ def clipped_sum(
 def agrees(model: Model, rows: Rows, index: np.ndarray, live: Live) -> bool:
     """Whether the first row's gradient is the same in this batch and alone, in evaluation mode.
 
-    It differs if the model mixes the rows of a batch, or uses a parameter outside the layer that owns it.
+    The gradient differs if the model mixes the rows of a batch, or uses a parameter outside the layer that owns it.
     """
     training = [m for m in model.module.modules() if m.training]
     model.module.eval()

@@ -42,6 +42,6 @@ def with_texts(head: str, more: Mapping[str, Sequence[str]]) -> str:
 def weigh(body: Any) -> int:
     """Bytes of a message with this body in Flower's serialised records, computed from structure and shapes.
 
-    It is the same for every round and call, see :func:`fedfm.core.wire.envelope.envelope_size`.
+    The size is the same for every round and call, see :func:`fedfm.core.wire.envelope.envelope_size`.
     """
     return envelope_size(*payload.size(body))
