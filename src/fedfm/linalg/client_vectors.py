@@ -10,8 +10,10 @@ from fedfm.linalg.params import Params
 
 
 class Vectors(dict[str, Params]):
-    """A vector for each client. Sums and differences contain the clients of both sides, in the order of the right one;
-    their vectors are computed one by one and kept by :func:`keep_all`.
+    """A vector for each client.
+
+    A sum or difference has the clients that both operands have, in the order of the right operand. Its vectors are
+    computed one by one, and :func:`keep_all` stores each before the next one.
 
     Example:
         >>> theta_bar = Vectors(a=Params({"w": torch.tensor([1.0])}), b=Params({"w": torch.tensor([2.0])}))
@@ -30,7 +32,7 @@ class Vectors(dict[str, Params]):
         return self - dict.fromkeys(self, w)
 
     def cast(self, other: Mapping[str, Params]) -> Vectors:
-        """The vectors in the dtypes of the other's."""
+        """Each vector in the dtypes of the same client's vector in ``other``."""
         return self._with({i: other[i] for i in self}, lambda x, y: x.cast(y.layout))
 
     def _with(self, other: Mapping[str, Params], operation: Callable[[Params, Params], Params]) -> Vectors:

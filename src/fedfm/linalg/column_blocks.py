@@ -7,8 +7,8 @@ The vectors are the rows of a matrix; a column is one entry of each vector. Colu
 - A *block* is the part of a window that is multiplied at once.
 
 Only the layout and the number of vectors determine the stretches and blocks, so that results do not depend on the
-number of threads. While one thread waits for the disk, another one computes. With files, all windows together take at
-most 1 GiB of memory, or two blocks for each thread if that is more.
+number of threads. While one thread waits for the disk, another one computes. If vectors are in files, all windows
+together take at most 1 GiB of memory, or two blocks for each thread if that is more.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fedfm.linalg.threads import one_thread, torch_threads
 
 BLOCK = 8192  # smallest number of columns in a block
 MOST = 1 << 15  # largest number of columns in a block: torch converts up to this many entries on one thread
-PIECE = 1 << 16  # columns of one read (256 KiB of a vector): half of it would take the disk as long
-ENTRIES = 1 << 18  # entries in a block of few vectors: they fit the caches
+PIECE = 1 << 16  # columns of one read (256 KiB of a vector): a read of half the size would take the disk as long
+ENTRIES = 1 << 18  # entries in a block of few vectors: this many fit the caches
 STRETCH = 1 << 18  # columns in a stretch
 SHORT = 10**8  # multiplications; fewer take less time than the start of threads
-WINDOWS = 1 << 30  # most bytes of the windows of all threads: smaller windows cost more calls and waits
-LINE = 64  # bytes of padding behind a row, else rows as long as a power of two compete for few cache lines
+WINDOWS = 1 << 30  # largest number of bytes of all threads' windows: smaller windows would need more reads and waits
+LINE = 64  # bytes of padding behind a row: without it, rows whose length is a power of two share few cache lines
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -70,7 +70,7 @@ class Schedule(NamedTuple):
     Attributes:
         threads: number of threads.
         computing: number of threads that compute at a time; the others wait for the disk.
-        apart: bytes of padding behind each row of a window, and its alignment.
+        apart: bytes of padding behind each row of a window. A window begins at a multiple of this number.
     """
 
     stretches: list[Stretch]
@@ -167,7 +167,7 @@ class Desk(local):
         self._buffers: dict[Any, np.ndarray] = {}
 
     def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
-        """A window of ``count`` vectors. The next stretch uses it again: new memory takes longer than a copy."""
+        """Memory for a window of ``count`` vectors. The next stretch reuses it: new memory takes longer than a copy."""
         if (found := self._buffers.get((use, stretch.dtype))) is None:
             apart = self._apart // np.dtype(stretch.dtype).itemsize
             row = stretch.window + apart
@@ -225,18 +225,18 @@ Rows = dict[torch.dtype, list[Row]]
 
 
 def rows_of(vectors: Sequence[Params]) -> Rows:
-    """The floating-point entries by dtype."""
+    """The vectors' floating-point entries: for each dtype, a :class:`Row` for each vector."""
     dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
     return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
 def in_files(*several: Rows) -> bool:
-    """Whether any of them is in a file."""
+    """Whether any of these vectors is in a file."""
     return any(row.file is not None for rows in several for of in rows.values() for row in of)
 
 
 def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
-    """Yield each window: its spans, and their entries of all vectors (K, n), in the buffer and its dtype."""
+    """Yield each window as its spans and the entries of all vectors there (K, n), in the buffer and in its dtype."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:

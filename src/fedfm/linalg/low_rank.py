@@ -49,8 +49,9 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
 def inners(matrices: Sequence[Factors]) -> Tensor:
     """All inner products (K, K), float64, as two matrix products of the stacked factors.
 
-    <U_i V_i, U_k V_k> = tr((U_i^T U_k)(V_k V_i^T)) is a sum of the entries of block (i, k) of an elementwise product:
-    that of U^T U and V V^T, with the stacked factors U = [U_1, U_2, ...] and V = [V_1; V_2; ...].
+    The stacked factors are U = [U_1, U_2, ...] and V = [V_1; V_2; ...]. The inner product
+    <U_i V_i, U_k V_k> = tr((U_i^T U_k)(V_k V_i^T)) is the sum of the entries of block (i, k) in the elementwise product
+    of U^T U and V V^T.
     """
     if not matrices:
         return torch.zeros(0, 0, dtype=torch.float64)
@@ -70,8 +71,8 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
     Returns:
         The factors (left (m, r'), right (r', n)) and all singular values (k,), descending, in float64, with
         r' = min(rank, k) and k = min(R, m, n). The left factor contains the singular values. The rows of the right one
-        are orthonormal. In each, the entry of largest absolute value is positive (the first one of several), so that
-        the factors are unique. The squared error is the sum of the squares of the singular values from r' on.
+        are orthonormal. In each row, the first entry of largest absolute value is positive, so that the factors are
+        unique. The squared error is the sum of the squares of the singular values behind the first r'.
     """
     u, v = x[0].double(), x[1].double()
     q1, r1 = torch.linalg.qr(u)  # (m, min(m, R)), (min(m, R), R)

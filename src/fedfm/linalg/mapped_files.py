@@ -1,7 +1,8 @@
-"""Memory-mapped files of vectors, and where in which file a vector is.
+"""Memory-mapped files of vectors, and the file and offset of each vector.
 
-Loops over many vectors read and write the files directly (:class:`Stored`): the first access to a mapped page takes
-several times as long as its copy, and the system would keep pages that are not read again.
+Loops over many vectors do not use the mapping; they read and write the files directly (:class:`Stored`). The first
+access to a mapped page takes several times as long as a copy of the page, and the system would keep pages that are not
+read again.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torch import Tensor
 
 from fedfm.linalg import pages
 
-PAGE = 4096  # bytes: a long vector in a file begins at a page; otherwise a write next to it reads first
+PAGE = 4096  # bytes; a long vector begins at a page, because a write to a part of a page first reads the page
 UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: free pages after the copy
 DIRECT = getattr(os, "O_DIRECT", 0)  # bypasses the page cache
 SECTOR = 512  # bytes: alignment of memory for O_DIRECT
 
-_mapped: dict[int, tuple[int, Stored]] = {}  # address -> bytes, and the mapped file
+_mapped: dict[int, tuple[int, Stored]] = {}  # address -> number of bytes, and the mapped file
 
 
 def bytes_in_file(nbytes: int, passed: bool = False) -> Tensor:
-    """Bytes (nbytes,) in an anonymous file; ``passed``: passes over them release their pages."""
+    """Bytes (nbytes,) in an anonymous file; with ``passed``, :mod:`fedfm.linalg.pages` may release their pages."""
     handle, name = tempfile.mkstemp()
     with os.fdopen(handle, "r+b") as file:
         try:
@@ -53,17 +54,17 @@ def bytes_in_file(nbytes: int, passed: bool = False) -> Tensor:
 
 
 def open_again(path: str | Path, mode: int) -> Stored:
-    """A mapped file for :func:`remember`; its own descriptors leave the mapping's read-ahead unchanged.
+    """Open a mapped file once more, for :func:`remember`. The new descriptors do not change the mapping's read-ahead.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     if hasattr(os, "posix_fadvise"):  # read-ahead in each of a thousand files would exceed memory
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
-    except (OSError, AttributeError):  # use the page cache: a cached page takes half the time
+    except (OSError, AttributeError):  # no uncached reads: use the page cache, which takes half the time of O_DIRECT
         return Stored(descriptor, 0, 0, None)
     try:
         return Stored(descriptor, 0, UNCACHED, os.open(path, mode | os.O_CLOEXEC | DIRECT) if DIRECT else None)
@@ -86,10 +87,11 @@ class Stored(NamedTuple):
     """The place of a flat vector in a file, valid while the vector lives.
 
     Attributes:
-        descriptor: of the file.
-        at: the vector's first byte.
-        flags: of each call.
-        direct: a second descriptor for complete pages and sector-aligned memory, which takes a third of the time.
+        descriptor: the descriptor of the file.
+        at: the offset of the vector's first byte in the file.
+        flags: the flags of each read and write.
+        direct: a second descriptor, which bypasses the page cache and takes a third of the time. It needs complete
+            pages and sector-aligned memory. None: the file has no such descriptor.
     """
 
     descriptor: int
@@ -98,15 +100,15 @@ class Stored(NamedTuple):
     direct: int | None
 
     def read(self, start: int, into: np.ndarray) -> None:
-        """Read into (n,) contiguous from byte ``start`` of the vector on.
+        """Fill the contiguous array ``into`` (n,) from byte ``start`` of the vector on.
 
         Raises:
-            OSError: the file is shorter, or the disk fails.
+            OSError: the file is too short, or the disk fails.
         """
         self._all(os.preadv, start, into)
 
     def write(self, start: int, new: np.ndarray) -> None:
-        """Write (n,) contiguous from byte ``start`` of the vector on; the mapped vector changes too.
+        """Write the contiguous array ``new`` (n,) from byte ``start`` of the vector on; the mapped vector changes too.
 
         Raises:
             OSError: the disk is full, or fails.

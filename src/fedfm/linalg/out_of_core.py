@@ -1,6 +1,6 @@
-"""Vectors that exceed memory, in memory-mapped anonymous files. Each of them is an ordinary tensor.
+"""Vectors that do not fit into memory, in memory-mapped anonymous files. Each vector is an ordinary tensor.
 
-:mod:`fedfm.linalg.mapped_files` makes, reads and writes the files, for runs whose vectors do not fit into memory.
+:mod:`fedfm.linalg.mapped_files` makes, reads and writes the files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-FILE, MANY = 1 << 28, 1000  # most bytes and vectors of a shelf in one file
+FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a shelf puts into one file
 
 
 def limit() -> int:
-    """Bytes of memory for vectors of one use, e.g. a round's replies: ``FEDFM_MEMORY``, else a quarter of all memory.
+    """Bytes of memory that vectors of one purpose, e.g. a round's replies, may take.
+
+    This is the environment variable ``FEDFM_MEMORY``, by default a quarter of the machine's memory.
 
     Raises:
         InputError: ``FEDFM_MEMORY`` is not a number of bytes.
@@ -36,10 +38,10 @@ def limit() -> int:
 def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params]:
     """Uninitialised vectors, to be written once before they are read.
 
-    They share one buffer, which is free again when none of them is used any more. The next round reuses it, because new
-    memory takes more time than the weighted sums. If the vectors take more than ``most`` bytes, the buffer is a mapped
-    anonymous file in the folder of temporary files (``TMPDIR``, which should be on a disk). The space of the file is
-    allocated here, so that a full disk is an error now and no crash later.
+    They share one buffer, which is free again when none of them is used any more. The next round reuses the buffer,
+    because new memory takes more time than the weighted sums. If the vectors take more than ``most`` bytes, the buffer
+    is a mapped anonymous file in the folder of temporary files (``TMPDIR``, which should be on a disk). The space of
+    the file is allocated here, so that a full disk is an error now and no crash later.
 
     Args:
         count: number of vectors.

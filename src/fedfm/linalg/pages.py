@@ -1,7 +1,7 @@
 """Releases the pages of large vectors in mapped files after a pass over them.
 
-The next pass reads the pages again, most likely from the system's cache and else from the disk. Until then the memory
-is free, e.g. for the gradients and moments of a model that was loaded from the vector.
+The next pass reads the pages again: from the system's cache if they are still there, otherwise from the disk. Until
+then the memory is free, e.g. for the gradients and moments of a model that was loaded from the vector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ranges: dict[int, int] = {}  # address -> bytes of mapped files
 
 
 def register(memory: np.ndarray) -> None:
-    """Register the bytes (n,) of a mapped file that will not be written to again."""
+    """Register the bytes (n,) of a mapped file, so that :func:`release` may release their pages."""
     address = memory.ctypes.data
     _ranges[address] = memory.nbytes
     weakref.finalize(memory, _ranges.pop, address, None).atexit = False

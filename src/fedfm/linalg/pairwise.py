@@ -4,8 +4,8 @@ A server that computes a model for each client needs K^2 inner products and K we
 equations 3 to 6; FedAMP). Computed one by one, they read 2 K^2 vectors from memory. Here a block of columns of all
 vectors is multiplied at once, so that each vector is read once for the products and once for the sums.
 
-Vectors and results may be in files larger than memory (``fedfm.linalg.out_of_core``). The bits of the results depend
-neither on that nor on the number of threads, because the blocks and the order of the sums are fixed
+Vectors and results may be in files larger than memory (``fedfm.linalg.out_of_core``). The results have the same bits in
+memory and in files, and with any number of threads, because the blocks and the order of the sums are fixed
 (``fedfm.linalg.column_blocks``).
 """
 
@@ -49,10 +49,10 @@ def gram(
             floating-point entries count.
         centre: subtract from x_i its mean over the layer's entries, as in Pearson's correlation. This reads the vectors
             twice.
-        threads: largest number of threads; None: the number of cores. The bits do not depend on it.
+        threads: largest number of threads; None: the number of cores. The result's bits do not depend on it.
 
     Returns:
-        (L, K, K) float64, symmetric. Row and column of a vector with NaN or infinity are not finite.
+        (L, K, K) float64, symmetric. If a vector has a NaN or infinity, its row and column are not finite.
 
     Raises:
         KeyError: names differ, or a layer's name is unknown.

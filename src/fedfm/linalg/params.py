@@ -62,11 +62,11 @@ def layout_of(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> 
     return _alive.setdefault(entries, Layout(entries))
 
 
-_alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # from layout_of
+_alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # the layouts that layout_of made
 
 
 def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """A Layout of received entries, which does not go into the cache of :func:`layout_of`: senders cannot fill it."""
+    """The Layout of received entries. It stays out of the cache of :func:`layout_of`, so that no sender can fill it."""
     return _alive.get(entries) or Layout(entries)
 
 
@@ -85,7 +85,7 @@ class Params(Mapping[str, Tensor]):
     """
 
     __slots__ = ("__weakref__", "_flats", "_views", "layout")
-    __array_ufunc__ = None  # NumPy's numbers then use __rmul__
+    __array_ufunc__ = None  # a NumPy scalar times a Params then calls __rmul__
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts: dict[torch.dtype, list[Tensor]] = {}
@@ -102,7 +102,7 @@ class Params(Mapping[str, Tensor]):
 
     @classmethod
     def from_flat(cls, layout: Layout, flats: Mapping[torch.dtype, Tensor]) -> Params:
-        """Params on the flat vectors ``flats`` by dtype, without a copy; they must not change afterwards."""
+        """A Params on the flat vectors ``flats`` by dtype, without a copy. The vectors must not change afterwards."""
         self = object.__new__(cls)
         for dtype, size in layout.sizes.items():
             if flats[dtype].shape != (size,) or flats[dtype].dtype != dtype:
@@ -259,7 +259,7 @@ class Params(Mapping[str, Tensor]):
 
 
 def squared_norm(flat: Tensor) -> float:
-    """The squared L2 norm of a vector (P,), to a few digits.
+    """The squared L2 norm of a vector (P,), accurate to a few digits.
 
     It is not finite if an entry is NaN, infinite or larger than 1e19.
     """

@@ -4,8 +4,8 @@ With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = ma
 integer multiple of it (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is rounded
 to eight significant bits, half to even: the error is at most |x| / 256.
 
-Blocks are from: 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR 2022.
-arXiv:2110.02861. With them one large entry increases the error in its own block only.
+Steps for blocks are from: 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR
+2022. arXiv:2110.02861. A large entry increases the error in its own block only.
 
 A tensor may be coded as the difference to a start value that sender and receiver both have. The change by training is
 far smaller than the weights, and so is its error. Every operation is elementwise or a maximum, so that all machines
@@ -26,7 +26,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params, layout_sent
 from fedfm.linalg.precisions import BFLOAT16, INT8
 
-BLOCK = 256  # entries with one step: 1.6 % more bytes
+BLOCK = 256  # entries that share one step; the steps add 1.6 % to the bytes
 CODES = {BFLOAT16: torch.bfloat16, INT8: torch.int8}
 STEPS = "+steps"  # name of the entry with the steps of all blocks, tensor by tensor
 _LEVELS = 127
@@ -71,7 +71,7 @@ class Coded(NamedTuple):
     Attributes:
         values: the tensors by name, coded; with int8 also :data:`STEPS`.
         relative: for each coded tensor, "1" if it is the difference to the start, else "0".
-        error: of this vector.
+        error: the error of coding this vector.
     """
 
     values: Params

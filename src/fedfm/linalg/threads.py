@@ -1,4 +1,7 @@
-"""Limits the threads of BLAS and torch: results must not depend on the machine, and small matrices gain nothing."""
+"""Limits the threads of BLAS and torch.
+
+Results must not depend on the machine's number of cores, and products of small matrices are no faster on more threads.
+"""
 
 from __future__ import annotations
 

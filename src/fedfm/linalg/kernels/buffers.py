@@ -1,9 +1,11 @@
 """Memory for large vectors: in huge pages, and reused.
 
-In pages of 4 KiB, the first access to a new buffer of 400 MB takes ten times as long as a copy of it. NumPy requests
-huge pages; then the system only needs the time to clear the memory, about that of one copy. Reuse of a buffer avoids
-that time, too. A buffer is lent by a lease. A tensor, its views and NumPy's arrays of them keep the lease alive; when
-the last of them is gone, the buffer is free for reuse.
+With pages of 4 KiB, the first access to a new buffer of 400 MB takes ten times as long as a copy of the buffer. With
+huge pages, which NumPy requests, the first access takes about as long as one copy, because the system still clears the
+memory. A reused buffer is not cleared.
+
+A lease owns a buffer that is in use. A tensor on the buffer, its views and NumPy's arrays of them keep the lease alive.
+When the last of them is gone, the buffer is free for reuse.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import torch
 from torch import Tensor
 
 LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
-_IDLE = 512 << 20  # largest number of bytes that a process keeps between two steps
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # constants of glibc's malloc.h
+_IDLE = 512 << 20  # largest number of freed bytes that a process keeps between two steps
 _ALL = 2**31 - 1  # the largest value of mallopt
 KEPT = 4  # largest number of free buffers that are kept: about as many buffers of one size are used in a round
 
@@ -81,7 +83,7 @@ def keep_all_freed() -> bool:
 
 
 def like(x: Tensor) -> Tensor | None:
-    """A buffer for the result of an operation on the vector ``x``; None if ``x`` is small: then torch allocates it."""
+    """A buffer for the result of an operation on the vector ``x``; None, so that torch allocates it, for a small x."""
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 

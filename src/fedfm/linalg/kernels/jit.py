@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def _whole_registers() -> bool:
-    """Let numba compile for the widest vectors of this processor; returns whether they have 512 bits.
+    """Let numba compile for the widest vectors of this processor; returns whether it then prefers 512 bits.
 
     On Intel's processors LLVM prefers 256-bit vectors, because the first processors with 512 bits lowered their clock.
     On later processors 256 bits make these loops 1.1 to 1.4 times as slow. The variables NUMBA_CPU_NAME and
@@ -51,12 +51,12 @@ def compile_cached(function: Callable[..., Any], maths: set[str] = MATHS, signat
 
 
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Compile a part of compiled functions that is always inlined: a call would count references to its arrays."""
+    """Compile a function that compiled functions inline: a call of it would count references to its arrays."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
 def compile_part(function: Callable[..., Any]) -> Any:
-    """Compile a part of compiled functions once; they call it."""
+    """Compile a function once, for compiled functions that call it."""
     return numba.njit(fastmath=EXACT, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
 
 

@@ -1,7 +1,7 @@
 """Products of small float32 matrices in compiled loops, by tiles of up to 8 rows and 32 columns.
 
-Matrices are parts of flat vectors. Offsets and strides count numbers and are not checked. The terms of an entry are
-always added in the same order, whatever the tile.
+Matrices are parts of flat vectors. Offsets and strides are counted in entries, not in bytes, and are not checked. The
+terms of an entry are always added in the same order, whatever the tile.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ WIDE = 2 if WHOLE_REGISTERS else 1  # Lanes in a row of a tile; the tile's sums 
 
 
 def _tile(lanes: int) -> Any:
-    """Make the intrinsic for a tile of ``ROWS`` rows, each of ``lanes`` values of :class:`Lanes`.
+    """Make the intrinsic for a tile of ``ROWS`` rows, each of ``lanes`` values of type ``Lanes``.
 
     It writes sum_k a[p + i row + k step] b[q + k under + j] to ``out[o + i down + j]``, or adds it there with ``add``.
-    If the tile has fewer rows, the last one is computed several times.
+    If fewer than ``ROWS`` rows are left, the last row is computed several times.
     """
 
     def tile(
@@ -50,10 +50,10 @@ def _tile(lanes: int) -> Any:
                 k = loop.index
                 below = builder.add(q, builder.mul(k, under))
                 right = [builder.load(vector(kinds[8], b, below, lane), align=4) for lane in range(lanes)]
-                beside = builder.mul(k, step)
+                column = builder.mul(k, step)
                 for begin, of in zip(begins, sums, strict=True):
                     left = splat(
-                        builder, builder.load(pointer(context, builder, kinds[4], a, builder.add(begin, beside)))
+                        builder, builder.load(pointer(context, builder, kinds[4], a, builder.add(begin, column)))
                     )
                     for y, total in zip(right, of, strict=True):
                         term = builder.fmul(left, y, flags=CONTRACT)
@@ -77,7 +77,7 @@ def product(
     out: Any, o: int, down: int, width: int, add: bool, a: Any, p: int, row: int, step: int, rows: int, b: Any, q: int,
     under: int, n: int,
 ) -> None:  # fmt: skip
-    """Write the product of two matrices to ``out``; with ``add`` add it to what is there.
+    """Write the product of two matrices to ``out``, or add it to the entries of ``out`` with ``add``.
 
     Shapes: (rows, n) times (n, width) gives (rows, width). ``rows`` is at least 1, ``width`` a multiple of 16. Entries:
 

@@ -1,8 +1,9 @@
 """Sixteen float32 numbers as one value in compiled loops, for loops that the compiler does not vectorise.
 
-LLVM does not vectorise loops over a few dozen numbers or with many accumulators, or the set-up takes longer than the
-loop. A value of ``Lanes`` takes one register of 512 bits, two of 256 or four of 128. Offsets count numbers and are not
-checked. A product and a sum may be contracted: computed as one operation that rounds once.
+LLVM does not vectorise some loops over a few dozen numbers or with many accumulators. For others the set-up of the
+vector code takes longer than the loop. A value of ``Lanes`` takes one register of 512 bits, two of 256 or four of 128.
+Offsets are counted in entries, not in bytes, and are not checked. A product and a sum may be contracted: computed as
+one operation that rounds once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
 
 
 def splat(builder: Any, x: Any) -> Any:
-    """The number in all lanes."""
+    """The number ``x`` in all lanes."""
     return _shuffle(builder, builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, WORD(0)), [0] * COUNT)
 
 
@@ -92,7 +93,7 @@ def _max(builder: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def all_of(typing: Any, x: Any) -> Any:
-    """The number in all lanes."""
+    """The number ``x`` in all lanes."""
     return _code(LANES(types.float32), splat)
 
 
@@ -160,7 +161,7 @@ def _reduction(fold: Any) -> Any:
 
 @intrinsic
 def _cut(typing: Any, v: Any) -> Any:
-    """Integers, rounded towards zero."""
+    """Each lane rounded towards zero to an integer."""
     return _code(LANES(LANES), lambda builder, v: builder.sitofp(builder.fptosi(v, _WHOLE), VECTOR))
 
 

@@ -1,9 +1,9 @@
 """Local training of one linear head in compiled loops: all steps of a client in one call.
 
 The weights are stored transposed, as (d, C'): C' is the number of classes C, rounded up to a multiple of 16, and the
-columns behind the C are zero. Then one product of tiles (:mod:`fedfm.linalg.kernels.matmul`) serves for the logits and
-for the update of the weights, and no sum runs across lanes. The rows of a batch are first copied to adjacent memory.
-The caller allocates the scratch memory.
+columns behind the C are zero. So one tiled product (:mod:`fedfm.linalg.kernels.matmul`) computes both the logits and
+the update of the weights, and no sum runs across lanes. The rows of a batch are first copied to adjacent memory. The
+caller allocates the scratch memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.linalg.kernels.matmul import product, transpose
 from fedfm.linalg.kernels.simd import COUNT, all_of, exp, first, fma, larger, largest, load, minus, store, times, turn
 from fedfm.linalg.kernels.simd import total as sum_of
 
-F = np.float32  # in numba 1.0 is a float64, and so are its products
+F = np.float32  # numba takes 1.0 as a float64, and a product of it and a float32 is a float64
 
 _part = partial(part, maths=EXACT)
 
@@ -222,7 +222,7 @@ def descend_in_span(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
 ) -> float:  # fmt: skip
-    """:func:`descend` with the weights as coefficients of the rows, see :mod:`fedfm.training.heads`.
+    """:func:`descend` on weights that are kept as coefficients of the rows, see :mod:`fedfm.training.heads`.
 
     Args:
         x, y, orders, size, start, trained, at_w, at_b, classes, eta: as in :func:`descend`; ``orders`` is (E, n).
