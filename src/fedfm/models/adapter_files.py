@@ -1,4 +1,4 @@
-"""Files of what a run trained: LoRA as PEFT reads it, other tensors beside ``fedfm.json``."""
+"""Writes trained parameters to files: LoRA in PEFT's format, other tensors as safetensors with ``fedfm.json``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from fedfm.models.model_kinds import is_dual_model
 from fedfm.models.quiet import quiet
 
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
-WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # of two adapters in one folder
+WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # files of what weighs the two adapters of a folder
 
 
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
-    """Write the trained tensors: LoRA of any rank as ``adapter_config.json`` and ``adapter_model.safetensors``, others
-    as ``model.safetensors``. ``fedfm.json`` names the model and the classes. Two adapters are written as ``global/``
-    and ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``. A pair is also written as one
-    adapter (their mean if rows have own weights). ``head_takes``: the transform of features before the head.
+    """Write the trained tensors, and ``fedfm.json``, which names the model and the classes.
+
+    LoRA of any rank is written as ``adapter_config.json`` and ``adapter_model.safetensors``. Other tensors are written
+    as ``model.safetensors``. Two adapters are written as ``global/`` and ``local/``, and what weighs them as
+    ``mix.safetensors`` or ``gate.safetensors``. Two adapters with a mix are also written as one adapter, in which both
+    have the weight 1/2 if their weights differ from row to row.
+
+    Args:
+        head_takes: the transform of features before the head; ``fedfm.json`` names it.
 
     Raises:
         KeyError, ValueError: ``w`` does not belong to this model.
@@ -55,7 +60,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
             _write_lora(model, _lora_state(model), None, folder)
     elif is_lora(model):
         with holding(model, w), quiet(), peft_alone():
-            # Without this PEFT would ask the hub whether the base model's vocabulary has changed.
+            # By default PEFT would ask the hub whether the base model's vocabulary has changed.
             model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card
     else:
@@ -66,8 +71,10 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
 
 
 def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
-    """Write a method's final parameters: the model's own tensors or a pair of adapters as :func:`save_adapter` does;
-    other parameters, e.g. an ensemble's heads, as plain tensors with ``fedfm.json``.
+    """Write a method's final parameters.
+
+    The model's own tensors, or two adapters, are written by :func:`save_adapter`. Other parameters, e.g. the heads of
+    an ensemble, are written as plain tensors with ``fedfm.json``.
     """
     if set(w) == set(model.names) or weighed_by(w) is not None:
         return save_adapter(model, w, folder, head_takes)
@@ -79,7 +86,7 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
 
 @contextmanager
 def holding(model: Model, w: Params) -> Iterator[None]:
-    """Context manager: the model has the weights ``w``; it restores its own afterwards."""
+    """Context manager: the model has the weights ``w``; afterwards it has its own again."""
     own = model.params()
     model.load(w)
     try:
@@ -107,7 +114,11 @@ def _lora_state(model: Model) -> dict[str, Tensor]:
 
 
 def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
-    """Write PEFT's two files; for a dual encoder those of the transformers model. ``rank``: None is the model's."""
+    """Write PEFT's two files, for a dual encoder with the paths of the transformers model.
+
+    Args:
+        rank: the adapter's rank; None: the model's.
+    """
     config = copy.deepcopy(_config(model))
     if is_dual_model(model):
         _name_paths(config, model.module)
@@ -129,7 +140,8 @@ def _config(model: Model) -> Any:
 def _name_paths(config: Any, module: nn.Module) -> None:
     """Name the adapted modules by their paths in the transformers model, each with its own rank and alpha.
 
-    Here all paths begin with ``clip.``, there none does: a name or pattern with this prefix would match nothing there.
+    In fedfm's module all paths begin with ``clip.``. In the transformers model none does, so that a name or pattern
+    with this prefix would match nothing.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -170,7 +182,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_about(model: Model, folder: Path, head_takes: str | None = None) -> None:
-    """Write ``fedfm.json``: of which model, adaptation and classes the tensors beside it are."""
+    """Write ``fedfm.json``: the model, the adaptation and the classes of the tensors in this folder."""
     about: dict[str, Any] = {
         "model": model.spec.name,
         **model.task.describe(model),

@@ -1,4 +1,4 @@
-"""Reads what a run trained from its files."""
+"""Reads trained parameters from the files of :mod:`fedfm.models.adapter_files`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.models.model import Model
 
 
 def rank_on_disk(folder: Path | str) -> int | None:
-    """The rank of the LoRA that :func:`save_adapter` wrote, of a pair that of each; None for other adaptations."""
+    """The rank of the LoRA that :func:`save_adapter` wrote, of each if there are two; None for other adaptations."""
     path = Path(folder) / (GLOBAL if (Path(folder) / GLOBAL).exists() else "") / "adapter_config.json"
     return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
 

@@ -1,4 +1,4 @@
-"""A second, frozen network that gives features of a dual encoder's images."""
+"""A second, frozen network that computes features of the images that a dual encoder reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compare a checkpoint with the module that it was loaded into: missing, extra and misshapen tensors.
 
-transformers draws missing tensors at random and drops extra ones. Here both are an error, except for parts that are new
-by rule: the head of the task, and modules that the class which wrote the file does not have.
+transformers draws missing tensors at random and drops extra ones. Here both are an error, except for parts that may be
+new: the head of the task, and modules that the checkpoint's own class (the one that wrote the file) does not have.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fedfm.models.stored_files import StoredWeights
 
 _FIRST = 3  # names in a message
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # prefixes of torch: parallel, compiled, sharded
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a block in a name
 _TRIED = 20  # missing names to look up under another prefix
 
 
@@ -40,7 +40,7 @@ class Difference:
         path: folder or hub id of the checkpoint.
         missing: names of the tensors that the checkpoint lacks.
         leftovers: names of the checkpoint's tensors that the module does not have.
-        shapes: by name: the shapes in the checkpoint and in the module, if they differ.
+        shapes: name -> (shape in the checkpoint, shape in the module), if they differ.
     """
 
     module: Any
@@ -84,9 +84,9 @@ class Difference:
     def _hidden_leftovers(self) -> set[str]:
         """Names of extra tensors that a pattern of the class hides by chance.
 
-        A pattern should match complete parts of a name: GPT-2's pattern ``attn.bias``, for a mask of older releases,
-        also matches ``c_attn.bias``. A tensor hidden by chance has the name of one of the module's parameters, up to
-        numbers.
+        transformers does not report an extra tensor whose name matches such a pattern. A pattern is meant for complete
+        parts of a name: GPT-2's pattern ``attn.bias`` is meant for a mask of older releases, but also matches
+        ``c_attn.bias``. A tensor is hidden by chance if a parameter of the module has the same name up to numbers.
         """
         found = self._under_patterns()
         if not found:
@@ -96,7 +96,7 @@ class Difference:
         return {n for n in found if not meant.search(n) and {_NUMBER.sub("#", a) for a in self._aliases(n)} & kinds}
 
     def _under_patterns(self) -> set[str]:
-        """Names that are left over, and that patterns of the class keep transformers from reporting."""
+        """Names of extra tensors that transformers does not report, because a pattern of the class matches them."""
         if not self._patterns:
             return set()
         hides, there = re.compile("|".join(f"(?:{p})" for p in self._patterns)), self.module.state_dict().keys()
@@ -112,7 +112,7 @@ class Difference:
 
     @cached_property
     def _head(self) -> set[str]:
-        """The modules that a task adds: the last map, and output maps that the file does not fit."""
+        """The modules that a task adds: the last linear map, and output maps that the file lacks or has otherwise."""
         odd = self.missing | self.shapes.keys()
         if self.module.get_output_embeddings() is not None:
             return set()
@@ -122,7 +122,7 @@ class Difference:
 
     @cached_property
     def _saved_names(self) -> frozenset[str] | None:
-        """Names of the tensors of the class that wrote the checkpoint; None if it is not known."""
+        """Names of the tensors of the class that wrote the checkpoint; None if the class is unknown."""
         import transformers
 
         names = self._saved_class
@@ -140,7 +140,7 @@ class Difference:
 
     @cached_property
     def _saved_class(self) -> str:
-        """Name of the class that wrote the checkpoint, from its configuration; "" if that does not name it."""
+        """Name of the class that wrote the checkpoint; "" if the checkpoint's configuration does not name it."""
         from transformers import AutoConfig
 
         found = AutoConfig.from_pretrained(self.path, trust_remote_code=False).architectures
@@ -152,13 +152,15 @@ class Difference:
         return names is not None and any(local in names for local in self._aliases(name))
 
     def _is_weight(self, name: str) -> bool:
-        """Whether an extra tensor can be a weight. It cannot be a single value, a mask or a table of positions, nor a
-        tensor that the module computes by itself and that older releases of transformers saved.
+        """Whether an extra tensor can be a learned weight.
+
+        Single values, masks and tables of positions are no weights. Neither are tensors that the module computes by
+        itself; older releases of transformers saved them.
         """
         leaf = name.rpartition(".")[2]
         if name in self._weights:
             whole = not self._weights.dtype(name).startswith(("F", "BF"))
-            bits = leaf == "weight"  # of a quantised map
+            bits = leaf == "weight"  # integers with this name are the weight of a quantised map
             if math.prod(self._weights.shape(name)) == 1 or (whole and not bits):
                 return False
         computed = {n for n, _ in self.module.named_buffers()} - self.module.state_dict().keys()
@@ -172,7 +174,7 @@ class Difference:
         return StoredWeights(self.path)
 
     def _aliases(self, name: str) -> set[str]:
-        """The names that a tensor may have in files of its base and of models around it."""
+        """The names that a tensor may have in files: with and without the prefix of a base."""
         prefixes = {*self._bases, self.module.base_model_prefix} - {""}
         return {name, *(name.removeprefix(f"{p}.") for p in prefixes), *(f"{p}.{name}" for p in prefixes)}
 
@@ -188,8 +190,10 @@ class Difference:
         return found
 
     def _optional(self, unit: str) -> bool:
-        """Whether a part that the checkpoint lacks may be new: the checkpoint has none of its tensors, and the class
-        that wrote the file has no such part, or builds its base without it.
+        """Whether a part that the checkpoint lacks may be new.
+
+        Then the checkpoint has none of the part's tensors. In addition, the checkpoint's own class has no such part, or
+        the base can be built without it, as without a pooler.
         """
         own = {n for n in self.module.state_dict() if within(n, unit) and _is_weight(self.module, n)}
         if self._bases == ("",) or not own <= self.missing:
@@ -224,15 +228,17 @@ class Difference:
                 *self.module.named_buffers(remove_duplicate=False),
             )
         }
-        total = sum(n in own for n in self.module.state_dict())  # without the scales of quantised weights
+        total = sum(n in own for n in self.module.state_dict())  # does not count the scales of quantised weights
         text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {some(names)}"
         if prefix := self._prefix(names):
             text += f". Its names have the prefix {prefix!r} before the model's: save the module inside that wrapper"
         return [text]
 
     def _prefix(self, names: list[str]) -> str:
-        """The prefix in the checkpoint under which most of the missing names are found; "" if there is none. Names that
-        transformers changes while loading are not found, but those of torch's wrappers are known.
+        """The prefix under which the checkpoint has at least half of the missing names; "" if there is none.
+
+        The search finds no names that transformers changes while loading. Prefixes of torch's wrappers are found even
+        then, if all extra names begin with one.
         """
         tried = names[:_TRIED]
         found = Counter(
@@ -254,7 +260,7 @@ class Difference:
         return [f"model.name: {self.path} has no {some(parts)}, which is therefore new and untrained"]
 
     def _guessed_heads(self) -> list[str]:
-        """A notice about tensors that are left out of a file which names no class other than the module's."""
+        """A notice about tensors that are left out although the checkpoint names no other class than the module's."""
         left = sorted(name for name in self.leftovers if self._is_weight(name))
         if not left or self._saved_class not in ("", type(self.module).__name__):
             return []
@@ -264,8 +270,8 @@ class Difference:
         ]
 
     def _left_out(self) -> list[str]:
-        """A notice of weights that the class leaves out by a rule, such as the layers by which some models predict a
-        second word, and that the class which wrote them has not, either.
+        """A notice about weights that the class leaves out by a pattern, such as the layers with which some models
+        predict a second word. Weights that the checkpoint's own class has are not in it.
         """
         found = self._under_patterns() - self.leftovers
         left = sorted(n for n in found if not self._saved_has(n) and self._is_learned(n))
@@ -275,7 +281,7 @@ class Difference:
         return [f"model.name: {self.path} has {tensors(len(left))} that a {kind} leaves out: {some(left)}"]
 
     def _is_learned(self, name: str) -> bool:
-        """Whether a tensor that is left over holds more than two numbers, as no mask of older releases does."""
+        """Whether an extra tensor has more than two different values; a mask of older releases has at most two."""
         return self._is_weight(name) and not _is_mask(self._weights[name])
 
 
@@ -289,14 +295,14 @@ def _is_weight(module: nn.Module, name: str) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether a tensor is of at most two different numbers."""
-    tensor = tensor.float()  # there is no least number of eight bits
+    """Whether a tensor has at most two different values."""
+    tensor = tensor.float()  # torch finds no minimum of eight-bit floats
     low, high = tensor.aminmax()
     return bool(((tensor == low) | (tensor == high)).all())
 
 
 def _without_pooler(base: Any) -> frozenset[str]:
-    """Names of the tensors of a base that is built without its pooler; all names if it cannot be built so."""
+    """Names of the tensors of a base that is built without its pooler; all names if it always has one."""
     if "add_pooling_layer" not in inspect.signature(type(base).__init__).parameters:
         return frozenset(base.state_dict())
     with torch.device("meta"):

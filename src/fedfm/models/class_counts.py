@@ -1,4 +1,4 @@
-"""Sparse confusion counts, for more classes than a confusion matrix is kept for."""
+"""Sparse confusion counts, for tasks with too many classes for a confusion matrix."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LISTED = 20  # most frequent confusions of two classes
+LISTED = 20  # number of mistakes that are listed
 
 
 class ClassCounts(NamedTuple):
     """Rows by true class and predicted class, without the empty cells.
 
     Attributes:
-        classes: their number C.
+        classes: the number of classes C.
         cells: (true class, predicted class) -> rows.
     """
 

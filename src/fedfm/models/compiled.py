@@ -1,7 +1,8 @@
 """torch.compile of a model's blocks, one by one: blocks of the same shape share the compiled code.
 
-Fused operations round differently: results agree with uncompiled ones up to rounding, not bit by bit. A method's shift
-of a block's weights is a hook, and a compiled block checks its hooks only if an option says so.
+Fused operations round differently: results agree with uncompiled ones up to rounding, not bit by bit. A method shifts a
+block's weights by a hook. A compiled block notices a new hook only if torch's option ``skip_nnmodule_hook_guards`` is
+off.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def compile_blocks(parts: Parts, mode: str, device: torch.device) -> str:
 
 @cache
 def _missing(device: torch.device) -> str:
-    """Why this device's compiler does not work, "" if it works; the test compiles one sum."""
+    """Why this device's compiler does not work; "" if it works. The test compiles a small function."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would not survive a fork
 
     def one_more(x: Tensor) -> Tensor:

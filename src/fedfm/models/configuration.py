@@ -25,8 +25,8 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
     if _is_preact_resnet(path):
         import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
 
-    # transformers would read the adapter's base instead of the weights next to it, and would put the adapter into the
-    # model, unknown to our own adaptation
+    # If the folder has an adapter, transformers would read the weights of the adapter's base instead of the folder's
+    # own. It would also put the adapter into the model, which our own adaptation does not expect.
     if spec.weights != "random" and stored_file(path, ADAPTER) is not None:
         raise no_whole_model(spec.name)
     try:
@@ -44,7 +44,7 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
 
 
 def _is_preact_resnet(path: Path | str) -> bool:
-    """Whether a configuration names our own residual network, whatever else is wrong with it."""
+    """Whether a configuration names our own residual network, even if the file is damaged."""
     found = stored_file(path, "config.json")
     return found is not None and PREACT_RESNET.encode() in found.read_bytes()
 
@@ -56,23 +56,24 @@ def class_names(config: Any) -> tuple[str, ...]:
 
 
 def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) -> None:
-    """Make the configuration that of a classifier of these classes.
+    """Write the names of the classes and the kind of the head into the configuration.
 
-    A checkpoint may state that its head was a regression, or that classes have independent probabilities: pipelines of
-    transformers would then interpret the new head in this way, too.
+    The checkpoint's configuration may state that its head was a regression, or that its classes have independent
+    probabilities. Without a change transformers' pipelines would interpret the new head in the same way.
 
     Args:
-        problem_type: what the task says of the head, e.g. that each row is of one class; None: nothing.
+        problem_type: transformers' name for the kind of the head, e.g. ``single_label_classification``; None: no kind.
     """
     config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
     config.problem_type = problem_type
 
 
 def keep_weights(config: Any) -> None:
-    """Have the model leave its weights as they are.
+    """Stop the model from rescaling its own weights.
 
-    RWKV divides some in place before it is evaluated, for float16: without what an adapter adds to them, and once more
-    in whoever loads the weights that are left. The outputs are the same without.
+    Before an evaluation, RWKV divides some of its weights in place, so that float16 does not overflow. It does not
+    divide what an adapter adds to them. A program that loads the divided weights would divide them again. The outputs
+    are the same without the division.
     """
     if getattr(config, "rescale_every", 0):
         config.rescale_every = 0

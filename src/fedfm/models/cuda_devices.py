@@ -1,4 +1,4 @@
-"""GPUs: those that a process sees, and what layers on several of them need."""
+"""GPUs: which of them a process sees, and how a model with layers on several of them is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def opens(name: str) -> bool:
     """Whether a model with this ``model.device`` opens an accelerator, after which a process must not fork.
 
-    It opens none itself. A device that is not available counts as one: the load says so.
+    The check itself opens no device. An unavailable device counts as an accelerator; loading the model reports it.
     """
     if name in ("auto", MAP):
         return torch.cuda.is_available() or (name == "auto" and torch.backends.mps.is_available())
@@ -28,7 +28,8 @@ def visible(environment: Mapping[str, str], count: int) -> list[str]:
     """Names of this machine's GPUs, as :data:`VISIBLE` takes them.
 
     Args:
-        count: how many torch sees.
+        environment: the variables of the process's environment.
+        count: the number of GPUs that torch sees.
 
     Example:
         >>> visible({"CUDA_VISIBLE_DEVICES": "4,6"}, 2), visible({}, 2)
@@ -39,17 +40,23 @@ def visible(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def visible_to_processes(gpus: list[str], each: float) -> list[str]:
-    """What each of the processes sees that share these GPUs, if each takes ``each`` of one, or several whole ones.
+    """The value of :data:`VISIBLE` for each of the processes that share these GPUs.
+
+    Args:
+        gpus: names of the GPUs.
+        each: what a process takes: a share of one GPU if it is below 1, else a number of complete GPUs.
 
     Raises:
-        InputError: a process takes more than there is.
+        InputError: a process takes more GPUs than there are.
 
     Example:
-        >>> dealt(["0", "1"], 0.5), dealt(["0", "1", "2", "3"], 2)
+        >>> visible_to_processes(["0", "1"], 0.5), visible_to_processes(["0", "1", "2", "3"], 2)
         (['0', '0', '1', '1'], ['0,1', '2,3'])
     """
     if each > len(gpus):
-        raise InputError(f"run.gpus_per_client = {each:g}: this machine has {len(gpus)}; expected at most that")
+        raise InputError(
+            f"run.gpus_per_client = {each:g}: this machine has {len(gpus)} GPUs, expected at most that many"
+        )
     if each < 1:
         return [gpu for gpu in gpus for _ in range(int(1 / each + 1e-9))]
     whole = int(each)
@@ -57,8 +64,9 @@ def visible_to_processes(gpus: list[str], each: float) -> list[str]:
 
 
 def gather_trained(module: nn.Module, device: torch.device) -> None:
-    """Put what is trained onto one device, where an optimiser has it as one vector: what goes into these modules is
-    brought there, and what comes out of them back to where they were.
+    """Move all trained parameters to one device, because the optimiser treats them as one vector.
+
+    Hooks move the inputs of their modules to this device, and the outputs to the device where the module was.
     """
     from accelerate.hooks import remove_hook_from_module
 
@@ -67,7 +75,7 @@ def gather_trained(module: nn.Module, device: torch.device) -> None:
         home = next((p.device for p in own.values()), device)
         if home == device:
             continue
-        if hasattr(part, "_hf_hook"):  # a copied head has accelerate's, which brings what goes in to where it was
+        if hasattr(part, "_hf_hook"):  # accelerate's hook of a copied head moves inputs to the former device
             remove_hook_from_module(part)
         for name, p in own.items():
             setattr(part, name, nn.Parameter(p.detach().to(device)))

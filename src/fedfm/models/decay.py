@@ -7,11 +7,11 @@ import re
 from torch import nn
 
 # As in transformers.Trainer.get_decay_parameter_names, which also decays batch norms under other names.
-_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def no_weight_decay(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters without decay: all of an ``nn.LayerNorm``, and those whose path has a word of the rule.
+    """Names of the parameters without decay: all of an ``nn.LayerNorm``, and those whose path matches the rule.
 
     Example:
         >>> sorted(no_weight_decay(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
@@ -19,4 +19,4 @@ def no_weight_decay(module: nn.Module) -> frozenset[str]:
     """
     norms = tuple(f"{path}." for path, part in module.named_modules() if path and isinstance(part, nn.LayerNorm))
     names = (name for name, _ in module.named_parameters())
-    return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
+    return frozenset(name for name in names if _NOT_DECAYED.search(name.lower()) or name.startswith(norms))

@@ -25,7 +25,8 @@ class Bounded(nn.Module):
     """A function that is valid on an interval: training clamps its arguments, evaluation counts those outside.
 
     Attributes:
-        hinged: sum ``penalty`` in training mode. The sum keeps its autograd graph alive until it is dropped.
+        hinged: whether ``penalty`` is summed in training mode. The sum keeps its autograd graph alive until
+            :func:`penalties` drops it.
         penalty: mean squared excess of the arguments over the inner part of their intervals, which has no penalty.
         outside, total: in evaluation mode, the numbers of arguments outside their interval and of all arguments.
     """
@@ -38,7 +39,7 @@ class Bounded(nn.Module):
 
 
 def _key(module: Any) -> str:
-    """The configuration key by which this module (also under PEFT) is derived; empty if it is not."""
+    """The key of :data:`INSTALLERS` that the configuration of this module (also under PEFT) has; "" if it has none."""
     config = getattr(families.unwrap(module), "config", None)
     return next((key for key in INSTALLERS if getattr(config, key, None) is not None), "")
 
@@ -52,14 +53,14 @@ def install(module: nn.Module) -> None:
     """Replace parts of a loaded module as its ``config.json`` says; other modules stay unchanged.
 
     Raises:
-        InputError: the table is damaged, or is of another model.
+        InputError: the table is damaged, or belongs to another model.
     """
     if key := _key(module):
         import_module(INSTALLERS[key]).install(module, module.config)
 
 
 def table(module: Any) -> Mapping[str, Any]:
-    """The table in ``config.json`` of a module that :func:`is_derived`."""
+    """The table that replaces parts of a derived module, from its ``config.json``."""
     return getattr(families.unwrap(module).config, _key(module))  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Devices: where a model is, how clients share several GPUs, and which facts of a device affect a result's bits."""
+"""Devices: which one a model uses, which of its facts affect a result's bits, and deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def restore_determinism() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.are_deterministic_algorithms_enabled() != before[0]:  # this call imports torch's compiler, so avoid it
+        if (
+            torch.are_deterministic_algorithms_enabled() != before[0]
+        ):  # avoid the next call: it imports torch's compiler
             torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]

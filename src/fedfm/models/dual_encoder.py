@@ -1,8 +1,8 @@
-"""A Model of two encoders, and the states that a mixture of experts on it computes only once.
+"""A Model with two encoders, and the hidden states that two experts on it share.
 
 FedMS (Wu, Li, Wang, Wang) has a frozen global expert and a local one, both LoRA on one base. Below the lowest layer in
-which the local LoRA is trained, both compute the same. The hidden states there come from the global expert, once, and
-the local expert resumes from them.
+which the local LoRA is trained, both experts compute the same. So the global expert computes the hidden states once,
+and the local expert resumes from them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DualModel(Model):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As for any model; the texts are encoded once."""
+        """As :meth:`Model.evaluating`, and the texts are encoded only once inside it."""
         with super().evaluating(), reduced_precision(self.spec.dtype, self.device), self.dual.keeping_texts():
             yield
 
@@ -90,7 +90,7 @@ def need(model: Model) -> DualModel:
     """The model, if it has two encoders.
 
     Raises:
-        InputError: it has not; the error names a setting that works.
+        InputError: the model does not have them; the error names settings that work.
     """
     if isinstance(model, DualModel):
         return model
@@ -101,7 +101,7 @@ def need(model: Model) -> DualModel:
 
 
 def active_layers(model: Model, k: int) -> tuple[str, ...]:
-    """Paths of the top k blocks of both encoders; all blocks of an encoder with fewer."""
+    """Paths of the top k blocks of both encoders; an encoder with fewer blocks gives all of them."""
     return tuple(path for blocks in model.parts.encoders for path, _ in _split(blocks, k)[1])
 
 
@@ -123,8 +123,9 @@ def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
 
 
 def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(V (b, d), the states (b, T, h) below the top k blocks), on the CPU, for at most 32 rows at a time. Call it
-    within :func:`install`.
+    """Yield the images' features V (b, d) and their states (b, T, h) below the top k blocks, on the CPU.
+
+    Each item is for at most 32 rows. Call it within :func:`install`.
     """
     caught: list[Tensor] = []
     hook = _split(model.parts.blocks, k)[1][0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
@@ -186,8 +187,10 @@ def trunk_paths(model: Model) -> dict[str, str]:
 
 
 def trunk_images(model: Model, w: Params, trunk: Mapping[str, Tensor], states: Tensor) -> Tensor:
-    """V (b, d), norm 1, with gradients for the ``trunk``. Its weights and the LoRA tensors w compute the last image
-    block and the final norm, from the states (b, T, h) that enter this block. LoRA has no dropout here.
+    """V (b, d), norm 1: the images' features, with gradients for the ``trunk``.
+
+    They are computed from the states (b, T, h) that enter the last image block. This block and the final norm use the
+    weights of the ``trunk`` and the LoRA tensors w. LoRA has no dropout here.
     """
     own = need(model)
     last, norm = _trunk(own)
@@ -239,7 +242,7 @@ def install(model: Model, w: Params) -> Iterator[DualModel]:
 
 
 def _mode(model: DualModel, train: bool) -> Any:
-    """Context manager: evaluation mode, or with ``train`` the present mode."""
+    """Context manager: evaluation mode, or training mode with ``train``."""
     if not train:
         return model.evaluating()
     if not any(module.training for module in model.train_too):
@@ -263,7 +266,7 @@ def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def _resume(embedding: nn.Module, blocks: Blocks, k: int, state: Tensor) -> Iterator[None]:
-    """Context manager: an encoder skips all below its top k blocks and starts there with the given state."""
+    """Context manager: an encoder skips everything below its top k blocks; these get the given state as their input."""
     lower, upper = _split(blocks, k)
     hook = upper[0][1].register_forward_pre_hook(lambda _, args: (state, *args[1:]))
     try:

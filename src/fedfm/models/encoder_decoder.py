@@ -35,6 +35,6 @@ def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
     if not isinstance(start, int):
         raise InputError(
             f"{what}, and its config.json does not name the decoder's start token: put {_START} there, "
-            "with its makers' value (for a T5 the id of the padding token)"
+            "with the value of the model's makers (for a T5 the id of the padding token)"
         )
     config.decoder_start_token_id = start

@@ -39,7 +39,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         to: ``peft``: an adapter for ``PeftModel.from_pretrained``; an adapter of a classifier gets the files that
             ``AutoPeftModel...`` needs in addition (see :mod:`fedfm.models.export_base`). ``hf``: the complete model
             with the adapter merged into it, for ``AutoModelFor....from_pretrained(out)``. ``torch``: the same tensors
-            as safetensors, and a json.
+            as safetensors, and ``fedfm.json``.
         out: created if it does not exist.
         head_takes: the transform of features before the head, which ``fedfm.json`` names.
 
@@ -94,8 +94,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
 def merge(model: Model, w: Params) -> Any:
     """A copy of the module with weights ``w``, on the CPU, with LoRA merged.
 
-    For a quantised base the copy has the dequantised weights in ``model.dtype``. It computes what the run trained and
-    evaluated, at the size of the original.
+    For a quantised base the copy has the dequantised weights in ``model.dtype``. The copy computes the same as the
+    run's model, and is as large as the model was before quantisation.
 
     Raises:
         InputError: a layer computes something else with merged weights, as :func:`merging.merge` reports.
@@ -113,7 +113,7 @@ def merge(model: Model, w: Params) -> Any:
 
 
 def _untie(module: Any) -> None:
-    """Separate the weight that embeddings and head share, if LoRA is on only one of them."""
+    """Separate the weight that embeddings and head share, if LoRA adapts either of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     whole = module.get_base_model()
@@ -145,7 +145,7 @@ def _without_added_bias(model: Model, module: Any) -> None:
 
 
 def _of_transformers(module: Any) -> Any:
-    """The module that ``save_pretrained`` writes for transformers; None if that is not the complete model."""
+    """The module that ``save_pretrained`` writes for transformers; None if transformers has no class for the model."""
     if is_dual_encoder(module):
         return module.clip if module.context is None else None
     return module if hasattr(module, "save_pretrained") else None

@@ -1,9 +1,10 @@
-"""The base of an exported adapter, in the same folder: it loads with the new classes wherever the folder is moved.
+"""Puts the base of an exported adapter into the adapter's folder, so that the adapter loads with the new classes.
 
-An adapter's file names its base, and the base's own ``config.json`` does not know the new classes. So the folder gets
+An adapter's file names its base, and the base's own ``config.json`` does not have the new classes. So the folder gets
 the configuration with the names of the classes, and a folder ``base/`` with that configuration and the base's weights,
-as hard links. A head of another size is left out of the weights: the adapter has the new head. bitsandbytes does not
-quantise experts that the run held in 4 bits, so ``base/`` then has the dequantised values of all quantised weights.
+as hard links. A head of another size is left out of the weights, because the adapter has the new head. A run can hold
+the weights of experts in 4 bits, which bitsandbytes cannot. After such a run ``base/`` has the dequantised values of
+all quantised weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 
 BASE, CONFIG, BITS = "base", "adapter_config.json", "quantization.json"
-_BESIDE = ("generation_config.json",)
+_OTHER_FILES = ("generation_config.json",)
 _INDEX = "model.safetensors.index.json"
 
 
@@ -54,7 +55,7 @@ def complete(model: Model, folder: Path) -> bool:
     files = [] if in_bits else _weights(model.spec.name)
     about: dict[str, Any] = {}
     if (of := model.task.peft_type("image" if model.tools.tokenizer is None else "text")) is not None:
-        about["task_type"] = of  # else PEFT would search a class by its name
+        about["task_type"] = of  # without it PEFT would search for a class by its name
     if files:
         (folder / BASE).mkdir()
         with quiet():
@@ -93,7 +94,7 @@ def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:
 
 
 def _weights(name: str) -> list[Path]:
-    """The files of weights for a model's name, with their index; none if it has no folder."""
+    """The files of weights for a model's name, with their index; [] if the model is in no folder."""
     place = locate(name)
     if isinstance(place, str):
         from transformers.utils import cached_file
@@ -105,7 +106,7 @@ def _weights(name: str) -> list[Path]:
             return []
         place = Path(found).parent
     files = sorted(place.glob("model*.safetensors*")) if place.is_dir() else []
-    return [*files, *(place / name for name in _BESIDE if (place / name).is_file())] if files else []
+    return [*files, *(place / name for name in _OTHER_FILES if (place / name).is_file())] if files else []
 
 
 def _shapes_of_new(model: Model, module: Any) -> dict[str, tuple[int, ...]]:
@@ -140,7 +141,7 @@ def _link_all(files: list[Path], folder: Path, new: Mapping[str, tuple[int, ...]
     if dropped and index.exists():
         table = json.loads(index.read_text(encoding="utf-8"))
         table["weight_map"] = {n: f for n, f in table["weight_map"].items() if n not in dropped}
-        index.unlink()  # a link, so its text must not be overwritten
+        index.unlink()  # it is a link: to write into it would change the original
         index.write_text(to_json(table, indent=2) + "\n", encoding="utf-8")
 
 

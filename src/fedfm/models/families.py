@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Paths inside the base model (``module.<base_model_prefix>``), or inside the complete module if it has none.
+    """Paths inside the base model (``module.<base_model_prefix>``), or inside a complete module without a base.
 
     Attributes:
         embedding: maps the model's input to b_0.
@@ -88,11 +88,11 @@ class Parts:
         blocks: (path, module) in order of execution, through all stages, the encoder's before the decoder's; empty if
             none was found.
         norm: final norm, or None.
-        pooler: or None.
+        pooler: the module that pools the states, or None.
         head: path of the last linear layer; "" if the model has none.
         text_blocks: blocks of a text encoder; the other parts then belong to the image encoder.
-        unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts: nothing
-            there is trained.
+        unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
+            under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
         side_by_side: for models with several parallel lists: for each block its modules, one from each list.
     """
@@ -148,13 +148,13 @@ def find(module: nn.Module, model_type: str) -> Parts:
 
 
 def type_of(module: Any) -> str:
-    """The model type in its configuration; "" for a module without one."""
+    """The model type in the module's configuration; "" if it has none."""
     found = getattr(getattr(module, "config", None), "model_type", "")
     return found if isinstance(found, str) else ""
 
 
 def check_alike(name: str, model_type: str, mine: str) -> None:
-    """Raise an InputError if the two types are not of one family, in which parts have the same names."""
+    """Raise an InputError unless both types are of one family; in a family the parts have the same names."""
     if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
         raise InputError(f"{name}: a model of type {model_type!r} does not match one of type {mine!r}")
 
@@ -165,9 +165,11 @@ def unwrap(module: Any) -> Any:
 
 
 def default_targets(parts: Parts) -> tuple[str, ...]:
-    """The default targets of LoRA: the query and value projections (of a fused projection all). In a convolutional
-    network they are the convolutions without groups and the linear maps, which equal convolutions of one pixel. In two
-    encoders they are the paths of both maps of each MLP. () if there are none.
+    """The default targets of LoRA; () if there are none.
+
+    In a transformer they are the query and value projections; a fused projection is adapted as a whole. In a
+    convolutional network they are the convolutions without groups and the linear maps, which equal convolutions of one
+    pixel. In a model with two encoders they are the paths of both maps of each MLP.
     """
     if parts.text_blocks:
         blocks = [(path, dict(block.named_modules())) for encoder in parts.encoders for path, block in encoder]
@@ -200,7 +202,7 @@ def default_targets(parts: Parts) -> tuple[str, ...]:
 
 
 def strides_are_read(parts: Parts) -> bool:
-    """Whether transformers reads the strides of this model's convolutions; PEFT's wrapper has none."""
+    """Whether transformers reads the attribute ``stride`` of this model's convolutions, which PEFT's wrapper lacks."""
     return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 
@@ -250,5 +252,5 @@ def _guess(module: nn.Module) -> Parts:
     else:
         head = next((path for path, m in reversed(list(module.named_modules())) if isinstance(m, nn.Linear)), "")
     blocks = find_blocks(module, unread)
-    beside = () if blocks else in_parallel_lists(module)
-    return Parts(None, blocks, None, None, head, unread=unread, whole=module, side_by_side=beside)
+    parallel = () if blocks else in_parallel_lists(module)
+    return Parts(None, blocks, None, None, head, unread=unread, whole=module, side_by_side=parallel)

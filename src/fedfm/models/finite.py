@@ -1,4 +1,7 @@
-"""Refuse NaN and infinity in weights, with tensor and file: later they would look like diverged training."""
+"""Refuses NaN and infinity in loaded weights and names the tensor and the file.
+
+Without this check such weights would later look like a training that diverged.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Finite:
     """Refuses NaN and infinity in weights and batch-norm statistics, and NaN in other buffers.
 
     Args:
-        name: of the model.
+        name: the model's name.
         weights: names of its parameters; a buffer, e.g. a mask, may contain infinity.
     """
 
@@ -73,7 +76,7 @@ def _alike(tensor: Tensor) -> bool:
 
 
 def _file(name: str, tensor: str) -> str:
-    """The file of a model's tensor if the folder's index names it, else the model."""
+    """The file of a model's tensor if the folder's index names it; else the folder, or the model's name."""
     place = locate(name)
     if not isinstance(place, Path) or place.is_file():
         return str(place)
@@ -82,5 +85,5 @@ def _file(name: str, tensor: str) -> str:
     except (OSError, ValueError, KeyError):
         single = place / "model.safetensors"
         return str(single if single.is_file() else place)
-    found = (file for name, file in shards.items() if f".{tensor}".endswith(f".{name}"))  # saved without its head
+    found = (file for name, file in shards.items() if f".{tensor}".endswith(f".{name}"))  # a base may be alone
     return str(place / next(found, _INDEX))

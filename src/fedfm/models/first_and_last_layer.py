@@ -57,8 +57,10 @@ class LayerCalls:
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def ends(self, output: Any = None) -> Ends:
-        """The first layer with the parameters of its containers (class token, positions), and the layer with this
-        output, or the last layer if none has it.
+        """The ends that these calls show.
+
+        The first layer's parameters include those of its containers (class token, positions). The last layer is the one
+        that returned ``output``, or the last one that was called if none did.
         """
         if not self.calls:
             return Ends((), None)
@@ -68,8 +70,8 @@ class LayerCalls:
         first = self.calls[0][0]  # inner modules end before their containers
         steps = first.split(".")
         above = [self.root.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
-        beside = [p for module in above for p in module.parameters(recurse=False)] if first else []
-        return Ends((*self.root.get_submodule(first).parameters(), *beside), last)
+        around = [p for module in above for p in module.parameters(recurse=False)] if first else []
+        return Ends((*self.root.get_submodule(first).parameters(), *around), last)
 
 
 @contextmanager

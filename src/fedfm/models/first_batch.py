@@ -1,4 +1,4 @@
-"""A check of the model on two rows before the first round: whether it computes what its description says.
+"""A check of the model on two rows before the first round: whether the model computes what its settings assume.
 
 A head that is trained alone must compute its logits from one vector per row. A language model must not see the words
 that it predicts. The blocks must run in their order. Every trained tensor must get a gradient. The check changes
@@ -30,8 +30,8 @@ def look(model: Model, rows: Rows) -> list[str]:
             also the longest.
 
     Raises:
-        InputError: the model has no features before its head although they are needed, or sees the words that it
-            predicts, or its trained last blocks are not the last that run.
+        InputError: the model has no features before its head although they are needed; it sees the words that it
+            predicts; or its trained last blocks are not the last blocks that run.
     """
     if model.hollow or not len(rows) or "features" in rows.tensors:
         return []
@@ -65,7 +65,7 @@ def look(model: Model, rows: Rows) -> list[str]:
 
 
 def notice_of_idle(names: Sequence[str], trained: int) -> str:
-    """The notice about trained tensors without a gradient; ``trained`` is the number of all."""
+    """The notice about trained tensors without a gradient; ``trained`` is the number of all trained tensors."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
         f"{len(names)} of {trained} trained tensors get no gradient, and do not change: "
@@ -74,9 +74,9 @@ def notice_of_idle(names: Sequence[str], trained: int) -> str:
 
 
 def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:
-    """Names of the tensors that get a gradient; a backward pass runs only if the graph does not show them.
+    """Names of the tensors that get a gradient; a backward pass runs only if the autograd graph does not show them.
 
-    After a backward pass has started torch's threads, a machine with a GPU cannot fork workers for a CPU model.
+    A backward pass starts torch's threads. After that a machine with a GPU cannot fork workers for a CPU model.
     """
     if not is_opaque(loss):
         return reach(loss, live)
@@ -85,7 +85,7 @@ def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:
 
 
 def _shortest(rows: Rows) -> Rows:
-    """Two rows, or the only one."""
+    """The two shortest rows, or the only one."""
     lengths = [0] * len(rows) if rows.tokens is None else rows.tokens.length.tolist()
     return rows.take(sorted(range(len(rows)), key=lengths.__getitem__)[:2])
 
@@ -96,7 +96,7 @@ def _cuda(model: Model) -> list[torch.device]:
 
 @contextmanager
 def _at_rest(model: Model) -> Iterator[None]:
-    """Context manager: evaluation mode, without random draws and statistics; it restores the mode."""
+    """Context manager: evaluation mode, in which nothing is drawn and no statistics change; then the former modes."""
     modes = [(m, m.training) for m in model.module.modules()]
     model.module.eval()
     model.forget()
@@ -125,7 +125,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
 
 
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
-    """Tensors without a gradient, except in parts of which a batch uses only some, such as experts."""
+    """Tensors without a gradient, but none of parts such as experts, of which a batch uses only some."""
     blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
 
     def place(name: str) -> tuple[str, str]:
