@@ -48,7 +48,7 @@ def test_what_is_told_is_what_the_tokens_lack(path):
 def test_a_text_beside_calls_is_told():
     rows = [row_of(talk(content="let me look")), row_of(talk()), row_of(talk(content="well"))]
     dropped = left_out.count(rows, None, fitted(FOLDER / "llama3_1.jinja"))
-    assert dropped["what an assistant says beside calls of tools"] == 2
+    assert dropped["what an assistant says next to calls of tools"] == 2
     assert not left_out.count(rows, None, fitted(FOLDER / "qwen2_5.jinja"))
 
 

@@ -14,7 +14,7 @@ from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-UNIT_NORM = "features divided by their Euclidean norm"  # the name in exports of a transform before the head
+UNIT_NORM = "features divided by their Euclidean norm"  # what an export calls this transform of the head's inputs
 
 
 def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
@@ -42,7 +42,10 @@ def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
 
 
 def _pool(model: Network, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
-    """(b, T, d) -> (b, d), if the head reads every token: pooled as the classifier does, or a language model's last."""
+    """Pool the inputs (b, T, d) of a head that reads every token to (b, d); other inputs stay unchanged.
+
+    They are pooled as the classifier pools its logits; for a language model, the last token's input is taken.
+    """
     if x.dim() != 3:
         return x
     if head is not model.head:

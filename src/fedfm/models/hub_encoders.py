@@ -1,4 +1,4 @@
-"""Loads encoders for which transformers has no classifier: of pictures alone, and of pictures and texts."""
+"""Loads encoders for which transformers has no classifier: of images alone, and of images and texts."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
         tools = positions.fit(tools, spec, read.module, config.text_config)
         tools.tokenizer.padding_side = "right"  # a text encoder counts positions from the first token
         siglip = config.model_type == "siglip"
-        if siglip and tools.positions:  # all its texts have this length, in an export too
+        if siglip and tools.positions:  # SigLIP's texts all have this length, also in an export
             tools = dataclasses.replace(tools, max_length=tools.positions)
         prompts = tokenise(
             tools.tokenizer,
             classes,
             task.class_templates,
             length=tools.max_length,
-            whole=siglip,  # SigLIP was trained with full-length texts, and reads the last position
+            whole=siglip,  # SigLIP was trained with texts padded to this length, and reads the last position
             context=adapt.tokens if adapt.name == "prompt" else 0,
         )
         dual = DualEncoder(read.module, prompts)

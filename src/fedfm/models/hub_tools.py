@@ -1,4 +1,4 @@
-"""What hub loads return, and what prepares the rows of their models."""
+"""The result of loading a model from the hub, and the tokenizer or image processor that prepares its rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Loaded:
 
 
 def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: ModelTask) -> Tools:
-    """What prepares rows of this kind for the task."""
+    """The tokenizer or image processor that prepares rows of this kind for the task."""
     if kind == "image":
         processor, guess = image_processor(path, spec, config)
         return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
@@ -85,7 +85,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
     tokenizer_files.choose_padding(tokenizer, None if task.is_language_model else config)
     with quiet():
         template, notices = task.fit_tokenizer(tokenizer)
-    return Tools(  # max_length: positions.fit
+    return Tools(  # positions.fit later limits max_length to the model's positions
         tokenizer=tokenizer,
         tokenizer_class=by,
         max_length=spec.max_length,
@@ -95,11 +95,12 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
 
 
 def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:
-    """The model's own processor, on Pillow, so that pixels do not depend on torchvision; and a notice if the processor
-    is a guess although the weights were trained with one.
+    """The model's image processor, and a notice if it is a guess although the weights were trained with a processor.
+
+    The processor uses Pillow, so that pixels do not depend on torchvision.
 
     Raises:
-        InputError: its file cannot be read.
+        InputError: the processor's file cannot be read.
     """
     from transformers import AutoImageProcessor
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil

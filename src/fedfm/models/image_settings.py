@@ -1,4 +1,4 @@
-"""How images become a model's input, as numbers: for parties without the model, and models without a processor."""
+"""The settings of an image processor as plain values, for clients without the model; and one for other models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEYS = (
 
 
 def settings_of(processor: Any) -> dict[str, Any]:
-    """The settings with which a party without the model can prepare images like ``processor``.
+    """The settings with which a client without the model can prepare images like ``processor``.
 
     Raises:
         InputError: the processor does more than resize, rescale and normalise.
@@ -28,14 +28,14 @@ def settings_of(processor: Any) -> dict[str, Any]:
     kind = type(processor).__name__
     if not kind.startswith("ViTImageProcessor"):
         raise InputError(
-            f"a party without the model cannot prepare images as a {kind} does: expected a ViT's processor"
+            f"a client without the model cannot prepare images as a {kind} does: expected a ViT's processor"
         )
     found = {key: value for key, value in processor.to_dict().items() if key in _KEYS and value is not None}
     return {key: dict(value) if key == "size" else value for key, value in found.items()}
 
 
 def call_from(how: Mapping[str, Any]) -> Preprocess:
-    """The preparation that :func:`settings_of` describes."""
+    """The preprocessing that :func:`settings_of` describes."""
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     return processor_call(ViTImageProcessorPil(**{key: value for key, value in how.items() if key in _KEYS}))
@@ -54,5 +54,5 @@ def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Prepro
         x = torch.from_numpy(array.astype(np.float32) / 255).permute(0, 3, 1, 2)  # (n, 3, H, W)
         return ((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]).contiguous()
 
-    call.told = (size, tuple(mean), tuple(std))  # type: ignore[attr-defined] # names it
+    call.told = (size, tuple(mean), tuple(std))  # type: ignore[attr-defined] # identifies it in fingerprints
     return call

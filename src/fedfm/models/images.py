@@ -1,4 +1,4 @@
-"""Images of a table that each batch decodes and prepares."""
+"""Images of a table that are decoded and prepared batch by batch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Preprocess = Callable[[list[Any]], Tensor]  # PIL images -> (n, 3, H, W)
 
 @dataclass(frozen=True)
 class Pictures:
-    """Rows of a table's images; see :class:`fedfm.core.rows.Deferred`.
+    """Some of a table's images; see :class:`fedfm.core.rows.Deferred`.
 
     Attributes:
         inputs: the table's inputs: uint8 (N, H, W, C), or N paths or encoded images.
-        index: (n,) the rows.
-        preprocess: the model's.
+        index: (n,) the rows of the table.
+        preprocess: the model's preprocessing.
         loaders: number of processes that compute batches in advance.
     """
 
@@ -45,7 +45,7 @@ class Pictures:
         return replace(self, index=self.index[index])
 
     def compute(self) -> Tensor:
-        """float32 (n, 3, H', W')."""
+        """The prepared images, float32 (n, 3, H', W')."""
         return pixels(Chosen(self.inputs, self.index), self.preprocess)
 
     def sources(self) -> Iterator[bytes]:
@@ -60,7 +60,7 @@ class Pictures:
                 yield f"{pixels.dtype.str}{pixels.shape}".encode() + pixels.tobytes()
 
     def exceed(self, most: float | None) -> bool:
-        """Whether the prepared rows have more than ``most`` bytes; None: more than may stay in memory."""
+        """Whether the prepared images take more than ``most`` bytes; None: more than may stay in memory."""
         if len(self) < 2 or most == math.inf:
             return False
         most = min(AT_ONCE, limit() // 4) if most is None else most
@@ -103,7 +103,7 @@ def _rgb_chunks(pictures: Any) -> Iterator[list[Any]]:
 
 
 def _rgb(item: Any) -> Any:
-    """As :func:`fedfm.data.pictures.rgb`."""
+    """An item as an RGB image, as :func:`fedfm.data.pictures.rgb` makes it."""
     if isinstance(item, np.ndarray):
         return rgb_of(item)
     from fedfm.data.pictures import rgb

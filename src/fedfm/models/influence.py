@@ -1,7 +1,7 @@
-"""Which places of a text a model's outputs depend on, by the gradient in what its embedding gives.
+"""Finds the positions of a text on which a model's outputs depend, by gradients with respect to token embeddings.
 
-Values alone do not show it: a matrix product of other rows rounds differently. The gradient at a place that an
-output does not depend on is exactly zero.
+A comparison of outputs does not show the dependence, because a matrix product of other rows rounds differently. The
+gradient at a position on which an output does not depend is exactly zero.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fedfm.models.preprocessing import LOCAL_SHARE
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-_READ = 8  # tokens of a text that are enough to see
-_PADDING = 4  # tokens before it
+_READ = 8  # number of a text's tokens that the check reads
+_PADDING = 4  # number of padding tokens before them
 
 
 def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] | None:
-    """Whether what ``compute`` gives depends on the token at each place: (b, L), for each call of the embedding.
+    """For each position, whether the result of ``compute`` depends on the token there.
 
     Args:
         compute: calls the module, in evaluation mode.
 
     Returns:
-        None if the module has no embedding that is a table of tokens.
+        (b, L) for each call of the embedding; None if the module has no table of token embeddings.
     """
     reads = positions.embedding(unwrap(module))
     if reads is None:
@@ -53,7 +53,7 @@ def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] 
 
 
 def of_last(module: nn.Module, compute: Callable[[], Tensor]) -> bool | None:
-    """Whether what ``compute`` gives depends on the last token; None as of :func:`of_places`."""
+    """Whether the result of ``compute`` depends on the last token; None as in :func:`of_places`."""
     found = of_places(module, compute)
     return None if found is None else any(bool(depends[..., -1].any()) for depends in found)
 
@@ -61,11 +61,11 @@ def of_last(module: nn.Module, compute: Callable[[], Tensor]) -> bool | None:
 def reads_padding(model: Network, ids: Tensor, pad: int, share: Tensor | None = None) -> bool:
     """Whether the next token after a text depends on padding before it, although the mask hides it.
 
-    Models that carry a state from token to token may read whatever stands before a text.
+    A recurrent model carries a state from token to token, and may read the padding before a text.
 
     Args:
-        ids: (L,) of the text.
-        share: (1,) of the text, where the model's adapter is one of a pair.
+        ids: (L,) the text's tokens.
+        share: (1,) the text's share of the own adapter, if the model has a pair of adapters.
     """
     ids = ids[:_READ]
     padded = torch.cat([torch.full((_PADDING,), pad), ids])[None]  # (1, L)

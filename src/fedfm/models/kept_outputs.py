@@ -1,7 +1,8 @@
 """Modules that cache values computed from their weights in evaluation mode, such as the attention of LeViT.
 
-They clear the cache when they are set to training mode, but most modules here never are. So these modules are trained
-in training mode, without the modules inside them, and their caches are cleared when they get other weights.
+Such a module clears its cache when it is set to training mode. But fedfm keeps most modules in evaluation mode, also
+while it trains them. So it sets these modules to training mode for training, without the modules inside them, and
+clears their caches when they get other weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import nn
 
 
 def keepers(module: nn.Module) -> list[nn.Module]:
-    """Modules of transformers that override ``train()``, and so act on a change of mode."""
+    """Modules of transformers that override ``train()``, and so do more than change their mode."""
     own = (m for m in module.modules() if type(m).train is not nn.Module.train)
     return [m for m in own if type(m).__module__.startswith("transformers.")]
 

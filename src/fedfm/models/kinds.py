@@ -1,6 +1,6 @@
-"""Which of our own classes a module has, without an import: of a class that nobody has loaded there is none.
+"""Tests whether a module is of one of fedfm's own classes, without an import of the class.
 
-So a model with one encoder loads no code of those with two.
+A class that no code has imported has no instances. So a model with one encoder loads no code for two encoders.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def is_dual_encoder(module: Any) -> TypeGuard[DualEncoder]:
-    """Whether a module has two encoders, of pictures and of texts."""
+    """Whether a module has two encoders, of images and of texts."""
     return is_of(module, "fedfm.models.architectures.dual_encoder:DualEncoder")
 
 
 def is_pooled_encoder(module: Any) -> TypeGuard[PooledEncoder]:
-    """Whether a module is an encoder of pictures with a linear head on what it pools."""
+    """Whether a module is an encoder of images with a linear head on its pooled output."""
     return is_of(module, "fedfm.models.architectures.pooled_encoder:PooledEncoder")
 
 

@@ -1,8 +1,8 @@
-"""Check that a language model does not see the words that it predicts; else its loss is low without learning.
+"""Checks that a language model does not see the words that it predicts; else its loss is low without learning.
 
 Some classes of transformers have a language head and attend in both directions, and no setting reveals all of them. So
-the check computes: if only the last word of a text changes, the logits before it must not change. A server that has
-not loaded the weights checks only the first block, with random weights.
+the check runs the model twice: if only the last word of a text changes, the logits before it must not change. A server
+that has not loaded the weights checks only the first block, with random weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def refuse_hollow(model: Model) -> None:
     words = positions.embedding(unwrap(model.module))
     if not model.is_language_model or words is None:
         return
-    ids = (len(words.weight) // 2 + torch.arange(_FEW))[None] % len(words.weight)  # (1, L); padding is at the ends
+    ids = (len(words.weight) // 2 + torch.arange(_FEW))[None] % len(words.weight)  # (1, L), far from the padding's id
     path, block = next(iter(model.parts.blocks), ("", model.module))
     with model.evaluating(), _random_weights(model, path):
         found = influence.of_last(model.module, lambda: _output_of(block, model.module, ids)[:-1])

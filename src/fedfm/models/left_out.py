@@ -1,7 +1,7 @@
-"""Find the words of rows that a chat template leaves out, or shows differently in a prompt than in training.
+"""Finds the words of rows that a chat template leaves out, or shows differently in a prompt than in training.
 
-A template may drop the thoughts of an answer, text next to tool calls, or the messages of a role that it does not know.
-So the check replaces each word of a row by a unique mark, and searches the mark in the text for training.
+A template may drop an answer's reasoning, text next to tool calls, or the messages of a role that it does not know. So
+the check replaces each word of a row by a unique mark, and searches for the mark in the text for training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Words = dict[str, tuple[str, str]]  # mark -> (the word that it replaces, whose 
 
 
 def count(rows: Iterable[Sequence[Any]], template: str | None, tokenizer: Any) -> Counter[str]:
-    """For each kind of omission, in words, the number of rows; "retold" counts rows whose prompts differ.
+    """The number of rows for each kind of omission; the kinds are described in words.
+
+    The key "retold" counts rows whose prompts differ from the text for training.
 
     Args:
         rows: for each row its messages and its answers.
@@ -73,7 +75,7 @@ def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
 
 
 def left_out(turns: Sequence[Turn], tokenizer: Any) -> set[str]:
-    """The owners of words that a row's text lacks; the last message is the answer, unless there is none yet.
+    """The owners of the words that a row's text lacks. The last message may be the answer or a question.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -122,7 +124,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
             continue
         called = has_calls(turn)
         shown = "".join(
-            mark(part, whose) if whose else part for part, whose in _parts(role, content, beside_calls=called)
+            mark(part, whose) if whose else part for part, whose in _parts(role, content, next_to_calls=called)
         )
         if not called:
             out.append((role, shown, *more))
@@ -135,7 +137,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
     return out, words
 
 
-def _parts(role: str, content: str, *, beside_calls: bool) -> Iterator[tuple[str, str]]:
+def _parts(role: str, content: str, *, next_to_calls: bool) -> Iterator[tuple[str, str]]:
     """The pieces of a content, each with its owner; the owner is "" for space and for tags of templates."""
     closed = {name for slash, name in _TAG.findall(content) if slash}
     within: list[str] = []
@@ -151,6 +153,6 @@ def _parts(role: str, content: str, *, beside_calls: bool) -> Iterator[tuple[str
         if part[0] in "<[" or not _LETTER.search(part):
             yield part, ""
             continue
-        where = f" within <{within[-1]}>" if within else " beside calls of tools" if beside_calls else ""
+        where = f" within <{within[-1]}>" if within else " next to calls of tools" if next_to_calls else ""
         yield part, f"what {'an' if role[0] in 'aeio' else 'a'} {role} says{where}"
     yield content[end:], ""

@@ -1,4 +1,4 @@
-"""The limits of a text model: the number of its positions, and the tokens that its embedding has.
+"""The limits of a text model: its number of positions, and the tokens that its embedding has.
 
 Both are read from the loaded module, not from a family's name: a position embedding with a padding index begins after
 that index (RoBERTa, MPNet, Longformer), and an embedding may have fewer rows than the tokenizer has tokens.
@@ -45,7 +45,7 @@ def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = No
         rows: (n,) indexes of these rows in the file, from 0; None: unknown.
 
     Raises:
-        InputError: there is one; it names the first row, its token, and both sizes.
+        InputError: there is such a row; the error names the first one, its token, and both sizes.
     """
     limit = tools.vocabulary
     if limit is None or not len(tokens):

@@ -85,7 +85,7 @@ def load_model(
     Args:
         spec: the [model] table.
         classes: class names; () for language models.
-        kind: of the data: image, text, features, instruction, preference or passages.
+        kind: the kind of the data: image, text, features, instruction, preference or passages.
         task: overrides ``spec.task``; None: implied by the data.
         seed: seeds the new head, LoRA's A and random weights, so that they are the same everywhere.
         feature_dim: d, for kind "features".
@@ -156,22 +156,22 @@ def load_model(
     if adapt.name == "side_adapter":
         if adapt.name not in task.adaptations:
             raise InputError(
-                f'model.adaptation.name = "side_adapter": it has a classification head, task {task.name!r} none',
+                f'model.adaptation.name = "side_adapter": it adds a classification head, task {task.name!r} has none',
                 key="model.adaptation.name",
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         from fedfm.models.adapters import side_adapter
 
-        beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
-        beside.notices = (*_notices(loaded, parts, spec), *drawn)
-        return beside
+        adapted = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
+        adapted.notices = (*_notices(loaded, parts, spec), *drawn)
+        return adapted
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
     notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     if bits and spec.quantization == "nf4":
         from fedfm.models import quantised_experts
 
-        quantised_experts.pack(module)  # below the adapters, whose order PEFT takes from the parameters
+        quantised_experts.pack(module)  # only now: PEFT takes the order of the adapters from the original parameters
     if bits:
         from fedfm.models import quantised
 

@@ -1,4 +1,4 @@
-"""The trained tensors on which a loss depends, read from its graph, without a backward pass and its memory."""
+"""The trained tensors on which a loss depends, from its autograd graph, without a backward pass and its memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def without_values() -> Iterator[None]:
 
 
 def with_graph(compute: Callable[[], T]) -> T:
-    """The result of ``compute``, with a graph :func:`without_values`; without a graph if that fails."""
+    """The result of ``compute`` with an autograd graph :func:`without_values`, or of a second call if that fails."""
     try:
         with without_values():
             return compute()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # any error of the user's code: compute raises it again, or needs its own backward pass
+    except Exception:  # the user's code has an error, which compute raises again, or needs a backward pass
         return compute()
 
 

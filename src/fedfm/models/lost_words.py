@@ -1,4 +1,4 @@
-"""What a tokenizer leaves out of texts: words that it does not know, and the end of texts that are too long."""
+"""Finds what a tokenizer drops from texts: words that it does not know, and the ends of texts that are too long."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
 
-_LOOKED_AT = 256  # rows
-_UNKNOWN = 0.1  # share of tokens from which a tokenizer is of another language, or of other texts
+_LOOKED_AT = 256  # largest number of rows that are checked
+_UNKNOWN = 0.1  # share of unknown tokens from which the tokenizer seems to be made for other texts
 
 
 def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
     """Lines about words that the model's tokenizer does not know, and about texts beyond its ``max_length``.
 
-    Of many rows some are looked at, evenly over all.
+    Of many rows it checks only some, at equal distances.
     """
     tools = model.tools
     tokenizer = tools.tokenizer
@@ -30,7 +30,7 @@ def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
         return []  # zero-shot models read the classes' names, too
     places = np.unique(np.linspace(0, len(index) - 1, _LOOKED_AT).astype(np.int64))
     rows = [" ".join(inputs_of(table.kind, table.inputs[int(index[int(i)])])) for i in places]
-    # No token is shorter than a byte: beyond this length all that is wanted is known.
+    # The beginning of a long text is enough: it shows unknown words, and that the text is too long.
     with quiet():
         found = tokenizer([text[: 8 * tools.max_length + 1000] for text in rows], add_special_tokens=False)["input_ids"]
     of = f"{len(rows)} rows of {table.source}" + (" that were looked at" if len(rows) < len(index) else "")
@@ -40,7 +40,7 @@ def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
     if total and unknown >= _UNKNOWN * total:
         said.append(
             f"{unknown / total:.0%} of the tokens of {of} are unknown to the tokenizer of the model and read as "
-            f"{tokenizer.unk_token}: is it one for these texts?"
+            f"{tokenizer.unk_token}: was it made for such texts?"
         )
     frame = len(tokenizer("")["input_ids"])
     long = sum(len(ids) + frame > tools.max_length for ids in found)

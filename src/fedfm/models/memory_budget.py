@@ -1,4 +1,4 @@
-"""Process many rows in parts that fit into memory: by a budget of tokens, and in halves after an error."""
+"""Processes many rows in parts that fit into memory: by a budget of tokens, and by halving after an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def warn(text: str) -> None:
 
 
 def by_tokens(longest: int, most: int, each: int = 1, budget: int = TOKENS) -> int:
-    """Rows of a batch, a power of two from 1 to ``most``, or ``most`` itself.
+    """The number of rows of a batch: a power of two from 1 to ``most``, or ``most`` itself.
 
     Args:
         longest: tokens of the longest row.

@@ -1,4 +1,4 @@
-"""Merge LoRA into the base's weights, if the layers then still compute the same."""
+"""Merges LoRA into the base's weights, if the layers then still compute the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedfm.errors import InputError
 
-_ROWS = 2  # of a probe
-_ALIKE = 0.01  # of the largest output; the rounding of bfloat16 is smaller
+_ROWS = 2  # number of rows of a probe
+_ALIKE = 0.01  # largest accepted difference over the largest output; the rounding of bfloat16 is smaller
 
 
 def merge(module: Any) -> Any:
@@ -39,7 +39,7 @@ def merge(module: Any) -> Any:
                 "raw weights: use peft"
             )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")  # here, layer by layer
+        warnings.filterwarnings("ignore", "All adapters are already merged")  # above, layer by layer
         return module.merge_and_unload()
 
 

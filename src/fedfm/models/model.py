@@ -41,7 +41,7 @@ class Model:
 
     Attributes:
         spec: its [model] table with the defaults filled in.
-        task: defines targets, loss and scores; it has the values of its own keys.
+        task: defines targets, loss and scores; its fields have the values of the task's keys.
         classes: class names in the order of the logits; () for language models.
         adaptation_spec, adaptation: the trainable part, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
@@ -53,14 +53,15 @@ class Model:
         layout: names, shapes and dtypes of :meth:`params`.
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
-        predictor: computes logits faster; it returns None for rows that it does not support. None: there is none.
+        predictor: a function that computes logits faster, or returns None for rows that it does not support; None: the
+            model has no such function.
         loaders: number of processes that prepare deferred images in advance.
-        notices: guesses about its files, and settings that do nothing on this machine.
-        compiled: its blocks compile at their first call.
-        hollow: its frozen weights are not loaded, so it cannot compute outputs.
-        added_bias: its head has a bias that the architecture does not have.
+        notices: lines for the user on guesses about the model's files, and on settings that do nothing on this machine.
+        compiled: whether the blocks compile at their first call.
+        hollow: whether the frozen weights are not loaded; then the model cannot compute outputs.
+        added_bias: whether the head has a bias that the architecture does not have.
         no_weight_decay: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
-        weigh: maps a batch's parts to (part, factor of its loss); None: by their numbers of targets.
+        weigh: maps a batch's parts to (part, factor of its loss); None: the factors follow the numbers of targets.
     """
 
     kernels: str = "exact"
@@ -72,7 +73,7 @@ class Model:
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     pool: Pool | None = None  # how a classifier pools its head's token inputs, once it is known
-    weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
+    weights_overridden: int = 0  # above 0: hooks change what its modules compute from its weights
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
     answers_alone: bool | None = None  # whether prompts are answered one at a time; None: not yet checked
@@ -98,7 +99,7 @@ class Model:
         self.adaptation = self.adaptation_spec.name
         self.head = head
         self._arguments = frozenset(inspect.signature(unwrap(module).forward).parameters)
-        self._tensors = dict(_travelling(module, running_statistics=self.adaptation == "full"))
+        self._tensors = dict(_sent_tensors(module, running_statistics=self.adaptation == "full"))
         self.names = tuple(self._tensors)
         self.layout: Layout = layout_of(tuple((n, t.dtype, tuple(t.shape)) for n, t in self._tensors.items()))
         self.train_too = [
@@ -120,8 +121,10 @@ class Model:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprints that all parties of a run share: ``model``, of weights and configuration, and
-        ``preparation``, of the way in which rows are prepared, see :mod:`fedfm.models.preparation`.
+        """The fingerprints that the server and all clients of a run share.
+
+        ``model`` covers weights and configuration. ``preparation`` covers the way in which rows are prepared, see
+        :mod:`fedfm.models.preparation`.
         """
         return {"model": self.fingerprint, "preparation": preparation.fingerprint(self.tools)}
 
@@ -202,9 +205,9 @@ class Model:
         )
 
     def encode(self, rows: Rows) -> Rows:
-        """With adaptation ``head`` the features (n, d) of the rows under the frozen backbone; else the rows unchanged.
+        """With adaptation ``head`` the rows' features (n, d) from the frozen backbone; else the rows unchanged.
 
-        Each batch of the backbone has 32 rows, so that a row's bits depend only on these rows.
+        The backbone always computes 32 rows at a time, so that the bits of a row's features depend only on these rows.
         """
         rows = self.task.encode(self, rows)
         if self.adaptation != "head" or self.head is None or "features" in rows.tensors:
@@ -286,8 +289,9 @@ class Model:
         return self.task.is_language_model
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows without gradients, float32 on the CPU, from its ``predictor`` if that supports the rows,
-        else by the task.
+        """Logits of all rows without gradients, float32 on the CPU.
+
+        The ``predictor`` computes them if the model has one that supports the rows, otherwise the task does.
         """
         if self.predictor is not None and (found := self.predictor(self, rows)) is not None:
             return found
@@ -315,7 +319,10 @@ class Model:
         return self.task.scores_of(self, rows, logits)
 
     def train_mode(self) -> None:
-        """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""
+        """Switch LoRA's dropout to training mode, and with adaptation ``full`` also batch norm.
+
+        The model's own dropout stays off.
+        """
         self.module.eval()
         for module in self._keepers:
             kept_outputs.begin(module)
@@ -348,7 +355,7 @@ class Model:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager: evaluation mode without gradients; restores the mode."""
+        """Context manager: evaluation mode without gradients; afterwards the former mode."""
         keepers, training = ([m for m in some if m.training] for some in (self._keepers, self.train_too))
         self.module.eval()
         try:
@@ -361,7 +368,7 @@ class Model:
                 module.train()
 
 
-def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:
+def _sent_tensors(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:
     """Parameters that require a gradient, and optionally running means and variances, in module order."""
     seen: set[int] = set()
     for prefix, m in module.named_modules():

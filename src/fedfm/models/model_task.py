@@ -1,4 +1,4 @@
-"""What a task does with a model and its rows, for type checkers: each is a :class:`fedfm.tasks.task.Task`."""
+"""The protocol of a task that has a model, for type checkers: each task is a :class:`fedfm.tasks.task.Task`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class ModelTask(RowTask, Protocol):
         """Refuse values of the task's keys that need a model of two encoders."""
 
     def answer_limit(self, tools: Tools) -> int:
-        """Most tokens of an answer that is generated."""
+        """Largest number of tokens in a generated answer."""
 
     def encode(self, model: Network, rows: Rows) -> Rows:
-        """The rows with what is computed once of each."""
+        """The rows with the values that are computed only once for each row."""
 
     def prompts(self, rows: Rows) -> Rows:
         """The rows without their answers."""
@@ -89,10 +89,10 @@ class ModelTask(RowTask, Protocol):
         """Lines for the user, after a run, on its figures."""
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """What ``fedfm predict`` writes of the rows."""
+        """The predictions that ``fedfm predict`` writes for the rows."""
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""
 
     def describe(self, model: Network) -> dict[str, Any]:
-        """What the configuration of an export says of the task."""
+        """What the configuration of an export says about the task."""

@@ -1,8 +1,8 @@
 """Multiply-accumulates (MACs) of the clients' training, after FedBaF's Appendix B (arXiv:2410.18352).
 
 TMAC = T E m n MACs, with T rounds to a target accuracy, E epochs, m clients per round, n the median number of training
-samples of a client, and the MACs of one sample's forward pass. The paper's MACS_k covers all of a client's data and is
-multiplied by n once more; here a sample counts once. As in the paper's figures, the backward pass (about twice the
+samples of a client, and MACs those of one sample's forward pass. The paper's MACS_k covers all of a client's data and
+is multiplied by n once more; here a sample counts once. As in the paper's figures, the backward pass (about twice the
 forward pass) is not counted: ratios between runs do not depend on it.
 """
 
@@ -29,8 +29,8 @@ class Macs:
     """MACs of one sample's forward pass.
 
     Attributes:
-        training: in each epoch.
-        once: of a frozen backbone whose features are computed once (adaptation head); else 0.
+        training: MACs in each epoch.
+        once: MACs of a frozen backbone whose features are computed once (adaptation head); else 0.
     """
 
     training: int
@@ -80,7 +80,7 @@ def _count_forward(model: Model, batch: Batch) -> int:
 
 
 def _names(model: Model) -> int:
-    """MACs of one pass over the class names; 0 if there is none, or if it runs only once."""
+    """MACs of one pass over the class names; 0 if the model reads no names, or reads them only once."""
     if not is_dual_model(model):
         return 0
     with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
@@ -89,8 +89,10 @@ def _names(model: Model) -> int:
 
 
 class _Counter(TorchFunctionMode):
-    """Counts the products of a forward pass by function name. ``torch.utils.flop_counter`` counts the same, but loads
-    the compiler (1.5 s) and does not count the fused attention of CPUs.
+    """Counts the products of a forward pass by function name.
+
+    ``torch.utils.flop_counter`` also counts them, but loads the compiler (1.5 s) and does not count the fused attention
+    of CPUs.
     """
 
     def __init__(self) -> None:
@@ -117,7 +119,7 @@ def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-_GROUPED = ("grouped_mm", "_grouped_mm")  # of the chosen experts
+_GROUPED = ("grouped_mm", "_grouped_mm")  # products of the chosen experts
 _FIRST = (
     "matmul",
     "__matmul__",
@@ -138,8 +140,9 @@ class Costs:
     """MACs of a run's clients.
 
     Attributes:
-        macs_per_sample: forward, in each epoch.
-        macs_once_per_sample: forward, of a frozen backbone whose features are cached; else 0.
+        macs_per_sample: MACs of a sample's forward pass in each epoch.
+        macs_once_per_sample: MACs of a sample's forward pass through a frozen backbone whose features are cached; else
+            0.
         epochs: E.
         samples: median number of training samples of a client.
     """
@@ -159,15 +162,15 @@ class Costs:
         """E n MACs of the median client."""
         return self.epochs * self.samples * self.macs_per_sample
 
-    def tmac(self, cohorts: Sequence[Sequence[str]], beside: Sequence[float] = ()) -> float:
+    def tmac(self, cohorts: Sequence[Sequence[str]], extra_passes: Sequence[float] = ()) -> float:
         """MACs of the rounds of these cohorts; a frozen backbone counts once for each client.
 
         Args:
-            beside: for each round, passes over a client's rows in addition to the optimiser's epochs (FedALA trains its
-                weights W); a mean over the cohort, weighted like its updates.
+            extra_passes: for each round, passes over a client's rows in addition to the optimiser's epochs (FedALA
+                trains its weights W); a mean over the cohort, weighted like its updates.
         """
         visits = sum(map(len, cohorts))
-        more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, beside, strict=False))
+        more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, extra_passes, strict=False))
         return visits * self.macs_per_client_round + more * self.samples * self.macs_per_sample + self.once(cohorts)
 
     def once(self, cohorts: Sequence[Sequence[str]]) -> float:

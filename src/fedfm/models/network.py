@@ -1,4 +1,4 @@
-"""A model as its tasks and its measurements see it."""
+"""The protocol of a model, as tasks and measurements use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Network(Protocol):
 
     @property
     def task(self) -> TaskFacts:
-        """What it does with rows."""
+        """The task of the model."""
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +71,7 @@ class Network(Protocol):
         """Logits of all rows."""
 
     def in_batches(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows; rows of like length share a batch."""
+        """Logits of all rows; rows of similar length share a batch."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients."""
+        """Context manager: evaluation mode without gradients."""
