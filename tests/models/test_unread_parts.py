@@ -150,7 +150,7 @@ def test_pictures_of_one_client_have_the_size_of_the_others(tmp_path, encoded):
     resizes = preprocessing.processor_call(ViTImageProcessorPil(size={"height": 8, "width": 8}))
     picture_sizes.check(items, np.arange(4), keeps, "rows")
     picture_sizes.check(items, np.arange(5), resizes, "rows")
-    with pytest.raises(InputError, match=r"\(24 x 16\) and .* \(32 x 16\) have other sizes"):
+    with pytest.raises(InputError, match=r"\(24 x 16\) and .* \(32 x 16\) have different sizes"):
         picture_sizes.check(items, np.arange(5), keeps, "rows")
 
 

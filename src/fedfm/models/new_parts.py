@@ -1,7 +1,7 @@
-"""Check that the newly drawn part of a model is no larger than a head.
+"""Checks that the newly drawn part of a model is no larger than a head.
 
-Structure decides which parts are new (:mod:`.heads`, :mod:`.checkpoint`). This module measures the result: an encoder
-among the new parts is refused, whatever made it new.
+The structure of model and checkpoint decides which parts are new (:mod:`.heads`, :mod:`.checkpoint`). This module
+measures their size: it refuses a model with an encoder among the new parts, for whatever reason the encoder is new.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fedfm.models.checkpoint import some
 from fedfm.models.heads import output_maps, within
 from fedfm.models.quantised_maps import maps
 
-FEW = 0.05  # of the model's parameters
-_DENSE = 2  # matrices before a head's last map in transformers: a dense layer, and a pooler's
+FEW = 0.05  # largest share of a model's parameters that may be new without a notice
+_DENSE = 2  # largest number of matrices before a head's last map in transformers: a dense layer's, and a pooler's
 
 
 def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tuple[str, ...]:
@@ -26,10 +26,10 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
         module: a classifier before its adaptation.
         new: paths of its new modules.
         head: path of its last map; "" if it has none.
-        name: of the model, for messages.
+        name: the model's name, for messages.
 
     Raises:
-        InputError: they are, and there is more than last maps with one or two dense layers before them.
+        InputError: they are, and the new part has more than the last maps and two dense layers before them.
     """
     total, made = _numbers(module), {path: _numbers(module.get_submodule(path)) for path in new}
     count = sum(made.values())

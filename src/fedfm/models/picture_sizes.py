@@ -1,4 +1,4 @@
-"""Whether an image processor makes tensors of one size of all pictures, so that they fit into one batch."""
+"""Checks that an image processor makes tensors of one size from all images, so that they fit into one batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fedfm.errors import InputError
 from fedfm.models.images import Preprocess
 
 _TRIED = ((64, 64), (96, 64), (64, 96))  # width, height
-_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap them
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 def check(inputs: Any, rows: np.ndarray, preprocess: Preprocess, source: str) -> None:
-    """Refuse pictures of which tensors of several sizes would be made.
+    """Refuse images from which the processor would make tensors of several sizes.
 
     Args:
-        inputs: of a table of pictures.
-        rows: (n,) indexes of those that are used.
+        inputs: the inputs of a table of images.
+        rows: (n,) indexes of the images that are used.
 
     Raises:
-        InputError: with two of the pictures.
+        InputError: there are several sizes; the error names two of the images.
     """
     from PIL import Image
 
@@ -34,8 +34,8 @@ def check(inputs: Any, rows: np.ndarray, preprocess: Preprocess, source: str) ->
         return
     try:
         if len({shape(size) for size in _TRIED}) == 1:
-            return  # it makes one size of all, and no file is opened
-    except (ValueError, TypeError):  # it takes pictures of a least size
+            return  # the processor makes one size of all images, so no file is opened
+    except (ValueError, TypeError):  # the processor refuses small images
         pass
     first: dict[tuple[int, int], int] = {}
     for row, size in _sizes(inputs, rows):
@@ -47,13 +47,13 @@ def check(inputs: Any, rows: np.ndarray, preprocess: Preprocess, source: str) ->
         return
     named = [f"{_name(inputs[first[size]], first[size])} ({size[0]} x {size[1]})" for size in list(shapes.values())[:2]]
     raise InputError(
-        f"{source}: {named[0]} and {named[1]} have other sizes, and the image processor of model.name keeps them: crop "
-        "the pictures to one size, or set do_resize or do_center_crop in its preprocessor_config.json"
+        f"{source}: {named[0]} and {named[1]} have different sizes, and the image processor of model.name keeps them: "
+        "crop the images to one size, or set do_resize or do_center_crop in its preprocessor_config.json"
     )
 
 
 def _sizes(inputs: Any, rows: np.ndarray) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Row and size (width, height) of each picture as it is seen, by the heads of their files."""
+    """Row and size (width, height) of each image as it is displayed, from the headers of the files."""
     from PIL import Image
 
     for row in rows.tolist():
@@ -65,4 +65,4 @@ def _sizes(inputs: Any, rows: np.ndarray) -> Iterator[tuple[int, tuple[int, int]
 
 
 def _name(item: Any, row: int) -> str:
-    return f"picture {row + 1}" if isinstance(item, bytes) else str(item)
+    return f"image {row + 1}" if isinstance(item, bytes) else str(item)

@@ -1,7 +1,8 @@
 """How a classifier pools its tokens' states into one vector per row, found by comparison with its own logits.
 
-Classes of transformers that apply the head to each token pool afterwards, each in its own way: the last token, the one
-after it, the mean of all. The right way is the one for which the head reproduces the model's own logits.
+Some classes of transformers apply the head to each token and pool the results, each class in its own way: it takes the
+last token, the token after it, or the mean of all. The right way is the one for which the head reproduces the model's
+own logits.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from fedfm.errors import InputError
 from fedfm.models.network import Network, Pool
 from fedfm.models.probe_rows import made_texts, probe_rows
 
-_CLOSE = 1e-3  # of the largest logit, in float32
-_ROUGHLY = 0.05  # in 16 bits
+_CLOSE = 1e-3  # largest accepted difference of two logits in float32, over the largest logit
+_ROUGHLY = 0.05  # the same in 16 bits
 
 
 def last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
-    """The state of the last token before padding; for rows without tokens the last position's."""
+    """The state of the last token before padding; for rows without tokens, of the last position."""
     return _at(x, _last_index(x, batch, pad))
 
 
@@ -58,7 +59,8 @@ def _last_index(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
 def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
     """How this model pools its head's inputs (b, T, d); inputs (b, d) are used unchanged.
 
-    Token rows are invented, so that all parties find the same way; the head's values do not matter.
+    For a text model the check uses invented texts, so that the server and all clients find the same way. The head's
+    values do not matter.
 
     Raises:
         InputError: no known way fits, or a text's result depends on the other texts of its batch.

@@ -1,4 +1,4 @@
-"""How many tokens of a row a model has positions for, and which tokens its embedding knows, read from its module."""
+"""Reads from a module for how many tokens of a row it has positions, and how many rows its token embedding has."""
 
 from __future__ import annotations
 

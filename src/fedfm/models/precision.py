@@ -1,7 +1,7 @@
-"""Half precision: frozen weights are half, trained ones float32, and the forward pass runs under autocast.
+"""Half precision: frozen weights are half, trained weights float32, and the forward pass runs under autocast.
 
-Mixed Precision Training. Micikevicius et al. ICLR 2018: small steps vanish in a half-precision weight (bfloat16 has 8
-bits), so the weights that an optimiser changes are float32, and every forward pass rounds a copy of them.
+Mixed Precision Training. Micikevicius et al. ICLR 2018. A small step vanishes in a half-precision weight (bfloat16 has
+8 significant bits). So the weights that an optimiser changes are float32, and every forward pass rounds a copy of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_trainable(spec: ModelSpec) -> None:
     """Refuse to train through a float16 network.
 
     Raises:
-        InputError: gradients would underflow: float16 ends at 6e-8, and losses are not scaled here.
+        InputError: gradients would underflow: the smallest float16 is 6e-8, and losses are not scaled here.
     """
     if spec.dtype == "float16" and spec.adaptation and spec.adaptation.name not in ("head", "side_adapter"):
         raise InputError(

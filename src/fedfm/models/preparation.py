@@ -1,8 +1,8 @@
 """A fingerprint of how a model's rows are prepared: its tokenizer, chat template and image processor.
 
 Two copies of a model with the same weights and different tokenizers compute different values from the same rows. The
-fingerprint covers the results and settings of the tools, not their files: these differ between releases of transformers
-for the same tools.
+fingerprint covers the results and settings of the tools, not their files, because releases of transformers write
+different files for the same tools.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PROBES = (
     "a",
     "",
 )
-_ASIDE = ("auto_map", "data_format", "device", "input_data_format", "return_tensors", "processor_class")
+_WITHOUT_EFFECT = ("auto_map", "data_format", "device", "input_data_format", "return_tensors", "processor_class")
 
 
 def fingerprint(tools: Tools) -> str:
-    """SHA-256 of the way in which rows become the model's inputs; for feature vectors the hash of nothing."""
+    """SHA-256 of the way in which rows become the model's inputs; for feature vectors, the hash of an empty table."""
     said: dict[str, Any] = {}
     if tools.processor is not None:
         said["image"] = _of_processor(tools.processor)
@@ -39,8 +39,8 @@ def fingerprint(tools: Tools) -> str:
 
 def _of_processor(processor: Any) -> dict[str, Any]:
     """The class and settings; a setting of None counts as absent, since newer releases have more settings."""
-    told = {key: value for key, value in processor.to_dict().items() if value is not None and not key.startswith("_")}
-    return {key: value for key, value in told.items() if key not in _ASIDE and not key.endswith("_type")} | {
+    stated = {key: value for key, value in processor.to_dict().items() if value is not None and not key.startswith("_")}
+    return {key: value for key, value in stated.items() if key not in _WITHOUT_EFFECT and not key.endswith("_type")} | {
         "kind": type(processor).__name__.removesuffix("Pil").removesuffix("Fast")
     }
 

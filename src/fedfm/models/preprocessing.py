@@ -1,4 +1,4 @@
-"""Preprocess rows into tensors with the model's own image processor or tokenizer."""
+"""Turns rows into tensors with the model's own image processor or tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's o
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-    """Rows for a party without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or image files.
+    """Rows for a client without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or image files.
 
     Raises:
         InputError: the rows are of another kind.
@@ -64,7 +64,7 @@ def prepare(
     Passages become blocks, so the number of rows can differ from the number of indexes: see :func:`passages`.
 
     Args:
-        task: the model's; None: implied by the rows.
+        task: the model's task; None: implied by the rows.
         most: bytes of prepared images that may stay in memory; the others are deferred. None: see :mod:`.images`.
         loaders: number of processes that compute deferred images in advance.
         check: called with tokens and the rows' indexes; it refuses tokens that the model does not know.
@@ -123,7 +123,7 @@ def check_pixels_alone(processor: Any, name: str) -> None:
     """Refuse an image processor that gives the model more than pixels, e.g. for images of different sizes.
 
     Raises:
-        InputError: the processor does.
+        InputError: the processor gives more.
     """
     given = set(getattr(processor, "model_input_names", None) or _PIXELS)
     if "pixel_values" in given and given <= _PIXELS:
@@ -161,7 +161,7 @@ def check_scale(processor: Any, name: str) -> tuple[str, ...]:
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
         raise InputError(
             f"model.name: the image processor of {name!r} divides by image_std = {said['image_std']} after it has "
-            f"subtracted image_mean = {said['image_mean']}: expected finite numbers, the deviation above zero",
+            f"subtracted image_mean = {said['image_mean']}: expected finite numbers, and image_std above zero",
             key="model.name",
         )
     if not {np.shape(said["image_mean"]), np.shape(said["image_std"])} <= _SHAPES:
@@ -173,9 +173,9 @@ def check_scale(processor: Any, name: str) -> tuple[str, ...]:
     if (mean <= white).all() and (std >= _LEAST * white).all():
         return ()
     return (
-        f"model.name: the image processor of {name} makes 0..{white:.3g} of black to white, and normalises with mean "
-        f"{said['image_mean']} and standard deviation {said['image_std']}, which are of another scale: do_rescale and "
-        "rescale_factor of its preprocessor_config.json are probably others than the model was trained with",
+        f"model.name: the image processor of {name} maps black to 0 and white to {white:.3g}, and normalises with mean "
+        f"{said['image_mean']} and standard deviation {said['image_std']}, which belong to another scale: do_rescale "
+        "or rescale_factor in its preprocessor_config.json probably differs from the model's training",
     )
 
 
@@ -196,7 +196,7 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
 
 
 def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
-    """As :func:`texts`, with the tokenizer's other values for each token, by the model's argument."""
+    """As :func:`texts`; in addition the tokenizer's other values for each token, by names of the model's arguments."""
     from fedfm.core.tokens import Tokens
 
     empty = [tokenizer.pad_token_id or 0]  # no model accepts a row of length 0
@@ -215,10 +215,10 @@ def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tok
 
 
 def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
-    """Arguments other than ids and mask for which a tokenizer writes nonzero values per token.
+    """The model's arguments, other than ids and mask, for which a tokenizer writes nonzero values for each token.
 
-    Models use zeros by default. XLNet and Funnel have a separate kind for the classifying token; RoCBert has the shapes
-    and sounds of characters.
+    Without such an argument a model uses zeros. The tokenizers of XLNet and Funnel give the token for classification a
+    token type of its own; that of RoCBert writes the shapes and sounds of characters.
     """
     with quiet():
         found = dict(tokenizer("a"))

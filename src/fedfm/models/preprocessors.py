@@ -17,13 +17,13 @@ class Tools:
     Attributes:
         image: PIL images -> (n, 3, H, W), or None.
         processor: the transformers image processor of ``image``, which an export saves, or None.
-        tokenizer: or None.
-        tokenizer_class: the class of transformers that reads the tokenizer from its files.
+        tokenizer: the transformers tokenizer, or None.
+        tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.
         positions: number of positions of the model, or None without a limit.
-        vocabulary: rows of the model's token embedding, or None if it has no such table.
+        vocabulary: number of rows of the model's token embedding, or None if it has no such table.
         template: a text with {instruction} for instructions; None: the tokenizer's chat template.
-        notices: guesses about these tools, and changes to a template.
+        notices: lines for the user on guesses about these tools, and on changes to a template.
     """
 
     image: Preprocess | None = None

@@ -1,4 +1,4 @@
-"""Two invented rows for checks of a model. They do not depend on a client's rows, so all clients check the same."""
+"""Two invented texts for checks of a model. They do not depend on a client's rows, so all clients check the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = (3, 7)  # number of words of the two texts
 
 
 def probe_rows(model: Network, rows: Rows) -> Rows:
-    """Two invented texts as in :func:`made_texts`; for rows that are no texts, their first and last one."""
+    """Two invented texts as in :func:`made_texts`; for rows that are no texts, the first and the last of the rows."""
     if model.tools.tokenizer is None or rows.tokens is None:
         return rows.take([0, len(rows) - 1])
     return made_texts(model)

@@ -10,24 +10,26 @@ import torch
 from fedfm.errors import InputError
 from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, words_of
 
-_NUMBER = re.compile(r"(?:[a-z]{0,2}\d{2,}|\d+)(?:\s*[._:)-]\s*|\s+)\S*[^\W\d_]", re.IGNORECASE)  # in front of a name
+_NUMBER = re.compile(
+    r"(?:[a-z]{0,2}\d{2,}|\d+)(?:\s*[._:)-]\s*|\s+)\S*[^\W\d_]", re.IGNORECASE
+)  # a number in front of a name
 _YEAR = re.compile(r"(?:1[89]|20)\d\d\b")
-_JOINED = re.compile(r"[^\W\d_A-Z][A-Z]")  # words that only their capitals divide
+_JOINED = re.compile(r"[^\W\d_A-Z][A-Z]")  # words that are joined without spaces, such as GoldenRetriever
 _NAMES = re.compile(r"Ma?c[A-Z]|[ie][A-Z]")  # McDonald, MacBook, iPhone, eBay
 _SAME = 1e-6  # of the largest number of a vector
 _SHARE = 0.2  # of the classes, from which it is told, and two at least
 
 
 def notices(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """A line about names with a number in front, with capitals in place of blanks, or with folders."""
-    told = [i for i, name in enumerate(classes) if _is_identifier(name)]
-    if len(told) < max(2, _SHARE * len(classes)):
+    """A line about names with a number in front, with capitals in place of spaces, or with folders."""
+    found = [i for i, name in enumerate(classes) if _is_identifier(name)]
+    if len(found) < max(2, _SHARE * len(classes)):
         return []
-    prompt = templates[0].format(words_of(classes)[told[0]])
+    prompt = templates[0].format(words_of(classes)[found[0]])
     return [
-        f"model.templates: {len(told)} of {len(classes)} names of classes go into prompts as they are, as in "
-        f'"{prompt}"; '
-        "where one says it otherwise, name the classes in words (a column data.label_name, or names as labels)"
+        f"model.templates: {len(found)} of {len(classes)} names of classes look like identifiers and go into prompts "
+        f'as they are, as in "{prompt}"; '
+        "if a caption would use other words, name the classes in words (a column data.label_name, or names as labels)"
     ]
 
 

@@ -87,10 +87,10 @@ def need(word: str) -> None:
 
 
 def keep_format(module: nn.Module) -> None:
-    """Prevent that bitsandbytes changes the quantised weights after loading.
+    """Prevent bitsandbytes from changing the quantised weights after loading.
 
-    On processors with bfloat16 it would pack them again at the first evaluation, with scales of 8 bits. Then results
-    would depend on what was computed before.
+    On processors with bfloat16, bitsandbytes would pack the weights again at the first evaluation, with scales of 8
+    bits. Then results would depend on what was computed before.
 
     Raises:
         InputError: the folder has a map that bitsandbytes computes wrongly on this device, see :func:`odd_maps`.
@@ -106,7 +106,7 @@ def keep_format(module: nn.Module) -> None:
 
 
 def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
-    """Paths of the linear maps that are not quantised to ``nf4``, because their rows do not end with a block.
+    """Paths of the linear maps that are not quantised to ``nf4``, because a row of weights is no multiple of a block.
 
     For such rows bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every device, so that
     all silos have the same base.
@@ -122,7 +122,7 @@ def settings(spec: ModelSpec, stored: Mapping[str, Any] | None, keep: Sequence[s
     """The ``BitsAndBytesConfig``: that of the folder if its weights are quantised, else that of ``model.quantization``.
 
     Args:
-        keep: paths of the modules that stay as they are.
+        keep: paths of the modules that are not quantised.
     """
     from transformers import BitsAndBytesConfig
 
@@ -229,7 +229,7 @@ def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
 def rebuild(module: Any, dtype: torch.dtype) -> nn.Module:
     """A module with the same trained tensors on the dequantised base; changes ``module``.
 
-    It is needed before an adapter is merged: PEFT would add the adapter to the quantised weights, and round the sum.
+    This is needed before an adapter is merged: PEFT would add the adapter to the quantised weights, and round the sum.
     """
     if not hasattr(module, "peft_config"):
         make_plain(module, dtype)

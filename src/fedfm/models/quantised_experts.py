@@ -3,8 +3,8 @@
 The weights of E experts are one parameter (E, ., .). bitsandbytes only replaces modules for linear maps, so this module
 quantises such parameters.
 
-A forward pass dequantises the parameter and adds LoRA's update. The gradients need the sum again and compute it again,
-so that between the two passes memory only contains the 4-bit weights.
+A forward pass dequantises the parameter and adds LoRA's update. The backward pass computes this sum again, so that
+between the two passes memory only contains the 4-bit weights.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OnBits(nn.Module):
             del vars(self)["_added"][name]
 
     def _fold(self, tensor: Tensor) -> Any:
-        """For a tensor that autograd saves: save how to compute it again, in place of its values."""
+        """What autograd saves for a tensor: if it is a dequantised parameter, only how to compute it again."""
         where = tensor.untyped_storage().data_ptr()
         for again, dense in vars(self)["_made"].values():
             if dense.untyped_storage().data_ptr() == where:
@@ -113,7 +113,7 @@ class _Again:
         return out
 
 
-_last: list[tuple[_Again, Tensor]] = []  # at most one entry: the gradients of the experts need the same tensor in turn
+_last: list[tuple[_Again, Tensor]] = []  # at most one entry: the experts' gradients need the same tensor one by one
 
 
 def _unfold(kept: Any) -> Tensor:

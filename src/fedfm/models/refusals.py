@@ -1,4 +1,4 @@
-"""What is said of a model's folder that a library cannot read."""
+"""Error messages for a model that a library cannot read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedfm.models.locate import BUILT_IN
 
 
 def refusal(path: Path | str, name: str, error: Exception) -> InputError:
-    """The error of a model that transformers could not read."""
+    """The error for a model that transformers could not read."""
     from huggingface_hub import is_offline_mode
 
     first = first_of(error)

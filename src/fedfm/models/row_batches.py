@@ -1,4 +1,4 @@
-"""Split rows into batches for a model, of a fixed size or sorted by length, and restore their order."""
+"""Splits rows into batches for a model, of a fixed size or sorted by length, and restores their order."""
 
 from __future__ import annotations
 

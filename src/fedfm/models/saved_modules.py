@@ -1,4 +1,4 @@
-"""A model with its saved head and labels, to compare it with another one."""
+"""Loads a model with its saved head and labels, to compare it with another model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _of_folder(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, 
         config = configuration.read(path, spec)
         if of_folder(config) is not None:
             raise InputError(
-                f"{name}: its weights are quantised, and an exact comparison needs the originals; name these"
+                f"{name}: its weights are quantised, and an exact comparison needs the originals; name their folder"
             )
         families.check_alike(name, config.model_type, families.type_of(like))
         read = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32, head=True)

@@ -63,20 +63,20 @@ class AdaptationSpec:
     )
     init_lora_weights: str = setting(
         "default",
-        "lora: how A starts: default (true), PEFT's, or gaussian; B starts at zero. What changes the base is refused",
+        "lora: initial values of A: default (true), which is PEFT's, or gaussian; B starts at zero; others are refused",
         choices=STARTS,
         metadata={"true": "default", "false": "random"},
     )
     rslora: bool = setting(False, "lora: scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)")
-    layers: int | None = setting(None, "top_layers: how many; lora: only in so many last layers", ge=1)
-    tokens: int = setting(16, "prompt: learned vectors before the class name, task zero_shot", ge=1)
+    layers: int | None = setting(None, "number of last blocks: that top_layers trains, or that lora adapts", ge=1)
+    tokens: int = setting(16, "prompt: number of learned vectors before the class name, for task zero_shot", ge=1)
     released: str = setting(
         "class",
-        "side_adapter: what it reads of each block: class (the class token, or the mean over tokens), grid (also the "
-        "means of the four quadrants), tokens (all, projected)",
+        "side_adapter: the part of each block's output that it reads: class (the class token, or the tokens' mean), "
+        "grid (also the means of the four quadrants), tokens (all tokens, projected)",
         choices=RELEASED,
     )
-    projection: int = setting(32, 'side_adapter, released = "tokens": numbers a token', ge=1, le=65_536)
+    projection: int = setting(32, 'side_adapter, released = "tokens": length of a projected token', ge=1, le=65_536)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Common:
     weights: str = setting("pretrained", "pretrained or random", choices=("pretrained", "random"))
     fingerprint: str | None = setting(
         None,
-        "SHA-256 of the starting weights, as `fedfm check` prints it; another model is refused, at every silo too",
+        "SHA-256 of the starting weights, as `fedfm check` prints it; the server and every silo refuse another model",
         pattern=r"[0-9a-f]{64}",
         words="64 hexadecimal digits",
     )
@@ -107,7 +107,7 @@ class _Common:
     adaptation: AdaptationSpec | None = setting(
         None, "the trainable part; the model's own dropout is off in training [lora; head for features]"
     )
-    max_length: int = setting(128, "tokens", ge=2)
+    max_length: int = setting(128, "largest number of tokens of a row", ge=2)
     attention: str | None = setting(
         None,
         "how attention is computed: eager, sdpa, flash_attention_2, flex_attention [transformers' choice]",
@@ -121,12 +121,12 @@ class _Common:
     )
     quantization: str | None = setting(
         None,
-        "frozen linear maps in 4 bits (nf4, experts too) or 8 (int8), by bitsandbytes, extra [quantized]; they "
-        "multiply in dtype",
+        "frozen linear maps in 4 bits (nf4, also experts) or 8 bits (int8), by bitsandbytes, extra [quantized]; their "
+        "products are computed in dtype",
         choices=QUANTIZATIONS,
     )
     gradient_checkpointing: bool = setting(
-        False, "training keeps the inputs of blocks alone and computes the blocks twice: less memory, a third slower"
+        False, "training keeps only the inputs of blocks and computes the blocks twice: less memory, a third slower"
     )
     device: str = setting(
         "auto",
@@ -136,7 +136,7 @@ class _Common:
     )
     dtype: str = setting(
         "float32",
-        "of the frozen weights and of the products; what is trained is float32. float16 trains heads alone",
+        "dtype of the frozen weights and of products; trained weights are float32. float16 can only train heads",
         choices=_NUMBERS,
     )
 
@@ -144,4 +144,4 @@ class _Common:
 if TYPE_CHECKING:
     ModelSpec = _Common
 else:
-    ModelSpec = with_settings("ModelSpec", _Common, tasks.model_settings(), __name__)  # with the keys of single tasks
+    ModelSpec = with_settings("ModelSpec", _Common, tasks.model_settings(), __name__)  # adds the keys of single tasks

@@ -1,4 +1,4 @@
-"""Find a model's blocks in order of execution, and the parts that its forward pass does not use, from its modules.
+"""Finds, by a model's modules, its blocks in order of execution and the parts that its forward pass does not use.
 
 Blocks are entries of lists of modules: layers of a transformer, of a stage, or of an encoder and then of a decoder. An
 entry counts as a block if it has a norm (experts of a layer have none) and weight matrices. A stage is replaced by the
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 Place = tuple[str, nn.Module]  # a path from the model's root, and its module
-_STAGE = 0.5  # share of a stage's parameters that is in its blocks; below it the stage is one block
+_STAGE = 0.5  # smallest share of a stage's parameters in its blocks; with less the stage counts as one block
 
 
 def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Place, ...]:
@@ -30,8 +30,9 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
 
 
 def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
-    """For each block its modules: the entries with one index in all lists of a module. Empty if its lists do not have
-    that form, or contain less than half of the parameters outside embeddings.
+    """For each block its modules: the entries of the same index in all lists of one module.
+
+    Empty if no module's lists have the same length and together at least half of the parameters outside embeddings.
     """
     embeddings = _numbers(m for m in module.modules() if isinstance(m, nn.Embedding))
     for path, owner in module.named_modules():
@@ -54,11 +55,11 @@ def unread_by_text(module: Any) -> tuple[str, ...]:
     if getattr(module, "main_input_name", None) != "input_ids":
         return ()
     towers = [name for name, m in module.named_modules() if getattr(m, "main_input_name", "input_ids") != "input_ids"]
-    found = [*towers, *_beside_language(module)]
+    found = [*towers, *_next_to_decoder(module)]
     return tuple(name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found))
 
 
-def _beside_language(module: Any) -> Iterator[str]:
+def _next_to_decoder(module: Any) -> Iterator[str]:
     """Paths next to the decoder, without those directly below the root, which are heads."""
     if getattr(module.config, "text_config", None) is None:
         return

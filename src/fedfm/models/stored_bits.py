@@ -1,7 +1,7 @@
-"""Whether the tensors of a folder with quantised weights go together: bits, their scales and tables.
+"""Checks that the tensors of a folder with quantised weights fit together: packed weights, scales and tables.
 
-bitsandbytes reads what it finds: without the scales of scales it takes 8-bit numbers for scales, and bits of another
-length leave outputs that nobody wrote. Both load without an error, so that the files are compared first.
+bitsandbytes does not check them. If the scales of scales are missing, it uses their 8-bit codes as scales. If packed
+weights are too short, a part of the outputs stays uninitialised. Both load without an error, so this check runs first.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from fedfm.models.stored_files import StoredWeights
 
 _STATE = "quant_state.bitsandbytes__"  # followed by nf4 or fp4: sizes of blocks and the weight's shape, as JSON
 _TABLES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
-_SCALES, _FORMAT = "SCB", "weight_format"  # of 8 bits, beside the weight
+_SCALES, _FORMAT = "SCB", "weight_format"  # tensors next to a weight in 8 bits
 
 Shape = tuple[int, ...]
 
 
 def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path | str) -> None:
-    """Compare the bits of a folder with their scales, and with the weights that they stand for.
+    """Compare a folder's packed weights with their scales, and with the shapes of the model's weights.
 
     Args:
         stored: the folder's tensors.
-        settings: its ``quantization_config``.
-        weights: the model's, of which only shapes are read, by the names of the folder.
-        path: of the folder, for messages.
+        settings: the folder's ``quantization_config``.
+        weights: the model's weights by their names in the folder; only their shapes and dtypes are read.
+        path: the folder, for messages.
 
     Raises:
-        InputError: tensors lack, or have another length than goes with the others.
+        InputError: tensors are missing, or the length of one does not fit the others.
     """
     heads, eight = stored.heads(), bool(settings.get("load_in_8bit"))
     lacking, odd = set[str](), dict[str, tuple[Shape, Shape]]()
     for name in sorted(_in_bits(heads, weights)):
         shape = tuple(weights[name].shape) if name in weights else None
-        need = {name, _beside(name, _SCALES)} if eight else {name, *_of_four_bits(stored, name, settings)}
+        need = {name, _sibling(name, _SCALES)} if eight else {name, *_of_four_bits(stored, name, settings)}
         if need <= heads.keys():
             found = heads[name][0]
             sizes = _eight(name, found, shape) if eight else _four(name, _state(stored, _key(name, settings)), shape)
@@ -55,17 +55,17 @@ def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[s
 
 
 def scales(stored: StoredWeights) -> set[str]:
-    """Names of the tensors that scale bits, none of whose numbers may be infinite."""
+    """Names of the scales and tables of quantised weights, whose values must be finite."""
     return {name for name in stored if is_companion(name) and _STATE not in name}
 
 
 def is_companion(name: str) -> bool:
-    """Whether a tensor is part of how a quantised weight is stored, beside its bits."""
+    """Whether a tensor is stored with a quantised weight, in addition to its packed values."""
     return _STATE in name or name.rpartition(".")[2] in (*_TABLES, *_NESTED, _SCALES, _FORMAT)
 
 
 def _in_bits(heads: Mapping[str, tuple[Shape, str]], weights: Mapping[str, Tensor]) -> set[str]:
-    """Names of the weights that are quantised: whole numbers where the model computes with others, or with scales."""
+    """Names of the quantised weights: the file has integers for a floating-point weight, or has scales for it."""
     out = {n for n, weight in weights.items() if weight.is_floating_point() and heads[n][1] in ("U8", "I8")}
     for name in filter(is_companion, heads):
         above, _, last = name.rpartition(".")
@@ -76,7 +76,7 @@ def _in_bits(heads: Mapping[str, tuple[Shape, str]], weights: Mapping[str, Tenso
     return out
 
 
-def _beside(name: str, last: str) -> str:
+def _sibling(name: str, last: str) -> str:
     return f"{name.rpartition('.')[0]}.{last}"
 
 
@@ -86,7 +86,7 @@ def _key(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _of_four_bits(stored: StoredWeights, name: str, settings: Mapping[str, Any]) -> set[str]:
-    """Names of what goes with a weight in 4 bits."""
+    """Names of the tensors that belong to a weight in 4 bits."""
     key = _key(name, settings)
     nested = settings.get("bnb_4bit_use_double_quant") or (key in stored and "nested_blocksize" in _state(stored, key))
     return {key, *(f"{name}.{table}" for table in (*_TABLES, *(_NESTED if nested else ())))}
@@ -97,12 +97,12 @@ def _state(stored: StoredWeights, key: str) -> dict[str, Any]:
         return dict(json.loads(bytes(stored[key].tolist())))
     except ValueError:
         raise InputError(
-            f"model.name: {key} of the quantised weights is damaged: take a sound copy", key="model.name"
+            f"model.name: {key} of the quantised weights is damaged: use an undamaged copy", key="model.name"
         ) from None
 
 
 def _four(name: str, state: Mapping[str, Any], shape: Shape | None) -> dict[str, Shape]:
-    """The lengths that go with a weight in 4 bits; of this shape, or of that in its files."""
+    """The expected shapes of a 4-bit weight's tensors, from the weight's shape, or from its state if that is None."""
     count = math.prod(state["shape"] if shape is None else shape)
     blocks = -(-count // state["blocksize"])
     out: dict[str, Shape] = {name: (-(-count // 2), 1), f"{name}.absmax": (blocks,), f"{name}.quant_map": (16,)}
@@ -112,5 +112,5 @@ def _four(name: str, state: Mapping[str, Any], shape: Shape | None) -> dict[str,
 
 
 def _eight(name: str, found: Shape, shape: Shape | None) -> dict[str, Shape]:
-    """As :func:`_four` of a weight in 8 bits (d_out, d_in)."""
-    return {name: found if shape is None else shape, _beside(name, _SCALES): found[:1]}
+    """As :func:`_four`, for a weight in 8 bits (d_out, d_in)."""
+    return {name: found if shape is None else shape, _sibling(name, _SCALES): found[:1]}

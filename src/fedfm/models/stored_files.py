@@ -13,7 +13,7 @@ from fedfm.models.refusals import refusal
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors in a checkpoint's safetensors files by name, each read when it is asked for.
+    """The tensors in a checkpoint's safetensors files by name; each is read when it is accessed.
 
     Args:
         path: folder or hub id.
@@ -56,7 +56,7 @@ class StoredWeights(Mapping[str, Tensor]):
             return file.get_tensor(name)  # type: ignore[no-any-return]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read."""
+        """The shape of a tensor, without its values."""
         from safetensors import safe_open
 
         with safe_open(self._files[name], "pt") as file:
@@ -72,7 +72,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return name in self._files
 
     def dtype(self, name: str) -> str:
-        """The dtype of a tensor, which is not read, in the format's words: ``F32``, ``BF16``, ``U8``."""
+        """The dtype of a tensor, without its values, as safetensors names it: ``F32``, ``BF16``, ``U8``."""
         from safetensors import safe_open
 
         with safe_open(self._files[name], "pt") as file:
@@ -95,7 +95,7 @@ def checkpoint_of(path: Path | str, name: str) -> StoredWeights:
     """The checkpoint's tensors by name.
 
     Raises:
-        InputError: a file of it cannot be read.
+        InputError: one of its files cannot be read.
     """
     from safetensors import SafetensorError
 

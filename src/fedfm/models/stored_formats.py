@@ -1,8 +1,8 @@
-"""Folders of weights in few bits, in the format that ``quantization_config`` of their configuration names.
+"""Folders of quantised weights, in the format that ``quantization_config`` of their configuration names.
 
-Weights of bitsandbytes are computed with as they are stored (:mod:`.quantised`). Those of other formats, as fp8 and
-mxfp4, become numbers as transformers reads the files, where it can: their kernels have no gradients, or need a GPU of
-one kind, on which a silo would compute something else than another.
+Weights in the format of bitsandbytes stay quantised in memory (:mod:`.quantised`). Weights in other formats, such as
+fp8 and mxfp4, are dequantised by transformers while it reads the files, if it can. The kernels of these formats have no
+gradients, or run on one kind of GPU only, so that silos would compute different values.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from fedfm.models.quantised_maps import settings
 from fedfm.models.stored_files import StoredWeights
 
 BITSANDBYTES = "bitsandbytes"
-_FLAG = "dequantize"  # of a format's configuration in transformers
-_EIGHT = ("F8_E4M3", "F8_E5M2", "F4")  # dtypes in files, in the format's words, of numbers that need scales
+_FLAG = "dequantize"  # an argument of a format's configuration class in transformers
+_EIGHT = ("F8_E4M3", "F8_E5M2", "F4")  # safetensors' names of dtypes whose values need scales
 
 
 def prepare(config: Any, name: str, *, random: bool) -> None:
-    """Have transformers make numbers of a folder's weights, where they are stored in a format other than
-    bitsandbytes's; changes the configuration.
+    """Let transformers dequantise a folder's weights while it reads them, unless bitsandbytes quantised them.
 
     Args:
-        config: of the folder.
-        name: of the folder, for messages.
-        random: the weights are drawn and not read.
+        config: the folder's configuration, which is changed.
+        name: the folder's name, for messages.
+        random: whether the weights are drawn instead of read.
 
     Raises:
-        InputError: it cannot, or not here.
+        InputError: transformers cannot dequantise this format, or not on this machine.
     """
     stored = settings(config)
     if stored is None:
@@ -52,8 +51,8 @@ def prepare(config: Any, name: str, *, random: bool) -> None:
     known = [m for m in _formats() if _can_widen(m)]
     if method not in known:
         raise InputError(
-            f"model.name: {name!r} is quantised with {method}; of quantised folders fedfm reads those of bitsandbytes "
-            f"as they are, and as numbers those of {', '.join(known)}",
+            f"model.name: {name!r} is quantised with {method}, which fedfm cannot read: it reads the format of "
+            f"bitsandbytes as it is, and dequantises {', '.join(known)}",
             key="model.name",
         )
     config.quantization_config = stored | {_FLAG: True}
@@ -61,16 +60,16 @@ def prepare(config: Any, name: str, *, random: bool) -> None:
 
 
 def is_widened(config: Any) -> bool:
-    """Whether the folder's weights become numbers as they are read, see :func:`prepare`."""
+    """Whether the folder's weights are dequantised while they are read, see :func:`prepare`."""
     stored = settings(config)
     return stored is not None and _method(stored) != BITSANDBYTES and bool(stored.get(_FLAG))
 
 
 def check(stored: StoredWeights, name: str) -> None:
-    """Refuse a folder with weights in 8 or 4 bits that lack their scales: transformers would take them for numbers.
+    """Refuse a folder with weights in 8 or 4 bits that lack their scales: transformers would use them unscaled.
 
     Raises:
-        InputError: with the first names.
+        InputError: there are such weights; the error names the first.
     """
     heads = stored.heads()
     scales = {n for n in heads if "scale" in n.rpartition(".")[2]}
@@ -87,13 +86,13 @@ def notice(module: nn.Module, config: Any, name: str) -> str:
     """The line that says how the weights of a folder were read.
 
     Raises:
-        InputError: some are still in bits.
+        InputError: some weights are still quantised.
     """
     method = _method(settings(config) or {})
     left = [n for n, p in module.named_parameters() if not p.is_floating_point() or p.element_size() == 1]
     if left:
         raise InputError(
-            f"model.name: {name!r} is quantised with {method}, and transformers leaves {some(left)} in bits",
+            f"model.name: {name!r} is quantised with {method}, and transformers does not dequantise {some(left)}",
             key="model.name",
         )
     size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
@@ -102,7 +101,7 @@ def notice(module: nn.Module, config: Any, name: str) -> str:
 
 
 def _method(stored: Mapping[str, Any]) -> str:
-    """Name of the format; older folders of bitsandbytes do not say it."""
+    """Name of the format; older folders of bitsandbytes do not state it."""
     found = stored.get("quant_method")
     if found is None and (stored.get("load_in_8bit") or stored.get("load_in_4bit")):
         return BITSANDBYTES
@@ -117,7 +116,7 @@ def _formats() -> dict[str, Any]:
 
 
 def _can_widen(method: str) -> bool:
-    """Whether transformers makes numbers of safetensors in this format."""
+    """Whether transformers can dequantise safetensors in this format."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     reads = AUTO_QUANTIZER_MAPPING.get(method)
@@ -129,7 +128,7 @@ def _can_widen(method: str) -> bool:
 
 
 def _try(config: Any, name: str, method: str) -> None:
-    """Refuse a folder whose format needs a library or a machine that is not here, or says nonsense."""
+    """Refuse a folder whose format needs a library or a machine that is not here, or has invalid settings."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:

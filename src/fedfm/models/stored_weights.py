@@ -1,4 +1,4 @@
-"""Loads modules whose numbers stay in the files: quantised, or not read at all."""
+"""Loads modules whose original weights stay in the files: the module is quantised, or has placeholders."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from fedfm.models.weights import Read, load, new_modules
 def hollow(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, *, head: bool
 ) -> tuple[Read, Mapping[str, Tensor]] | None:
-    """As :func:`module_of`, with a single zero in place of each weight's values. None if the names in the files differ
-    from the module's: then only a complete load shows what is missing.
+    """As :func:`module_of`, but each weight is a single zero, expanded to the weight's shape.
+
+    None if the names in the files differ from the module's, because then only a complete load shows what is missing.
     """
     from accelerate import init_empty_weights
 
@@ -56,15 +57,15 @@ def module_of(
 ) -> tuple[Read, Mapping[str, Tensor] | None]:
     """The module, and the checkpoint's weights if it is quantised.
 
-    The fingerprint needs the original weights, and a large model has no memory for them next to the quantised ones.
-    They are read from the files one by one if the files use the module's names, as for most language models.
+    The fingerprint needs the original weights, and for a large model they do not fit into memory next to the quantised
+    ones. They are read from the files one by one if the files use the module's names, as for most language models.
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)
     stored = of_folder(config)
     if stored is None and spec.quantization is None:
         return load(auto, path, spec, config, seed, dtype, head=head, **where), None
-    quantised.describe(spec, config)  # refuses what does not go together
+    quantised.describe(spec, config)  # refuses settings that do not fit together
     plain = copy.deepcopy(config)
     if stored is not None:
         del plain.quantization_config

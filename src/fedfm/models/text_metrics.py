@@ -32,16 +32,15 @@ if TYPE_CHECKING:
 
 
 def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-    """Loss of a language model per predicted token, with perplexity and accuracy; for instructions over the
-    answers' tokens.
-    """
+    """A language model's loss per predicted token, perplexity and accuracy; for instructions of the answers' tokens."""
     found = of_tokens(count_tokens(model, rows, batch_size))
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
 
 
 def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, float]:
-    """Predicted tokens, those that are predicted right, and the sum of their losses, in float64; a batch has as many
-    rows as their logits allow.
+    """Numbers of predicted tokens and of right predictions, and the sum of the tokens' losses in float64.
+
+    A batch has as many rows as the memory for their logits allows.
     """
 
     def sums(size: int) -> tuple[float, int, int]:
@@ -69,7 +68,10 @@ def of_tokens(sums: Mapping[str, float]) -> Scores:
 
 
 def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> dict[str, float]:
-    """Answers, those that match the whole reference exactly, their ROUGE-1 in all, and those that end at the limit."""
+    """Numbers of answers, of exact matches with the reference and of cut answers, and the sum of the answers' ROUGE-1.
+
+    A cut answer ends at the limit of tokens.
+    """
     pairs = list(zip((a.text for a in said), right, strict=True)) if said else []
     return {
         "answers": len(pairs),
@@ -93,9 +95,9 @@ class Answer:
     """A model's answer to one instruction.
 
     Attributes:
-        tokens: with the end token.
-        text: without special tokens.
-        cut: whether it ends at the limit, without an end token.
+        tokens: the answer's tokens, with the end token.
+        text: the answer's text, without special tokens.
+        cut: whether the answer ends at the limit of tokens, without an end token.
     """
 
     tokens: tuple[int, ...]
@@ -104,7 +106,7 @@ class Answer:
 
 
 def answer_limit(model: Network) -> int:
-    """Most tokens of an answer, as the task says."""
+    """The largest number of tokens of an answer, which the task defines."""
     return cast("ModelTask", model.task).answer_limit(model.tools)
 
 
@@ -112,9 +114,9 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
-    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, as RWKV does, answers one prompt at a
-    time: in a batch transformers (5.24) also mixes the states of its rows.
-    A row's answer is the same alone, except for a tie of two tokens that the last bit decides.
+    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, such as RWKV, answers one prompt at a
+    time; in a batch, transformers (5.24) would also mix the states of its rows. A row gets the same answer alone and in
+    a batch, unless two tokens have equal logits up to rounding.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window

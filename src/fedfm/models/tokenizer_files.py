@@ -1,7 +1,7 @@
-"""Read a model's tokenizer with the rules of its own file.
+"""Reads a model's tokenizer as its own file defines it.
 
-For some types of models transformers builds a tokenizer of the type's class with the words of ``tokenizer.json`` but
-ignores its rules: the words of a WordLevel become those of a BPE without merges, which finds none of them in a text.
+For some model types transformers builds a tokenizer of a fixed class. It takes the vocabulary of ``tokenizer.json`` but
+not the algorithm: a WordLevel vocabulary becomes that of a BPE without merges, which finds none of the words in a text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
     """(tokenizer, the class of transformers that reads it, notices) of a folder or a hub id.
 
     Args:
-        name: of the model, for notices.
+        name: the model's name, for notices.
 
     Raises:
         OSError, ValueError, KeyError: transformers cannot read a tokenizer.
@@ -46,20 +46,20 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
         tokenizer,
         PLAIN,
         (
-            f"model.name: {_FILE} of {name!r} is of the kind {stored}, and transformers' {AUTO} makes a {own} of the "
-            f"kind {built} of it, which splits texts differently: fedfm follows the file, and an export needs {PLAIN}",
+            f"model.name: {_FILE} of {name!r} defines a {stored} tokenizer, and transformers' {AUTO} makes a {own} of "
+            f"type {built}, which splits texts differently: fedfm follows the file, and an export needs {PLAIN}",
         ),
     )
 
 
 def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
-    """A notice if the tokenizer has a token that stands for the whole text, and writes it in no text."""
+    """A notice if the tokenizer has a classification token (CLS) that it does not write into texts."""
     token = tokenizer.cls_token_id
     if token is None or token == tokenizer.bos_token_id or token in tokenizer("a")["input_ids"]:
         return ()
     return (
-        f"model.name: the tokenizer of {name} has a token {tokenizer.cls_token} for the whole text and writes it in "
-        "none: a model that was trained with it reads another token in its place",
+        f"model.name: the tokenizer of {name} has a classification token {tokenizer.cls_token} and does not write it "
+        "into texts: a model that was trained with this token reads another one in its place",
     )
 
 

@@ -1,4 +1,4 @@
-"""A finished run's model as a task predicts with it, and the scores that a task gives."""
+"""The protocol of a finished run's model, with which a task predicts; and the type of scores."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Trained(Protocol):
         """The model."""
 
     def encode(self, rows: Rows) -> Rows:
-        """The rows as the method's head takes them."""
+        """The rows in the form that the method's head reads."""
 
     def logits(self, rows: Rows) -> Tensor:
         """Logits of all rows, float32 on the CPU, as the method predicts."""
 
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
-        """Within the context the model has the trained weights; the rows have what the method adds to them."""
+        """Context manager: the model has the trained weights; yields the rows with what the method adds to them."""

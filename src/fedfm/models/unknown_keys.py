@@ -1,7 +1,7 @@
-"""Keys of a model's files that its class does not read, and that are close to one that it reads.
+"""Finds misspelt keys in a model's files: its class does not read them, but reads a similar key that is absent.
 
-transformers keeps any key as an attribute, so that the class's default counts where a key is misspelt. Other keys that
-a class does not read are common, e.g. of older releases, and say nothing.
+transformers keeps an unknown key as an attribute, and uses the default of the key that was meant. Unknown keys that are
+similar to no other are common, e.g. keys of older releases. They are no mistake and are not reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_TOKENIZERS = frozenset(  # keys that transformers reads for all tokenizers
 
 
 def of_configuration(path: Path | str, config: Any) -> list[str]:
-    """What is probably misspelt in ``config.json``, with the value that counts instead."""
+    """Texts about keys that are probably misspelt in ``config.json``, with the values that count instead."""
     return [f"has {text}" for text in _faults(_table(path, "config.json"), config, "", "config.json")]
 
 
@@ -73,7 +73,7 @@ def _table(path: Path | str, name: str) -> dict[str, Any]:
 
 
 def _faults(table: Mapping[str, Any], read: Any, within: str, file: str) -> Iterator[str]:
-    """A text for each such key, also of the configurations inside of one."""
+    """A text for each misspelt key, also for those of nested configurations."""
     parts = getattr(read, "sub_configs", {})
     known = _keys_of(read) | set(parts)
     absent = {_plain(name): name for name in sorted(known - set(table)) if len(name) >= _SHORTEST}
@@ -130,7 +130,7 @@ def _keys_of(read: Any) -> set[str]:
 
 
 def _takes(read: Any, key: str) -> bool:
-    """Whether the code of the class names the key, as it does where it takes a key of older releases."""
+    """Whether the code of the class contains the key, e.g. because it still accepts a key of older releases."""
     try:
         source = inspect.getsource(sys.modules[type(read).__module__])
     except (OSError, KeyError, TypeError):

@@ -75,7 +75,7 @@ def _other_weights(path: Path) -> list[str]:
     others = sorted({file.name for pattern in _OTHERS for file in path.glob(pattern)} - read)
     if not read or not others:
         return []
-    return [f"has weights in several files: {some(sorted(read))} counts, and not {some(others)}"]
+    return [f"has weights in several files: {some(sorted(read))} is read, and {some(others)} is not"]
 
 
 def _adapters(path: Path) -> list[str]:
@@ -92,11 +92,11 @@ def _parts_behind(path: Path) -> list[str]:
     behind = [kind for kind in kinds if kind != "Transformer"]
     if not behind:
         return []
-    return [f"is of sentence-transformers: what stands behind the model in its {_PARTS} is not read ({some(behind)})"]
+    return [f"is of sentence-transformers: parts after the model in its {_PARTS} are not read ({some(behind)})"]
 
 
 def _refuse_twice(path: Path) -> None:
-    """Refuse a tensor in two of the files that are read: which one counts would depend on their order."""
+    """Refuse a tensor that is in two of the files that are read: the order of the files would decide its value."""
     files = sorted(_read_files(path))
     if len(files) < 2:
         return

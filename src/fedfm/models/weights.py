@@ -1,4 +1,4 @@
-"""Load a module's weights from Hugging Face's files: complete, quantised, or only as placeholders."""
+"""Loads a module with transformers, with the weights of a checkpoint or with random ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Read:
     Attributes:
         module: the module, loaded by transformers.
         new: names of the tensors that are new for the task and were drawn.
-        notices: guesses that the user should know.
+        notices: lines for the user about guesses.
     """
 
     module: nn.Module
@@ -48,17 +48,18 @@ def load(
 
     Args:
         head: whether the checkpoint may lack the task's head.
-        where: ``device_map`` and ``quantization_config`` of transformers' ``from_pretrained``; none: on the CPU.
+        where: ``device_map`` and ``quantization_config`` of transformers' ``from_pretrained``; without them the module
+            is on the CPU and not quantised.
 
     Raises:
-        InputError: it cannot be read, or lacks tensors of the module.
+        InputError: the checkpoint cannot be read, or lacks tensors of the module.
     """
     if spec.weights == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "weights"))
             try:
                 module: nn.Module = auto.from_config(config, **_attention(spec)).to(dtype)
-            except Exception as error:  # incompatible options fail anywhere
+            except Exception as error:  # incompatible options may raise any error
                 if spec.options:
                     raise InputError(f"model.options: {first_of(error)}", key="model.options") from None
                 if isinstance(error, ValueError):
@@ -107,7 +108,7 @@ def load(
         if "conversion of the weights" in str(error):
             named = some(sorted(_failed_tensors(error))) or "some of the model's tensors"
             raise InputError(
-                f"model.name: {path} lacks tensors, or has some of another shape, of which {named} would be made",
+                f"model.name: {path} lacks tensors, or has some of another shape, from which {named} would be made",
                 key="model.name",
             ) from None
         raise refusal(path, spec.name, error) from None
@@ -140,6 +141,7 @@ def _of_two_tables(module: Any, path: Path | str) -> list[str]:
 
 def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
     """Paths of the modules that were created for this task: the complete head, and modules that the checkpoint lacks.
+
     No path is inside another.
 
     Raises:
@@ -164,8 +166,9 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
 
 
 def _failed_tensors(error: Exception) -> set[str]:
-    """The model's tensors that transformers could not make from a file's tensors. Its error does not name them; only a
-    long report in the log does.
+    """The model's tensors that transformers could not make from a file's tensors.
+
+    They come from the error's traceback, because its message does not name them.
     """
     trace, found = error.__traceback__, set[str]()
     while trace is not None:

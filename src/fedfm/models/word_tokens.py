@@ -1,4 +1,4 @@
-"""Tokenise sentences that are lists of words, and find the words among the tokens."""
+"""Tokenises sentences that are lists of words, and finds the words among the tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WordTokens:
 
     Attributes:
         tokens: for each sentence its token ids.
-        token_arguments: the tokenizer's other values for each token, by the model's argument.
+        token_arguments: the tokenizer's other values for each token, by names of the model's arguments.
         places: for each sentence: word -> position of its first token; words without a token are missing.
     """
 
@@ -32,7 +32,7 @@ class WordTokens:
 def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
     """The sentences in at most ``max_length`` tokens each.
 
-    The words are joined by blanks, so that a model reads them as running text, in training and in a pipeline.
+    The words are joined by spaces, so that a model reads running text in training, as it does in a pipeline.
 
     Raises:
         InputError: the tokenizer does not report the characters of a token.
@@ -40,8 +40,8 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
     tokenizer = tools.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
-            f"model.name: the tokenizer, a {type(tokenizer).__name__}, does not say which word a token is of: take a "
-            "model with a fast tokenizer"
+            f"model.name: the tokenizer, a {type(tokenizer).__name__}, does not say to which word a token belongs: "
+            "use a model with a fast tokenizer"
         )
     names = preprocessing.token_argument_names(tokenizer)
     ids: list[list[int]] = []
@@ -67,7 +67,7 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
 def _first_tokens(
     words: Sequence[str], offsets: Sequence[tuple[int, int]], sentence: Sequence[int | None]
 ) -> dict[int, int]:
-    """Word -> position of its first token, for words joined by blanks.
+    """Word -> position of its first token, for words joined by spaces.
 
     Args:
         offsets: for each token its characters [start, end).

@@ -1,4 +1,4 @@
-"""Wrap a torch module and its loss as a Model."""
+"""Wraps a torch module and its loss as a Model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WrappedModel(Model):
     """A :class:`Model` with functions for the loss, the logits and the preparation of rows."""
 
     softmax = False
-    ends: Ends | None = None  # if not determined by ``parts``
+    ends: Ends | None = None  # None: ``parts`` determines them
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
@@ -82,14 +82,14 @@ def wrap(
     """Make any torch module a Model.
 
     Args:
-        module: on its device.
+        module: the module, on its device.
         loss: (module, batch) -> scalar, the mean over the batch.
         classes: class names, for metrics.
         head: path of the last linear layer, for methods that need features.
         trainable: names of the parameters that clients train and send; None: all.
         logits: (module, batch) -> (b, C); None: the module's output.
         prepare: (table, index) -> Rows; None: rows of feature vectors.
-        name: for messages and manifests.
+        name: the model's name in messages and manifests.
 
     Raises:
         KeyError: a name in ``trainable`` is not a parameter.

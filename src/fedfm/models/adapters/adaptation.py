@@ -111,8 +111,10 @@ def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str
 
 @contextmanager
 def base_alone(module: nn.Module) -> Iterator[None]:
-    """Context manager: a module with LoRA computes as its base does, also if hooks on the adapted layers add other
-    adapters or a shift. Afterwards the trained tensors and the active adapters are as before.
+    """Context manager: a module with LoRA computes the same as its base.
+
+    This includes hooks on the adapted layers that add other adapters or a shift. Afterwards the trained tensors and the
+    active adapters are as before.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -145,7 +147,7 @@ def give_bias(module: nn.Module, path: str) -> bool:
 
 
 def live_head(module: nn.Module, path: str) -> nn.Linear | None:
-    """The linear head that the forward pass uses: PEFT replaces the original by a trained copy."""
+    """The linear head that the forward pass uses. PEFT may have replaced the original by a trained copy."""
     if not path:
         return None
     found: Any = unwrap(module)
@@ -295,7 +297,7 @@ def _within(name: str, paths: Iterable[str]) -> bool:
 
 
 def _in_or_named(path: str, ends: Iterable[str]) -> bool:
-    """Whether the path of a parameter, or of the module that holds it, is one of these or ends with one."""
+    """Whether the path of a parameter, or of its module, equals or ends with one of these names."""
     return _matches(path, ends) or _matches(path.rpartition(".")[0], ends)
 
 
@@ -325,7 +327,7 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
 
 
 def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable[str]) -> None:
-    """Refuse exclusions that match no target, and those that match all. ``stacked``: parameters of experts."""
+    """Refuse an exclusion that matches no target, and exclusions that match all. ``stacked``: experts' parameters."""
     names, parameters = list(hits), list(stacked)
     has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():
@@ -354,7 +356,7 @@ def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None
 
 
 def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts: Parts) -> bool:
-    if isinstance(module, nn.Parameter):  # of experts
+    if isinstance(module, nn.Parameter):  # the parameter of experts
         return True
     if isinstance(module, nn.Conv2d):
         return not strides_are_read(parts) and spec.rank % module.groups == 0

@@ -11,18 +11,19 @@ from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, re
 from fedfm.models.adapters.stacked import stacks
 from fedfm.models.families import Parts, unwrap
 
-_SHARE = 0.01  # of the model's parameters: a smaller one that is no linear map is not named
+_SHARE = 0.01  # smallest share of the model's parameters from which other matrices than linear maps are named
 
 
 def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str, ...]:
-    """Paths of all linear maps and experts, without the head and new modules, which are trained as they are, and
-    without what :func:`left_out` names.
+    """Paths of all linear maps and experts that LoRA adapts.
+
+    The head, new modules and the maps that :func:`left_out` names are not in it.
     """
     return tuple(path for path, why in _reasons(module, parts, new).items() if not why)
 
 
 def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
-    """A line that names what "all-linear" leaves out, with its share of the parameters; empty if it is nothing."""
+    """A line that names what "all-linear" leaves out, with its share of the parameters; "" if it leaves out nothing."""
     total = sum(_size(m) for m in module.modules()) or 1
     found: dict[str, dict[str, int]] = {}  # reason -> last part of the name -> number of values
     for path, why in _reasons(module, parts, new).items():
@@ -55,9 +56,9 @@ def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, s
             continue
         found[name] = ""
         if is_read_alone(module, name):
-            found[name] = "whose weights the model reads and does not call"
+            found[name] = "whose weights the model reads without calling the module"
         elif returns_several(m):
-            found[name] = "which give more than a product"
+            found[name] = "which return more than a product"
         elif name.rpartition(".")[2] in refused:
             found[name] = "which PEFT does not adapt in a model of this type"
     return found | {name: "" for name in stacks(module) if parts.reads(name)}

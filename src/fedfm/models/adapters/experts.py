@@ -4,9 +4,9 @@ One of them is the model's own, which may be trained; the others are frozen. Eac
 
 A pair is one parameter vector that has the shared adapter, a client's own adapter and their weights:
 Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
-arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, cut to
-[0, 1]: h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. Without a slope all rows
-have the bias.
+arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, clipped to
+[0, 1]. Here h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. Without a slope a is
+the bias for all rows.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Expert:
 
     Attributes:
         w: its frozen tensors under the model's names, with LoRA of any rank; None: the model's own tensors.
-        weight: m.
-        layers: paths of the layers (from ``Parts.encoders``) or modules in which its LoRA is on; None: all.
-        trained: for the model's own tensors: paths of the layers whose LoRA is trained if it is on; None: all.
+        weight: the factor m.
+        layers: paths of the layers (from ``Parts.encoders``) or modules in which its LoRA is on; None: in all.
+        trained: paths of the layers in which the LoRA of the model's own tensors is trained, if it is on; None: in all.
     """
 
     w: Params | None = None
@@ -120,9 +120,9 @@ def _training(model: Model, mine: Expert, *, heads: bool) -> Iterator[None]:
     flags = [(p, p.requires_grad) for p in model.module.parameters()]
     dropouts = model.train_too
     model.train_too = [m for m in dropouts if id(m) not in without]
-    beside = () if heads else lora.rest(model.names)
+    untrained = () if heads else lora.rest(model.names)
     for name, tensor in model.live().items():
-        if name in beside or any(name.startswith(f"{path}.") for path in still):
+        if name in untrained or any(name.startswith(f"{path}.") for path in still):
             tensor.requires_grad_(False)
     try:
         yield
@@ -197,8 +197,10 @@ def apply(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
 
 
 def one_adapter(model: Model, w: Params) -> Params:
-    """One adapter equal to a pair: its rank is the sum of both ranks, at the model's alpha. If the rows have own shares
-    it uses the share 1/2, as in training. For a head that is not a linear map it is an approximation.
+    """One adapter that computes the same as a pair; its rank is the sum of both ranks, its alpha the model's.
+
+    If the share differs from row to row, both adapters get the weight 1/2, as in training. For a head that is not a
+    linear map the result is an approximation.
     """
     a = 0.5 if by_row(w) else float(w.part(MIX)["bias"])
     own, other, alpha = w.part(LOCAL), w.part(GLOBAL), lora.alpha_of(model)

@@ -1,7 +1,6 @@
 """LoRA by its parameter names: pairs of factors, adapters of any rank, and low-rank shifts of frozen weights.
 
-PEFT computes W x + (alpha / r) B A x. Here alpha is the model's for any rank: parameters of rank r under the model's
-names mean (alpha / r) B A with the model's alpha.
+PEFT computes W x + (alpha / r) B A x. Here all adapters of a model have the model's alpha, whatever their rank r.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def assemble(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The factors by name, in the dtypes of ``like``; the inverse of :func:`matrices`, also at another rank."""
+    """The factors by name, in the dtypes of ``like``; the inverse of :func:`matrices`. Their rank may differ."""
     out = dict[str, Tensor]()
     for path, (a, b) in pairs(like).items():
         if _of_experts(like[b].shape):
@@ -69,7 +68,7 @@ def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
 
 
 def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
-    """One LoRA for an adapter w and a shift of the frozen weights, under w's names; its rank is the sum of both.
+    """One adapter for the adapter w and a shift of the frozen weights, under w's names; its rank is the sum of both.
 
     Modules of lower rank are padded with zeros, since an adapter on disk has one rank. If there is a shift, an adapter
     whose B are all zero is left out.
@@ -86,8 +85,9 @@ def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -
 
 
 def first(w: Params, rank: int | None) -> Params:
-    """The adapter of the first ``rank`` rows of A and columns of B. B becomes (rank / r) B, so that at the scale
-    alpha / rank they add the same as in w. All other tensors are kept.
+    """The adapter of the first ``rank`` rows of A and columns of B; all other tensors are kept.
+
+    B is multiplied by rank / r, so that at the scale alpha / rank these rows and columns contribute the same as in w.
     """
     r, out = rank_of(w), dict(w)
     if r is None or rank is None or rank > r:
@@ -100,8 +100,9 @@ def first(w: Params, rank: int | None) -> Params:
 
 
 def widen(w: Params, like: Layout) -> Params:
-    """An equal adapter with the larger rank of ``like``: A and B are padded with zeros, B is scaled for alpha / rank.
-    :func:`first` is the inverse.
+    """An equal adapter with the larger rank of ``like``; :func:`first` is the inverse.
+
+    A and B are padded with zeros, and B is multiplied so that the update is the same at the scale alpha / rank.
     """
     wide, r = pad_rank(w, like), rank_of(w)
     more = (rank_of(wide) or 0) / r if r else 1.0
@@ -122,8 +123,9 @@ def layout_at(layout: Layout, rank: int) -> Layout:
 
 
 def pad_rank(w: Params, like: Layout) -> Params:
-    """Append zeros to A and B up to the rank of ``like``. They stay zero in training: the gradient of a zero row of A
-    is zero if the column of B is, and vice versa.
+    """Append zeros to A and B up to the rank of ``like``.
+
+    The zeros do not change in training: the gradient of a row of A is zero if the column of B is zero, and vice versa.
     """
     return Params({n: _grow(tensor, like.slots[n][3]) for n, tensor in w.items()})
 
@@ -163,9 +165,9 @@ def scale_for_rank(model: Model, rank: int) -> Iterator[None]:
 def shift_weights(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     """Context manager: each named module computes with W + U V, in training and in prediction.
 
-    U V x is added to the module's output: W does not change, so that tied, half-precision and transposed weights need
-    no special case. Shifts of experts are added next to the adapter. Caches of the outputs of frozen layers are not
-    used within the context.
+    U V x is added to the module's output. W does not change, so that tied, half-precision and transposed weights need
+    no special case. PEFT adds a shift of experts together with the adapter. Caches of the outputs of frozen layers are
+    not used within the context.
 
     Args:
         shift: path (of expert e ``path[e]``) -> U (d_out, R), V (R, d_in).
@@ -255,7 +257,7 @@ def at(weight: Weight, y: Tensor) -> Any:
 
 @contextmanager
 def weights_overridden(model: Model) -> Iterator[None]:
-    """Context manager: the module's output differs from its weights, so code that reads weights must not use it."""
+    """Context manager: hooks change the module's outputs, so that its weights alone do not determine them."""
     model.weights_overridden += 1
     try:
         yield
@@ -264,7 +266,7 @@ def weights_overridden(model: Model) -> Iterator[None]:
 
 
 def _of_experts(shape: Sequence[int]) -> bool:
-    """Whether a B of this shape is (d_out, r, E) of experts; that of a convolution ends with 1."""
+    """Whether a B of this shape is (d_out, r, E) of experts; the shape of a convolution's B ends with 1."""
     return len(shape) == 3 and shape[2] > 1
 
 

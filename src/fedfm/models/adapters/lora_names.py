@@ -1,4 +1,4 @@
-"""LoRA by its parameter names alone: which are pairs of factors, of which rank, and which stand beside them."""
+"""LoRA parameters by their names: the pairs of factors, their rank, and the other trained tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How the code of a model reads its linear maps: an adapter goes onto a map that its own forward pass computes."""
+"""Finds linear maps that LoRA cannot adapt, from the code of the model's classes.
+
+LoRA adds to the output of a linear map's forward pass. Some classes read the weight of a map and do not call the map.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ _CALLED = re.compile(r"\bself\.(\w+)\(")
 
 
 def is_read_alone(module: nn.Module, name: str) -> bool:
-    """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
+    """Whether the owner of this map reads the map's weight instead of calling the map, and so would skip a wrapper."""
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
     return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(class_of(parent))
 
 
 def returns_several(m: nn.Module) -> bool:
-    """Whether the class of a map returns more than one output, as some routers do, to which nothing can be added."""
+    """Whether the class of a map returns several outputs, as some routers do; LoRA cannot add to a tuple."""
     return isinstance(m, nn.Linear) and _returns_tuple(class_of(m))
 
 
 def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """The last parts of these paths that PEFT refuses to adapt in this model, as it does where kernels read weights."""
+    """The last parts of these paths that PEFT refuses to adapt in this model, e.g. because kernels read the weights."""
     with peft_alone():
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
@@ -54,7 +57,7 @@ def class_of(module: nn.Module) -> Any:
 
 @functools.cache
 def _read_by(owner: type[nn.Module]) -> frozenset[str]:
-    """Names of the maps whose weights the class multiplies itself, or reads and never calls."""
+    """Names of the maps whose weights the class multiplies itself, or reads without ever calling the map."""
     try:
         code = inspect.getsource(owner)
     except (OSError, TypeError):

@@ -1,7 +1,7 @@
 """LoRA's linear maps as one product: y = x (W + s B A)^T + b, with gradients of x, A and B.
 
 PEFT adds s B A x to the output of W x, which reads and writes each activation several more times. The sum W + s B A
-costs as many operations as the matrix has entries.
+costs r multiplications for each entry of W, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedfm.models.model import Model
 def merge(model: Model) -> Iterator[None]:
     """Context manager: every linear map with LoRA and without active dropout computes with one matrix.
 
-    The mathematics is PEFT's, the rounding is not.
+    The results equal PEFT's up to rounding.
     """
     with ExitStack() as stack:
         for path in lora.pairs(model.names):

@@ -1,4 +1,4 @@
-"""The parts of a vector of two adapters, by their names: a shared one, the client's own one, and what weighs them."""
+"""Names of the parts of a vector of two adapters: the shared one, the client's own one, and what weighs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GLOBAL, LOCAL, MIX, GATE = "global", "local", "mix", "gate"  # parts of a vector
 
 
 def is_pair(w: Iterable[str]) -> bool:
-    """Whether w is from :func:`pair`."""
+    """Whether w is a pair of adapters, from :func:`fedfm.models.adapters.experts.pair`."""
     return f"{MIX}/bias" in w
 
 

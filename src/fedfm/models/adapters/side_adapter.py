@@ -5,9 +5,9 @@ Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
 
     h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
 
-and a linear head on the first position of h_L, here after a LayerNorm without parameters. No gradient passes the
-transformer, so a row's block outputs are computed once. For P > 1 disclosed positions LoSA's token mixer
-follows: with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
+and a linear head on the first position of h_L, here after a LayerNorm without parameters. No gradient passes through
+the transformer, so a row's block outputs are computed once. For P > 1 disclosed positions LoSA's token mixer follows:
+with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 CHUNK = 256  # rows; only their block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)
-_PROBES = 32  # images of noise that set the scales of a model without stored ones
+_PROBES = 32  # number of noise images that set the scales of a model without stored scales
 
 
 def with_numbers(states: Tensor) -> Tensor:
-    """Mask (n,) of the rows of disclosed activations (n, L, P, d) that are valid: an overflowed block has only
-    zeros.
-    """
+    """Mask (n,) of the valid rows of disclosed activations (n, L, P, d). A block that overflowed has only zeros."""
     return states.flatten(2).any(2).all(1)
 
 
@@ -155,7 +153,7 @@ def release(kind: str, tokens: int, grid: tuple[int, int], projection: Tensor | 
 
 
 def projection_of(module: nn.Module, width: int, to: int) -> Tensor:
-    """The model's projection (d, p), entries N(0, 1/p): fixed by its weights, which only its owner has."""
+    """The model's projection (d, p), entries N(0, 1/p); its seed is a hash of the weights, which only the owner has."""
     digest = hashlib.sha256(b"fedfm side adapter: projection\n")
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode() + to_bytes(tensor.detach().cpu().contiguous()))
@@ -167,8 +165,8 @@ class SideModel(Model):
     """Side adapters and a head on disclosed activations; only these are trained and sent.
 
     Attributes:
-        backbone: the frozen transformer; None at a party that has none and only gets disclosed activations.
-        released: the map from a block's tokens to what the adapters read.
+        backbone: the frozen transformer; None at a client that only gets disclosed activations.
+        released: the map from a block's tokens to the values that the adapters read.
         scales: (L,), divisors of the block outputs.
         ranges: (L,), for a polynomial student: the largest disclosed value of rows with arguments inside their
             intervals.
@@ -204,7 +202,7 @@ class SideModel(Model):
         """Backbone, release and scales.
 
         Raises:
-            ValueError: this party has none.
+            ValueError: this model has no backbone.
         """
         if self.backbone is None or self.released is None or self.scales is None:
             raise ValueError("only the model's owner can compute its states")
@@ -222,7 +220,7 @@ class SideModel(Model):
         The head then treats such a row as unknown.
 
         Raises:
-            ValueError: this party has no backbone.
+            ValueError: this model has no backbone.
         """
         backbone, released, scales = self.frozen_parts
         done = [torch.zeros(0, *self.net.shape)]
@@ -236,7 +234,8 @@ class SideModel(Model):
         """The states (n, L, P, d), zeros for rows beyond a polynomial student's ranges.
 
         Args:
-            unit: of the states, or (L,) one for each block: states over their scales have unit 1.
+            unit: factor that converts the ranges to the unit of the states, for all blocks or (L,) for each block. It
+                is 1 for states over their scales.
         """
         if self.ranges is None:
             return states
@@ -255,7 +254,7 @@ class SideModel(Model):
 
 
 def of_states(blocks: int, positions: int, width: int, rank: int, classes: Sequence[str]) -> SideModel:
-    """The model of a party that only gets disclosed activations; its weights come from the server."""
+    """The model of a client that only gets disclosed activations; its weights come from the server."""
     net = SideAdapter(blocks, positions, width, rank, len(classes))
     spec = ModelSpec("released-states", task="classification", adaptation=AdaptationSpec("side_adapter", rank=rank))
     return SideModel(net, spec=spec, classes=classes)

@@ -1,12 +1,12 @@
 """LoRA on a mixture's experts, whose matrices are stacked in one parameter (E, ., .).
 
-PEFT adapts such a parameter with ``target_parameters``: A (E r, d_in) stacks the rows of all experts, and B (d_out, r
-E) has the columns of one expert E apart. Here both have an axis for the experts, A (E, r, d_in) and B (d_out, r, E),
-and the shapes show the rank. PEFT's products accept these shapes. Files have PEFT's shapes.
+PEFT adapts such a parameter with ``target_parameters``: A (E r, d_in) stacks the rows of all experts, and in B (d_out,
+r E) the columns of one expert are E columns apart. Here both have an axis for the experts, A (E, r, d_in) and B (d_out,
+r, E), so that the shapes show the rank. PEFT's products accept these shapes. Files have PEFT's shapes.
 
-PEFT also accepts names of maps that experts had in transformers 4, such as ``gate_proj``, and applies them to the
-experts' present parameters, although dense and shared experts still have maps of these names. Here a name means only
-the module that has it. In files such a map is named by its parameter, which PEFT does not confuse.
+In transformers 4 experts had linear maps with names such as ``gate_proj``. PEFT still accepts these names, and applies
+them to the parameters that experts have now. But dense layers and shared experts still have maps with these names. Here
+a name means only a module with this name. Files name such a map by its parameter, which PEFT does not confuse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Path -> parameter (E, ., .) that holds a matrix for each of E experts."""
+    """Path -> parameter (E, ., .), which has a matrix for each of E experts."""
     return {
         f"{path}.{name}": p
         for path, owner in module.named_modules()
@@ -38,7 +38,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) -> nn.Module:
-    """PEFT's wrapper of the module, which adapts the modules that the configuration names.
+    """PEFT's wrapper of the module; it adapts the modules that the configuration names.
 
     Args:
         maps: paths of the modules that must be adapted; None: not checked.
@@ -79,7 +79,7 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
 
 
 def without(paths: Iterable[str]) -> str:
-    """How to leave out the modules of experts with these paths, for messages."""
+    """For messages: the setting that leaves out the modules of experts with these paths."""
     names = sorted({path.rpartition(".")[2] for path in paths})
     return f"set exclude_modules = {json.dumps(names)}"
 
@@ -92,15 +92,16 @@ def in_files(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tens
 
 
 def from_files(tensor: Tensor, like: Tensor) -> Tensor:
-    """A factor in this module's shape, if the number of values is the same."""
+    """A factor in the shape of ``like``, if the number of values is the same."""
     return (
         tensor.view(like.shape) if tensor.dim() == 2 and like.dim() == 3 and tensor.numel() == like.numel() else tensor
     )
 
 
 def in_names_of_peft(config: Any, module: Any) -> Any | None:
-    """The configuration with which plain PEFT adapts the same modules: each map by its path, experts by their
-    parameters. None if the present configuration does so already.
+    """The configuration with which plain PEFT adapts the same modules; None if the present one already does so.
+
+    It names each linear map by its path, and experts by their parameters.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -206,7 +207,7 @@ def _names_as_given() -> Iterator[None]:
 
 
 def _conversion() -> Any:
-    """PEFT's module that translates names; None in releases without."""
+    """PEFT's module that translates names of transformers 4; None in releases of PEFT without this module."""
     try:
         from peft.utils import transformers_weight_conversion
     except ImportError:

@@ -20,7 +20,7 @@ class ZeroShotClassifier(nn.Module):
 
     Args:
         clip: a model of two encoders; its text encoder is dropped.
-        weight: of the head, (C, d).
+        weight: the head's weight (C, d).
     """
 
     base_model_prefix = ""  # PEFT reads it from every module with a transformers configuration

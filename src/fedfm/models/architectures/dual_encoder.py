@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import CLIPModel, SiglipModel, VisionTextDualEncoderModel
 
 MODEL_TYPES = ("clip", "siglip", "vision-text-dual-encoder")
-MAX_LOG_SCALE = math.log(100)  # CLIP's training clips it there
+MAX_LOG_SCALE = math.log(100)  # CLIP's training clips logit_scale at this value
 _IMAGE_SIDE = ("clip.vision_model.", "clip.visual_projection.")
 _CONSTANT = ("clip.logit_scale", "clip.logit_bias")
 
@@ -106,7 +106,7 @@ class DualEncoder(nn.Module):
         return mean_direction([self.template_features(p, context) for p in range(len(self.input_ids))])
 
     def template_features(self, p: int, context: Tensor | None = None) -> Tensor:
-        """(C, d), norm 1: of the prompts by template p; for ``context`` see :meth:`encode_texts`."""
+        """(C, d), norm 1: the features of template p's prompts; for ``context`` see :meth:`encode_texts`."""
         ids, mask = self.input_ids[p], self.attention_mask[p]
         if self.context is None:
             out = self.clip.get_text_features(input_ids=ids, attention_mask=mask)
@@ -118,8 +118,9 @@ class DualEncoder(nn.Module):
 
     @contextmanager
     def keeping_texts(self) -> Iterator[None]:
-        """Context manager: without gradients the texts are computed only once; the weights must not change within
-        it.
+        """Context manager: without gradients the texts are computed only once.
+
+        The weights must not change within the context.
         """
         before, self._kept = self._kept, []
         try:
@@ -128,7 +129,7 @@ class DualEncoder(nn.Module):
             self._kept = before
 
     def fix_texts(self) -> None:
-        """Compute the texts once and keep them; only if nothing that they depend on is trained."""
+        """Compute the texts once and keep them. Call it only if the texts do not depend on trained weights."""
         with torch.no_grad():
             self.fixed_texts = self.encode_texts()
 
@@ -157,7 +158,7 @@ class DualEncoder(nn.Module):
         return clip.visual_projection, clip.text_projection
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As for any module, but scale and bias are never trained."""
+        """As ``nn.Module.requires_grad_``, but scale and bias are never trained."""
         super().requires_grad_(requires_grad)
         for name, parameter in self.named_parameters():
             if name in _CONSTANT:
@@ -176,10 +177,10 @@ def mean_direction(features: Sequence[Tensor]) -> Tensor:
 
 
 def words_of(classes: Sequence[str]) -> list[str]:
-    """The class names in the form for a text encoder: underscores become blanks.
+    """The class names in the form for a text encoder: underscores become spaces.
 
     Raises:
-        InputError: all names are numbers, a name is blank, or two are alike.
+        InputError: all names are numbers, a name is empty, or two are equal.
     """
     words = [name.replace("_", " ").strip() for name in classes]
     right = 'name the classes in words: "classes" of an npz file, a column data.label_name, or names as labels'
@@ -203,15 +204,15 @@ def tokenise(
     """The prompts as tokens.
 
     Args:
-        tokenizer: of the text encoder; pads on the right.
-        classes: names.
+        tokenizer: the text encoder's tokenizer, which pads on the right.
+        classes: class names.
         templates: texts with one ``{}`` for the name.
         length: the largest number of tokens that the text encoder reads.
-        whole: pad to this length, else to the longest prompt.
+        whole: pad to ``length``; else to the longest prompt.
         context: number of learned vectors between the start token and the name, in place of the templates.
 
     Raises:
-        InputError: from :func:`words_of`, or a prompt is too long.
+        InputError: :func:`words_of` refuses the class names, or a prompt is too long.
     """
     words = words_of(classes)
     texts = [f"{word}." for word in words] if context else [t.format(word) for t in templates for word in words]

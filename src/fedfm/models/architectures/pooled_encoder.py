@@ -48,7 +48,7 @@ def as_code(pooling: str, unit: bool) -> list[str]:
 
     Args:
         pooling: as in :class:`PooledEncoder`.
-        unit: whether the head reads the pooled vector at a Euclidean norm of 1.
+        unit: whether the pooled vector is divided by its Euclidean norm before the head.
     """
     return f"""\
 import torch
@@ -76,7 +76,7 @@ model.eval()""".splitlines()
 
 _INDENT = "\n        "
 _STATES = "states = self.encoder(pixel_values=pixel_values).last_hidden_state"
-_CODE = {  # what _pooled computes
+_CODE = {  # the computation of _pool
     POOLER: ("pooled = self.encoder(pixel_values=pixel_values).pooler_output",),
     CLASS_TOKEN: (_STATES, "pooled = states[:, 0]"),
     MEAN: (_STATES, "pooled = states.mean((2, 3)) if states.dim() == 4 else states.mean(1)"),
@@ -84,7 +84,7 @@ _CODE = {  # what _pooled computes
 
 
 def has_encoder(config: Any) -> bool:
-    """Whether transformers has only an image encoder for this configuration."""
+    """Whether transformers has an encoder of images alone for this configuration."""
     import transformers
 
     found = transformers.AutoModel._model_mapping.get(type(config), None)
@@ -103,16 +103,16 @@ def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
     Args:
         skeleton: the encoder, on any device; on ``meta`` it computes only shapes.
         pixels: two prepared images (2, 3, H, W).
-        name: for messages.
+        name: the encoder's name, for messages.
 
     Raises:
-        InputError: the encoder gives no vector for each image.
+        InputError: the encoder does not give one vector for each image.
     """
     parameter = next(skeleton.parameters())
     try:
         with torch.no_grad():
             output = _output(skeleton.eval(), pixels.to(parameter.device, parameter.dtype))
-    except Exception as error:  # any encoder of transformers, with a processor that may be of another
+    except Exception as error:  # the processor may belong to another model, so any error is possible
         raise InputError(f"model.name: {name!r} cannot read prepared images: {first_line(error)}") from None
     pooled, states = getattr(output, "pooler_output", None), getattr(output, "last_hidden_state", None)
     if isinstance(pooled, Tensor) and pooled.dim() == 2 and len(pooled) == len(pixels):

@@ -28,7 +28,7 @@ class PreActResNetConfig(PreTrainedConfig):  # type: ignore[misc]
     """Widths and numbers of blocks of the sections; the stem has the width of the first section.
 
     Raises:
-        ValueError: widths and blocks must be equally long lists of positive integers.
+        ValueError: widths and blocks are not equally long lists of positive integers.
     """
 
     model_type = MODEL_TYPE

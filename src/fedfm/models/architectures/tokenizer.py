@@ -11,7 +11,7 @@ from fedfm.models.quiet import quiet
 
 KINDS = ("bpe", "words")
 END, UNKNOWN = "<eos>", "<unk>"
-BYTES = 256  # in every byte-level vocabulary
+BYTES = 256  # number of byte tokens in every byte-level vocabulary
 
 
 def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
@@ -21,8 +21,9 @@ def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
         texts: pieces of text.
         size: largest number of tokens.
         kind: ``bpe``: byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes) of 256
-            bytes, ``<eos>`` and merges; it is lossless for any text. ``words``: the most frequent words between blanks,
-            as in perplexities of Penn Treebank and WikiText; a line break is ``<eos>``, any other word ``<unk>``.
+            bytes, ``<eos>`` and merges; it is lossless for any text. ``words``: the most frequent words, separated by
+            white space, as in published perplexities of Penn Treebank and WikiText; a line break is ``<eos>``, any
+            other word ``<unk>``.
 
     Raises:
         InputError: an unknown kind, or a size too small for it.

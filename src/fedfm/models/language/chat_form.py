@@ -1,9 +1,9 @@
 """The text that a chat template writes around an answer, found by rendering conversations of unique words.
 
-Templates differ in more than their words. Some expect the text of a message as a list of parts. Some write no end after
-an answer; the next turn then ends it. Some write an answer differently if the conversation continues: without its
-thoughts, or without the token that ends the conversation. Some begin a thought in the prompt that a written answer
-lacks.
+Templates differ in more than their words. Some expect the text of a message as a list of parts. Some write no end token
+after an answer, so that the next turn ends it. Some write an answer differently if the conversation continues: without
+its reasoning, or without the token that ends the conversation. Some begin a block of reasoning in a prompt, which a
+written answer does not have.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from fedfm.models.language.tool_calls import OBJECT, TEXT, has_calls, messages_o
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_DAY = datetime.date(2024, 7, 26)  # the date that templates get as today; Llama 3's has it as default
+_DAY = datetime.date(2024, 7, 26)  # the date that templates get as today's; Llama 3's template has it as its default
 _SHOWN = 40  # characters of a text in a message
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
 _CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # mark generated text; transformers uses the same pattern
+# variables of a template that its caller sets
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -37,12 +38,12 @@ class Form:
 
     Attributes:
         parts: whether the content of a message is a list of parts.
-        lead: between the prompt and the last answer.
-        tail: after the last answer, to the end of the conversation.
-        end: text to add after the tail so that a token ends the answer; empty if the tail has one.
+        lead: the text between the prompt and the last answer.
+        tail: the text after the last answer, to the end of the conversation.
+        end: text to add after the tail so that a token ends the answer; empty if the tail has such a token.
         inner: the text that ends an answer if the conversation continues.
-        begun: the end of a prompt that the written conversation does not have.
-        arguments: the form that it expects for the arguments of tool calls; empty: as in the row.
+        begun: the text at the end of a prompt that the written conversation does not have.
+        arguments: the form that the template expects for the arguments of tool calls; empty: as in the row.
         call_end: like ``end``, for an answer that ends with a call.
     """
 
@@ -83,10 +84,10 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
-    """The conversation in the template's text.
+    """The conversation as the template writes it.
 
     Raises:
-        InputError: the template refuses it.
+        InputError: the template refuses the conversation.
     """
     return str(apply(turns, tokenizer, form_of(tokenizer), tokenize=False, **options))
 
@@ -141,7 +142,7 @@ def template_of(tokenizer: Any) -> str:
     of_tools = tokenizer.get_chat_template(tools=[])
     if of_tools == usual:
         return usual
-    of_tools, usual = (text.removesuffix("\n") for text in (of_tools, usual))  # Jinja drops it
+    of_tools, usual = (text.removesuffix("\n") for text in (of_tools, usual))  # Jinja drops the last line break
     return f"{{% if tools %}}{of_tools}{{% else %}}{usual}{{% endif %}}"
 
 
@@ -185,10 +186,10 @@ def with_settings(template: str, settings: Mapping[str, Any]) -> str:
 
 
 def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
-    """(the chat template without the text that only its prompts have, that text).
+    """(the chat template without the text that only its prompts have, this text).
 
-    Such a prompt begins a thought, ``<think>``, but a written answer has none. Rows of questions and answers have no
-    thoughts, so the answer begins at the place where the template writes it, in training and in every prediction.
+    Such a text begins a block of reasoning, e.g. ``<think>``, which a written answer does not have. Rows of questions
+    and answers have no reasoning. So the answer begins where the template writes it, in training and in predictions.
     """
     template, turns = template_of(tokenizer), [("user", _ASK), (ASSISTANT, _SAY)]
     try:
@@ -200,10 +201,10 @@ def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
     begun = prompt[_common(prompt, whole) :]
     if not begun or _ASK not in prompt.removesuffix(begun):
         return template, ""
-    inside = template.removesuffix("\n")  # Jinja drops it
+    inside = template.removesuffix("\n")  # Jinja drops the last line break
     last = f"written[:-{len(begun)}] if add_generation_prompt and written.endswith({_literal(begun)}) else written"
     shown = f"{{% set written %}}{inside}{{% endset %}}{{{{ {last} }}}}"
-    if MARKS.search(template):  # transformers counts their positions from the start of a block
+    if MARKS.search(template):  # transformers counts the positions of these marks from the start of a block
         shown = f"{{% if add_generation_prompt %}}{shown}{{% else %}}{inside}{{% endif %}}"
     return shown, begun
 
@@ -233,7 +234,7 @@ def _read(tokenizer: Any) -> Form:
     if not fits:
         if text(2, False) or text(2, True):
             raise InputError("model.template: the chat template writes nothing of the messages; set another one")
-        return Form()  # it refuses a question with an answer; the rows show what it accepts
+        return Form()  # the template refuses a question with an answer; the rows show what it accepts
     parts = fits[0]
     whole, prompt = text(2, parts), text(1, parts, add_generation_prompt=True)
     before, _, tail = whole.partition(_SAY)
@@ -253,8 +254,10 @@ def _read(tokenizer: Any) -> Form:
 
 
 def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tuple[str, str]:
-    """The form of the arguments of calls, and the text that ends a call; ``end`` is the text that ends other
-    answers.
+    """The form of the arguments of calls, and the text that ends a call.
+
+    Args:
+        end: the text that ends other answers.
     """
 
     def text(arguments: Any, *more: Turn) -> str:
@@ -278,7 +281,7 @@ def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tupl
 
 
 def _writes(text: str) -> bool:
-    """Whether the text has question and answer, and not as a list in Python's or JSON's notation."""
+    """Whether the text has question and answer, but not as lists in Python's or JSON's notation."""
     return _ASK in text and _SAY in text and not re.search(r"""["']type["']: ["']text["']""", text)
 
 

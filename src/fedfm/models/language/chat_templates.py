@@ -1,8 +1,8 @@
-"""Write an instruction, or a conversation, and its answers as text for a language model.
+"""Writes an instruction, or a conversation, and its answers as text for a language model.
 
 A template is a text with ``{instruction}``, followed by the answer, or the tokenizer's own chat template. A text is
-also converted into a chat template, which writes conversations and goes into exports: whoever loads an export asks in
-the form of the training.
+also converted into a chat template, which writes conversations and goes into exports. So a prompt to an exported model
+has the form of the training.
 
 Prompt and answer are tokenised as one text. In a conversation the loss counts the assistant's text and the token that
 ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise it is the text that each answer
@@ -56,7 +56,7 @@ _RIGHT = 'set model.template = "alpaca" or a text with {instruction}, or mark an
 
 @dataclass(frozen=True)
 class Written:
-    """One row.
+    """The tokens of one row.
 
     Attributes:
         ids: tokens of the prompt and of the answer.
@@ -76,7 +76,8 @@ def text_of(template: str | None, tokenizer: Any) -> str | None:
         template: a name, a text, or None for the tokenizer's chat template if it has one, else "plain".
 
     Raises:
-        InputError: it is neither a name nor a text with ``{instruction}``, or "chat" without a chat template.
+        InputError: the template is neither a name nor a text with ``{instruction}``, or it is "chat" and the tokenizer
+            has no chat template.
 
     Example:
         >>> text_of("Q: {instruction} A: ", None)
@@ -99,9 +100,9 @@ def text_of(template: str | None, tokenizer: Any) -> str | None:
 
 
 def as_chat_template(text: str, tokenizer: Any) -> str:
-    """The text as an equal chat template (Jinja), with the tokens that the tokenizer adds by itself.
+    """A chat template (Jinja) that writes the same as the text, with the tokens that the tokenizer adds by itself.
 
-    The text has no place for a system message: it becomes a separate line.
+    The text has no place for a system message, so a system message becomes a separate line.
     """
     before, after = (json.dumps(part) for part in text.split(_PLACE))
     if (other := _WITH_INPUT.get(text)) is not None:
@@ -111,8 +112,8 @@ def as_chat_template(text: str, tokenizer: Any) -> str:
     first = "{{ bos_token }}" if empty and empty[0] == tokenizer.bos_token_id else ""
     asked = "{{ " + before + " + m['content'] + " + after + " }}"
     answered = "{{ m['content']" + (" + eos_token" if tokenizer.eos_token_id is not None else "") + " }}"
-    told = "{% elif m['role'] == 'system' %}{{ m['content'] + " + json.dumps("\n") + " }}"
-    turns = "{% for m in messages %}{% if m['role'] == 'assistant' %}" + answered + told + "{% else %}" + asked
+    system = "{% elif m['role'] == 'system' %}{{ m['content'] + " + json.dumps("\n") + " }}"
+    turns = "{% for m in messages %}{% if m['role'] == 'assistant' %}" + answered + system + "{% else %}" + asked
     return first + turns + "{% endif %}{% endfor %}"
 
 
@@ -136,8 +137,8 @@ def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[
         return ()
     tokenizer.chat_template = template
     return (
-        f"model.template: the chat template's prompt ends with {begun!r}, and its written answers do not have that: "
-        "the model is trained and asked without it, and so is the template of an export",
+        f"model.template: the chat template's prompt ends with {begun!r}, which its written answers do not have: the "
+        "model is trained and prompted without this text, and the template of an export does not have it",
     )
 
 
@@ -155,7 +156,7 @@ def prompt_tokens(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
 
 
 def answer_of(generated: str, text: str | None, tokenizer: Any, *, special: bool = False) -> str:
-    """A generated answer without the text that the template writes before every answer, such as an empty thought.
+    """A generated answer without the text that the template writes before every answer, e.g. an empty ``<think>``.
 
     Args:
         special: whether the text contains special tokens.
@@ -250,7 +251,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
     special, ended = special_ids(tokenizer), False
     for i, token in enumerate(ids):
         if not counts[i] and i and counts[i - 1] and not ended:
-            counts[i] = token in special  # the mark stops before the end
+            counts[i] = token in special  # the template's mark stops before the token that ends the answer
         ended = counts[i] and (ended or token in special)
     end = _tokens(form.end_of(turns[-1]), tokenizer)
     return ids + end, counts + [True] * len(end)
@@ -321,7 +322,7 @@ def _within(
     """
     ends = [(start, len(text) if end is None else end) for start, end in spans]
     options = {} if special else {"add_special_tokens": False}
-    if not getattr(tokenizer, "is_fast", False):  # it does not report the positions of its tokens
+    if not getattr(tokenizer, "is_fast", False):  # a slow tokenizer does not report the positions of its tokens
         ids = list(tokenizer(text, **options)["input_ids"])
         edges = [
             (_common_length(ids, text[:a], tokenizer, options), _common_length(ids, text[:b], tokenizer, options))

@@ -1,8 +1,8 @@
 """The training loss of a language model, computed without storing all logits.
 
 Logits and their gradients are the largest tensors of a step: for 2,048 tokens and a vocabulary of 128,000 they take
-3.7 GB. So the loss computes one chunk of logits at a time and at once the gradients for it (Liger Kernel,
-arXiv:2410.10989, does so in Triton). No logits are kept, and none are computed twice.
+3.7 GB. So this loss computes one chunk of logits after another, and the gradients of a chunk before the next one (Liger
+Kernel, arXiv:2410.10989, does so in Triton). No logits are kept, and none are computed twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedfm.core.rows import Batch
     from fedfm.models.network import Network
 
-PIECE = 1 << 26  # logits per chunk, 256 MB in float32; a smaller batch uses the usual loss, with its bits
+PIECE = 1 << 26  # logits per chunk, 256 MB in float32; a batch with fewer logits uses the usual loss
 _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a model's logits are its head's outputs
 
 
@@ -56,7 +56,10 @@ def mean_loss(model: Network, batch: Batch) -> Tensor | None:
 
 
 def _last_states(model: Network, head: nn.Module, batch: Batch) -> tuple[Tensor, Callable[[], bool]]:
-    """The head's inputs, and whether the head's outputs are the model's; in this pass the head computes one token."""
+    """The head's inputs, and a function that tells whether the head's outputs are the model's logits.
+
+    In this forward pass the head computes the outputs of one token only.
+    """
     seen: list[Tensor] = []
 
     def one(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

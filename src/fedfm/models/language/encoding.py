@@ -45,8 +45,8 @@ def instructions(
     """Training rows, cut by :mod:`fedfm.models.language.truncation`: token vectors of prompt and answer.
 
     Returns:
-        the rows, and ``answer_start`` (n,), where the last answer begins. If the loss counts tokens other than those
-        after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends; 0 if a row has fewer than k.
+        the rows, and ``answer_start`` (n,), where the last answer begins. If the loss does not count exactly the tokens
+        from there on, also ``answer_spans`` (n, k, 2), where each answer begins and ends; 0 if a row has fewer than k.
     """
     with quiet():
         whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)
@@ -70,8 +70,9 @@ def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:
 def preferences(
     triples: Sequence[tuple[Asked, Output, Output]], tokenizer: Any, max_length: int, template: str | None
 ) -> tuple[Tokens, dict[str, Tensor]]:
-    """Rows of two texts, one after the other: the prompt with the better answer, and with the worse one. Each text is
-    cut to ``max_length`` like :func:`instructions`, and both keep the same prompt.
+    """Rows of two texts, one after the other: the prompt with the better answer, and the prompt with the worse one.
+
+    Each text is cut to ``max_length`` as in :func:`instructions`, and both keep the same part of the prompt.
 
     Returns:
         the rows; ``second`` (n,), where the second text begins; ``answer_start`` (n, 2), where the answers begin in
@@ -117,7 +118,7 @@ def template_losses(
 
 
 def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
-    """Each prompt in at most ``length`` tokens: BOS and the last ones."""
+    """Each prompt in at most ``length`` tokens. A longer prompt keeps BOS and its last tokens."""
     with quiet():
         asked = [chat_templates.prompt_tokens(said, template, tokenizer) for said, _ in pairs]
     kept = (([ids[i] for i in truncation.keep_end(ids, length, tokenizer)]) for ids in asked)
@@ -125,7 +126,7 @@ def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, 
 
 
 def next_tokens(batch: Batch) -> Tensor:
-    """The targets (b, L - 1) of a language model at each position but the last; ``IGNORE`` if it does not count."""
+    """The targets (b, L - 1) at each position but the last; ``IGNORE`` where the loss does not count the token."""
     targets = batch["input_ids"]
     if "attention_mask" in batch:
         targets = targets.masked_fill(batch["attention_mask"].to(targets.device) == 0, IGNORE)

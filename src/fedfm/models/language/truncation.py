@@ -1,8 +1,9 @@
 """The rule that cuts a row of a prompt and its answer to ``max_length`` tokens.
 
-The answer may use the tokens that the prompt leaves, and at least half of all; the prompt uses the rest. So a row that
-is too long gets ``max_length`` tokens and always keeps some of its answer. The prompt loses tokens at its beginning,
-after the token that begins every text (BOS). The answer loses tokens at its end, before the token that ends it (EOS).
+An answer may use the tokens that the prompt leaves free, but always half of ``max_length``. The prompt uses the rest.
+So a row that is too long gets ``max_length`` tokens and always keeps some of its answer. The prompt loses tokens at its
+beginning, after the token that begins every text (BOS). The answer loses tokens at its end, before the token that ends
+it (EOS).
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from fedfm.core.rows import Output
 from fedfm.models.language.chat_form import special_ids
 from fedfm.models.language.chat_templates import Written, encode_row
 
-_END = 4  # most tokens of an answer's end: the end token and, for example, a line break
+_END = 4  # largest number of tokens of an answer's end: the end token and, for example, a line break
 
 
 def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> Written:
     """The row, cut to at most ``most`` tokens; ``most`` is at least 2.
 
     Args:
-        longest: tokens of the longest answer to this prompt, so that all its rows keep the same prompt; None: this
-            row's.
+        longest: number of tokens of the longest answer to this prompt, so that all rows of the prompt keep the same
+            part of it; None: of this row's answer.
 
     Example:
         >>> from types import SimpleNamespace
@@ -39,7 +40,7 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
 
 
 def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of a prompt that stay: BOS and the last ones."""
+    """Indexes of the tokens of a prompt that are kept: BOS and the last ones."""
     n = len(prompt)
     if n <= room:
         return list(range(n))
@@ -48,7 +49,7 @@ def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
 
 
 def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of an answer that stay: the first ones, and its end if room is left."""
+    """Indexes of the tokens of an answer that are kept: the first ones, and the answer's end if there is room."""
     n = len(answer)
     if n <= room:
         return list(range(n))

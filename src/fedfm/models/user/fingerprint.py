@@ -1,4 +1,4 @@
-"""What tells a user's module from another one."""
+"""The fingerprint of a user's module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fedfm.linalg.params import Layout, to_bytes
 def fingerprint_of(module: nn.Module, layout: Layout) -> str:
     """SHA-256 over the frozen parameters and over names and shapes of the trainable ones.
 
-    Trainable values are left out: a restarted script may draw others, and a resumed run has its own.
+    The values of trainable parameters are left out: a restarted script may draw other values, and a resumed run has
+    values of its own.
     """
     digest = hashlib.sha256(repr([(n, str(d), s) for n, d, s in layout.entries]).encode())
     for name, p in module.named_parameters():

@@ -1,8 +1,8 @@
-"""Find the trained tensors of a user's module that get a gradient, from the graph of a trial, without training.
+"""Finds the trained tensors of a user's module that get a gradient, from the autograd graph of a trial forward pass.
 
 The trial runs in evaluation mode, and its graph stores no values, so it takes no more memory than without gradients.
-Tensors that its loss does not depend on are checked again in training mode: a part may run only in training mode, and a
-part recomputed by a checkpoint is not in the graph.
+Tensors on which the trial's loss does not depend are checked again in training mode: a part may run only in training
+mode, and a part that a checkpoint recomputes is not in the graph.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
 
 @contextmanager
 def _as_in_training(model: Model) -> Iterator[None]:
-    """Context manager: training mode with gradients of None; restores them, buffers, generators and the mode."""
+    """Context manager: training mode without gradients; then gradients, buffers, generators and mode are restored."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     buffers = [(b, b.clone()) for b in model.module.buffers()]
     gradients = [(p, p.grad) for p in model.module.parameters()]

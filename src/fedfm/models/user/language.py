@@ -1,8 +1,8 @@
 """Users' own language models: how to recognise them, each row's loss, and answers if rows mark a prompt.
 
-Their outputs are logits over a vocabulary for each token, which are no use to a reader. So a row's result is its loss,
-and the text that the model writes after the prompt. Rows mark a prompt like Hugging Face's collators: by targets of
--100.
+The outputs of such a model are logits over a vocabulary for each token, which a reader cannot use. So a row's result is
+its loss, and the text that the model writes after the prompt. Rows mark a prompt by targets of -100, as Hugging Face's
+collators do.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 _AT_ONCE = 16  # prompts of the same length that share a batch
 _NO_TOKENIZER = "there is no tokenizer; give a Trainer with processing_class"
 _BY = "max_new_tokens of the module's generation_config"
-_MOST = 256  # tokens of an answer, if neither the module nor the Trainer sets a limit
+_MOST = 256  # largest number of tokens of an answer, if neither the module nor the Trainer sets a limit
 
 
 def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
-    """Whether the output (b, L, V) of this batch has a logit for each vocabulary entry at each token."""
+    """Whether this batch's output (b, L, V) has a logit for each entry of a vocabulary at each token."""
     whole = [x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()]
     if not whole or not whole[0].numel() or output.dim() != 3 or output.shape[:2] != whole[0].shape:
         return False
     inner: Any = _base(module)
     if type(inner).__module__.startswith("transformers.") and inner.get_output_embeddings() is None:
         return False  # for example a classifier of tokens
-    read = max(int(x.max()) for x in whole if x.numel())  # the embedding has an entry for each of these tokens
+    read = max(int(x.max()) for x in whole if x.numel())  # the vocabulary has more entries than this id
     sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > read}
     sizes.add(getattr(getattr(module, "config", None), "vocab_size", None) or 0)
     return output.shape[2] in sizes
@@ -52,7 +52,7 @@ def translates(module: nn.Module) -> bool:
 
 
 def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
-    """Results of an encoder-decoder on rows: as :func:`evaluate`, with an answer to each input.
+    """Results of an encoder-decoder on rows, as in :func:`evaluate`, with an answer to each input.
 
     Raises:
         InputError: the module fails on the inputs.
@@ -121,7 +121,7 @@ def _loss(given: Given, batch: Batch) -> float | None:
 
 
 def _of_tokens(batch: Batch) -> bool:
-    """Whether the loss of this row is a mean over tokens; for a row of two texts it is a comparison."""
+    """Whether the loss of this row is a mean over tokens; the loss of a row of two texts compares the texts."""
     tokens = next((x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2), None)
     return tokens is None or len(tokens) == 1
 
@@ -145,7 +145,7 @@ def _prompt(batch: Batch) -> Tensor | None:
 
 
 def _unable(given: Given, prompts: Sequence[Tensor | None]) -> str:
-    """Why there are no answers; empty if there are."""
+    """Why there are no answers; "" if there are answers."""
     can = getattr(_base(given.module), "can_generate", None)
     if can is None or not can():
         return "the module has no generate(...) of transformers"
@@ -172,7 +172,7 @@ def _places(module: Any) -> int:
 
 
 def _limits(given: Given) -> tuple[int, set[int], int, bool]:
-    """(limit of an answer's tokens, tokens that end it, the padding token, whether in bfloat16)."""
+    """(largest number of an answer's tokens, tokens that end it, the padding token, whether it runs in bfloat16)."""
     module: Any = given.module
     tokenizer, settings, arguments = _tokenizer(given), module.generation_config, getattr(given.trainer, "args", None)
     places = _places(module)

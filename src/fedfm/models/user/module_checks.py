@@ -1,4 +1,4 @@
-"""Refuse parameters of a user's module that no federation can train, before any computation."""
+"""Refuses parameters of a user's module that no federation can train, before any computation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def check_module(module: nn.Module) -> None:
     """Refuse parameters without a shape, with complex values, or with NaN or infinity.
 
     Raises:
-        InputError: there is one; it names the first.
+        InputError: there is such a parameter; the error names the first.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
                 f"model: {name} has no shape yet, as of a lazy module: call the module once on a batch before it is "
-                "federated, so that all parties have the same tensors"
+                "federated, so that the server and all clients have the same tensors"
             )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.is_complex():

@@ -64,15 +64,16 @@ class Outputs:
 
 
 def forecasts(module: Any) -> bool:
-    """Whether the module is an encoder-decoder that samples the future of a series with its own ``generate``, since
-    its decoder's input is the value to predict.
+    """Whether the module is an encoder-decoder that samples the future of a series with its own ``generate``.
+
+    Such a module has no next-token ``generate`` of transformers: its decoder's inputs are the values to predict.
     """
     both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     return bool(both and hasattr(module, "generate") and hasattr(module, "can_generate") and not module.can_generate())
 
 
 def forecast(module: Any, inputs: Mapping[str, Any]) -> Any:
-    """Samples of the future, from the inputs of ``generate`` only: training rows contain the future, too."""
+    """Samples of the future. It gets only the inputs of ``generate``: training rows contain the future, too."""
     taken = inspect.signature(module.generate).parameters
     return module.generate(**{name: x for name, x in inputs.items() if name in taken})
 
@@ -96,7 +97,7 @@ def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
         else:
             left_out.append(str(name))
     logits = arrays.get("logits")
-    if logits is not None and logits.dim() == 2:  # a classifier's
+    if logits is not None and logits.dim() == 2:  # a classifier's logits
         return Outputs({"logits": logits})
     if not arrays:
         what = quote_names(left_out) if left_out else "nothing"

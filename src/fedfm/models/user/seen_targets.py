@@ -1,9 +1,8 @@
-"""Whether a user's module that is trained to predict the next word sees it: then its loss is low and it learns nothing.
+"""Checks whether a user's module sees the next word, which it is trained to predict: then it learns nothing.
 
-Its rows tell that it predicts words: all targets are the words that the row holds, at their own places, as in Hugging
-Face's language models, or one place earlier. Then the loss of the last target alone must not change with the last word.
-A module that fills in masked words has other words at their places, and an encoder and its decoder read the words of
-two texts.
+The check is for rows whose targets are the row's own words, at the same positions, as in Hugging Face's language
+models, or one position earlier. The loss of the last target alone must not change with the last word. Modules that fill
+in masked words and encoder-decoders are not checked: their targets are other words than those that they read.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from fedfm.models.families import unwrap
 from fedfm.models.model import Model
 from fedfm.models.preprocessing import IGNORE
 
-_LEAST = 3  # targets that tell
-_ROUNDED = 1e-3  # of a loss: experts that take other words together round it otherwise
+_LEAST = 3  # smallest number of targets and of different words in a row that is checked
+_ROUNDED = 1e-3  # relative difference of two losses that may be rounding: experts may group the words differently
 
 
 def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
@@ -30,7 +29,8 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
         alias: the other name of the target in a batch; "" if it has none.
 
     Raises:
-        InputError: it does, and the module is a language model of transformers, whose loss means the next word.
+        InputError: the loss depends on the word, and the module is a language model of transformers, whose loss is that
+            of the next word.
     """
     module = unwrap(model.module)
     pair = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
@@ -43,7 +43,7 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
         with model.evaluating(), torch.random.fork_rng(devices=[]):
             if not _sees_last(model, name, ids, one):
                 return ()
-    except Exception:  # a loss of the user's own may need more than one target
+    except Exception:  # the user's own loss may need more than one target
         return ()
     kind = type(module).__name__
     line = f"a {kind} sees the words that it predicts: its loss for a word changes with that word"
@@ -59,15 +59,16 @@ def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
     other = ids.clone()
     other[0, -1] = next(iter(ids[0][ids[0] != ids[0, -1]].tolist()))
     losses = [float(model.loss(batch | {name: words})) for words in (ids, other)]
-    if not abs(losses[0] - losses[1]) > 0:  # also NaN: there is no loss of one target
+    if not abs(losses[0] - losses[1]) > 0:  # also if both are NaN, because the loss of one target is undefined
         return False
     depends = influence.of_last(model.module, lambda: model.loss(batch | {name: ids}))
     return abs(losses[0] - losses[1]) > _ROUNDED * max(map(abs, losses)) if depends is None else depends
 
 
 def _last_target(batch: Batch, alias: str) -> tuple[str, Tensor, Batch] | None:
-    """(name of the words, the words (1, L) of the first row, its batch with the last target alone); None if the rows
-    are no words that are to be predicted from those before them.
+    """(name of the words, the words (1, L) of the first row, the row's batch with the last target alone).
+
+    None if the rows are not texts of which each word is predicted from the words before it.
     """
     target = batch.get("labels")
     if not isinstance(target, Tensor) or target.dim() != 2 or target.is_floating_point():

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer's arguments: each one is followed exactly, named in a notice as unused, or refused.
+"""A Hugging Face Trainer's arguments: each argument is followed exactly, named in a notice as unused, or refused.
 
 The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md has the table.
 """
@@ -42,7 +42,7 @@ class TrainersModule:
     """A Trainer's settings for the training of its module.
 
     Raises:
-        InputError: clients cannot follow one of the settings; it gives the reason.
+        InputError: clients cannot follow one of the settings; the error gives the reason.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -53,7 +53,7 @@ class TrainersModule:
     def columns(self) -> frozenset[str] | None:
         """The columns that go to the collator; None: all."""
         if not self.args.remove_unused_columns or _overrides(self.trainer, "get_train_dataloader"):
-            return None  # transformers' own loader drops them
+            return None  # only transformers' own loader drops columns
         self.trainer._set_signature_columns_if_needed()  # SFTTrainer's columns differ from the module's arguments
         return frozenset(self.trainer._signature_columns)
 
@@ -135,7 +135,7 @@ class TrainersModule:
         """Refuse a Trainer that trains parameters outside its module, or some parameters at a different rate.
 
         Raises:
-            InputError: the Trainer does.
+            InputError: the Trainer does one of these.
         """
         if not _overrides(self.trainer, "get_optimizer_cls_and_kwargs"):
             return
@@ -158,12 +158,12 @@ class TrainersModule:
         if scaled is None:
             counted = trainer.model_accepts_loss_kwargs and items is not None
             scaled = counted or trainer.compute_loss_func is not None
-        told = {} if items is None else {ITEMS: torch.as_tensor(items)}
-        return ((part | told, 1.0 if scaled else 1 / len(parts)) for part in parts)
+        extra = {} if items is None else {ITEMS: torch.as_tensor(items)}
+        return ((part | extra, 1.0 if scaled else 1 / len(parts)) for part in parts)
 
     def loss(self, module: nn.Module, inputs: Any, items: torch.Tensor | None, outputs: bool) -> Any:
-        """``Trainer.compute_loss`` in the Trainer's precision; with ``outputs`` (loss, the module's output)."""
-        told: dict[str, Any] = {"return_outputs": True} if outputs else {}
+        """``Trainer.compute_loss`` in the Trainer's precision; with ``outputs`` (loss, module's output)."""
+        options: dict[str, Any] = {"return_outputs": True} if outputs else {}
         if module.training or items is not None:
             told |= {"num_items_in_batch": items}
         precision = _bf16(module) if self.args.bf16 else _as_it_is()
@@ -175,8 +175,8 @@ class TrainersModule:
         if _defined_in(self.trainer, "collect_features").startswith(_SENTENCES):
             features, _ = self.trainer.collect_features(dict(inputs))
             with _bf16(module) if self.args.bf16 else _as_it_is():
-                told = [module(text) for text in features]
-            return {f"{key}_{i}": of[key] for i, of in enumerate(told) for key in _EMBEDDED if key in of}
+                found = [module(text) for text in features]
+            return {f"{key}_{i}": of[key] for i, of in enumerate(found) for key in _EMBEDDED if key in of}
         with _bf16(module) if self.args.bf16 else _as_it_is():
             return module(**inputs)
 

@@ -25,8 +25,8 @@ class Brought:
     """Module, loss and rows, under the names of the arguments of :func:`fedfm.federate`.
 
     Attributes:
-        local: ``[method.local]`` that a Trainer's arguments give; empty for a module.
-        seed: a Trainer's, else None.
+        local: ``[method.local]`` from a Trainer's arguments; empty for a module.
+        seed: the Trainer's seed; None for a module.
     """
 
     given: Given
@@ -48,13 +48,13 @@ def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool
     Raises:
         InputError: a key or a value is wrong.
     """
-    told = dict(what) if isinstance(what, Mapping) else {"model": what}
-    if unknown := sorted(map(str, told.keys() - set(KEYS))):
+    table = dict(what) if isinstance(what, Mapping) else {"model": what}
+    if unknown := sorted(map(str, table.keys() - set(KEYS))):
         raise InputError(f"{unknown[0]}: unknown key; expected {quote_names(KEYS)}{close(unknown[0], KEYS)}")
-    if "model" not in told:
+    if "model" not in table:
         raise InputError(f"model: missing; expected a transformers.Trainer, or a dict of {quote_names(KEYS)}")
-    given = Given(told["model"], *(told.get(key) for key in OF_MODULE))
-    clients, train, test = told.get("clients"), told.get("train"), told.get("test")
+    given = Given(table["model"], *(table.get(key) for key in OF_MODULE))
+    clients, train, test = table.get("clients"), table.get("train"), table.get("test")
     settings, seed = dict(local or {}), None
     if given.trainer is not None:
         seed = int(given.trainer.args.seed)
@@ -66,7 +66,7 @@ def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool
         _check_names(clients)
         if train is not None:
             raise InputError("clients: every data set is a client; drop train and partition")
-    return Brought(given, clients, train, test, tuple(told.get("classes") or ()), settings, seed)
+    return Brought(given, clients, train, test, tuple(table.get("classes") or ()), settings, seed)
 
 
 def _check_names(clients: Any) -> None:
@@ -81,7 +81,7 @@ def call(function: Callable[[], Any], name: str, seed: int) -> Any:
     """The return value of a user's function; the seed fixes its random draws in every process.
 
     Raises:
-        InputError: the function fails; it names the function's error.
+        InputError: the function fails; the message has the function's error.
     """
     try:
         with _seed_generators(seeds.derive(seed, "own")):
@@ -94,7 +94,7 @@ def call(function: Callable[[], Any], name: str, seed: int) -> Any:
 
 @contextmanager
 def _seed_generators(seed: int) -> Iterator[None]:
-    """Context manager: the global generators start at the seed, and are restored afterwards."""
+    """Context manager: the global random generators start at the seed; afterwards they have their former states."""
     kept = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     try:
         with torch.random.fork_rng(devices=[]):

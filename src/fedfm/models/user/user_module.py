@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses
 Objective = Callable[[nn.Module, Any], Tensor]  # (module, collated batch) -> scalar
 Places = dict[tuple[str, str], np.ndarray]  # (split, client or "") -> indexes
-_PROBE = 8  # rows of the trial batch
-_PAIR = 2  # rows of a trial in training mode
+_PROBE = 8  # number of rows of the trial batch
+_PAIR = 2  # number of rows of a trial in training mode
 
 
 class Given:
@@ -68,7 +68,7 @@ class Given:
         self.end: Callable[[], None] = lambda: None  # undoes the switches of :meth:`wrap` in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
-        self._own_batches = collate is not None or self.trainer is not None  # they may hold lists and dicts
+        self._own_batches = collate is not None or self.trainer is not None  # then batches may have lists and dicts
         self._columns: frozenset[str] | None = None
         self._listed = False  # whether batches are tuples
         self._labelled = False  # whether every row has one class label
@@ -86,9 +86,9 @@ class Given:
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """(train, test, [method.local]), taken from the Trainer unless given."""
+        """(train, test, [method.local]); what the arguments do not give comes from the Trainer."""
         trainer, of_trainer = self.trainer, self.of_trainer
-        assert of_trainer is not None  # noqa: S101 - the caller asks for a Trainer's only
+        assert of_trainer is not None  # noqa: S101 - only called if there is a Trainer
         if train is None and clients is None:
             train = trainer.train_dataset
             if train is None:
@@ -102,8 +102,10 @@ class Given:
 
     # --- rows --------------------------------------------------------------------------------------------------------
     def collate(self, rows: list[Any], target: bool = True) -> Batch:
-        """Collate rows into a batch of named tensors; the target's name is "labels". It may be absent without
-        ``target``.
+        """Collate rows into a batch of named tensors; the target's name is "labels".
+
+        Args:
+            target: whether rows must have the target if the user named its key.
         """
         if self._columns is not None and rows and isinstance(rows[0], Mapping):
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
@@ -140,15 +142,16 @@ class Given:
         return named
 
     def _carries(self, value: Any) -> bool:
-        """Whether a batch may contain this value, which is not a tensor: a container of tensors from the user's own
-        function, or a Trainer's flags and names.
+        """Whether a batch may contain this value, which is not a tensor.
+
+        It may be a container of tensors from the user's own collate function, or a Trainer's flag or name.
         """
         if isinstance(value, list | tuple | Mapping):
             return self._own_batches and next(tensors(value), None) is not None
         return self.trainer is not None and isinstance(value, bool | int | float | str | None)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
-        """All rows, and each client's indexes; it has the column ``by`` that the partition needs."""
+        """A table of all rows, with the column ``by`` that the partition needs; and each client's indexes."""
         sets = self._sets
         if clients is not None:
             sets += [("train", c, check_dataset(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
@@ -194,7 +197,7 @@ class Given:
         return value.mean()
 
     def outcome(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """(loss, the logits or the module's output or None) of a batch."""
+        """(loss, outputs) of a batch; outputs are the logits, the module's output or None."""
         native = self.native(batch)
         if self.of_trainer is not None:
             if not self._labelled:  # SFTTrainer computes logits in a second pass
@@ -268,7 +271,7 @@ class Given:
             inputs = self.inputs(batch)
             if forecasts(self.module):
                 with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)  # samples of the future
+                    torch.manual_seed(0)  # fixes the samples of the future
                     return of_module(forecast(self.module, inputs), batch)
             if self.of_trainer is not None:
                 found = self.of_trainer.outputs(self.module, inputs)
@@ -334,7 +337,7 @@ class Given:
         return int(logits.shape[1]) if fits and table.labels is not None else 0
 
     def _at_once(self, most: int) -> int:
-        """Rows of a batch without gradients, limited by a Trainer's setting."""
+        """Number of rows of a batch without gradients, which a Trainer's setting limits."""
         return most if self.trainer is None else min(most, int(self.trainer.args.eval_batch_size))
 
     def _check_nan(self, model: WrappedModel) -> None:
@@ -354,7 +357,7 @@ class Given:
             row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
-        """As models.metrics.evaluate, with the user's loss (a mean over rows) and a Trainer's batch size."""
+        """Scores as of :func:`fedfm.models.metrics.evaluate`, with the user's loss, which is a mean over rows."""
         if not len(rows):
             return nothing()
 
