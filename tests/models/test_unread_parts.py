@@ -56,7 +56,7 @@ def parts(path):
     [
         (
             lambda path: (path / "pytorch_model.bin").write_bytes(b"x"),
-            "model.safetensors counts, and not pytorch_model.bin",
+            "model.safetensors is read, and pytorch_model.bin is not",
         ),
         (lambda path: (path / "model.fp16.safetensors").write_bytes(b"x"), "and not model.fp16.safetensors"),
         (stale_index, "and not model-00001-of-00001.safetensors"),

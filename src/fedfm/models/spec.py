@@ -68,7 +68,7 @@ class AdaptationSpec:
         metadata={"true": "default", "false": "random"},
     )
     rslora: bool = setting(False, "lora: scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)")
-    layers: int | None = setting(None, "number of last blocks: that top_layers trains, or that lora adapts", ge=1)
+    layers: int | None = setting(None, "number of last blocks that top_layers trains, or that lora adapts", ge=1)
     tokens: int = setting(16, "prompt: number of learned vectors before the class name, for task zero_shot", ge=1)
     released: str = setting(
         "class",
