@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
     Attributes:
         runs: the columns.
         block: number of columns that are multiplied at once.
-        window: number of columns in memory.
+        window: number of columns in memory at a time.
     """
 
     layer: int
@@ -147,7 +147,7 @@ def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
 
 
 def columns_of(stretch: Stretch) -> int:
-    """Number of columns."""
+    """The number of columns of a stretch."""
     return sum(run.stop - run.start for run in stretch.runs)
 
 

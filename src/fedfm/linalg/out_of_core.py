@@ -114,7 +114,7 @@ class Shelf:
             free += allocate(max(min(FILE // x.nbytes, MANY), 1), x.layout, most=0)
         kept = free.pop()
         for dtype, flat in x.flats.items():
-            if (file := location_of(kept.flats[dtype])) is None:  # no entries
+            if (file := location_of(kept.flats[dtype])) is None:  # the vector has no entries
                 kept.flats[dtype].copy_(flat)
             else:
                 file.write(0, flat.view(torch.uint8).numpy())

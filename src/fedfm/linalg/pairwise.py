@@ -167,7 +167,7 @@ def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np
 
 
 def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
-    """(K,) float64."""
+    """(K,) float64: the sum of each vector's entries over one stretch."""
     total = np.zeros(count)
     for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
         with desk.turn:

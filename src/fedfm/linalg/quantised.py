@@ -173,7 +173,7 @@ def _encode(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _decode(coded: Tensor, steps: Tensor, base: Tensor | None) -> Tensor:
-    """(n,) float32."""
+    """The decoded entries (n,), float32."""
     x = coded.float()
     if coded.dtype is torch.int8:
         x = torch.nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK).mul_(steps[:, None]).view(-1)[: len(x)]

@@ -51,7 +51,7 @@ class Difference:
 
     @classmethod
     def of_load(cls, module: Any, path: Path | str, info: Mapping[str, Any]) -> Difference:
-        """Make it from the loading info of ``from_pretrained``."""
+        """The differences in the loading info of ``from_pretrained``."""
         shapes = {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in info["mismatched_keys"]}
         missing = set(info["missing_keys"]) - shapes.keys()
         found = cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
@@ -112,7 +112,7 @@ class Difference:
 
     @cached_property
     def _head(self) -> set[str]:
-        """The modules that a task adds: the last linear map, and output maps that the file lacks or has otherwise."""
+        """The modules that a task adds: the last linear map, and output maps that do not fit the file."""
         odd = self.missing | self.shapes.keys()
         if self.module.get_output_embeddings() is not None:
             return set()
@@ -192,8 +192,8 @@ class Difference:
     def _optional(self, unit: str) -> bool:
         """Whether a part that the checkpoint lacks may be new.
 
-        Then the checkpoint has none of the part's tensors. In addition, the checkpoint's own class has no such part, or
-        the base can be built without it, as without a pooler.
+        It may if the checkpoint has none of its tensors, and if the checkpoint's own class has no such part or the base
+        can be built without it. An example is a pooler.
         """
         own = {n for n in self.module.state_dict() if within(n, unit) and _is_weight(self.module, n)}
         if self._bases == ("",) or not own <= self.missing:

@@ -27,7 +27,7 @@ class Bounded(nn.Module):
     Attributes:
         hinged: whether ``penalty`` is summed in training mode. The sum keeps its autograd graph alive until
             :func:`penalties` drops it.
-        penalty: mean squared excess of the arguments over the inner part of their intervals, which has no penalty.
+        penalty: mean squared distance by which arguments exceed the inner part of their intervals; None before a sum.
         outside, total: in evaluation mode, the numbers of arguments outside their interval and of all arguments.
     """
 

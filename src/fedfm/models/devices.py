@@ -33,7 +33,7 @@ def pick(name: str) -> torch.device:
 
 
 def placement(name: str) -> dict[str, Any]:
-    """Arguments of transformers' ``from_pretrained``: none unless a model goes to several devices."""
+    """Arguments of transformers' ``from_pretrained``; {} unless the layers are spread over several GPUs."""
     return {"device_map": "auto"} if name == MAP and torch.cuda.is_available() else {}
 
 

@@ -34,7 +34,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     """Write the model with weights ``w``, its class names and its preprocessing into the folder ``out``.
 
     Args:
-        model: on any device.
+        model: the model, on any device.
         w: trained tensors of this model.
         to: ``peft``: an adapter for ``PeftModel.from_pretrained``; an adapter of a classifier gets the files that
             ``AutoPeftModel...`` needs in addition (see :mod:`fedfm.models.export_base`). ``hf``: the complete model

@@ -45,7 +45,7 @@ class Finite:
         """Check one tensor.
 
         Raises:
-            InputError: with the tensor's name, the first place and the file.
+            InputError: the tensor has such a value; the error names the tensor, the first place and the file.
         """
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             return
@@ -85,5 +85,6 @@ def _file(name: str, tensor: str) -> str:
     except (OSError, ValueError, KeyError):
         single = place / "model.safetensors"
         return str(single if single.is_file() else place)
-    found = (file for name, file in shards.items() if f".{tensor}".endswith(f".{name}"))  # a base may be alone
+    # A name in the index may lack the prefix of the base.
+    found = (file for name, file in shards.items() if f".{tensor}".endswith(f".{name}"))
     return str(place / next(found, _INDEX))

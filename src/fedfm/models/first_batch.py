@@ -96,7 +96,7 @@ def _cuda(model: Model) -> list[torch.device]:
 
 @contextmanager
 def _at_rest(model: Model) -> Iterator[None]:
-    """Context manager: evaluation mode, in which nothing is drawn and no statistics change; then the former modes."""
+    """Context manager: evaluation mode, without random draws and changes of statistics; then the former modes."""
     modes = [(m, m.training) for m in model.module.modules()]
     model.module.eval()
     model.forget()
@@ -125,7 +125,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
 
 
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
-    """Tensors without a gradient, but none of parts such as experts, of which a batch uses only some."""
+    """Tensors without a gradient. Tensors of experts and the like do not count, because a batch uses only some."""
     blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
 
     def place(name: str) -> tuple[str, str]:

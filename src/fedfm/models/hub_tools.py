@@ -29,7 +29,7 @@ class Loaded:
     """A module before its adaptation.
 
     Attributes:
-        module: on the CPU.
+        module: the module, on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
         config: the architecture as JSON; for transformers models only differences from the defaults, so that a new
             field of another version does not change it.

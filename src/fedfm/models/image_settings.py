@@ -1,4 +1,4 @@
-"""The settings of an image processor as plain values, for clients without the model; and one for other models."""
+"""Image preprocessing by plain settings: for clients without the model, and for models without a processor."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fedfm.data.pixels import rgb_of
 from fedfm.linalg.out_of_core import limit
 
 CHUNK = 256  # images decoded at a time
-AT_ONCE = 1 << 30  # bytes: a client's prepared images stay in memory up to this size and a quarter of limit()
+AT_ONCE = 1 << 30  # bytes: a client's prepared images stay in memory up to this size, or limit() / 4 if that is less
 
 Preprocess = Callable[[list[Any]], Tensor]  # PIL images -> (n, 3, H, W)
 

@@ -65,7 +65,7 @@ def reads_padding(model: Network, ids: Tensor, pad: int, share: Tensor | None = 
 
     Args:
         ids: (L,) the text's tokens.
-        share: (1,) the text's share of the own adapter, if the model has a pair of adapters.
+        share: (1,) the weight of the client's own adapter for this text, if the model has a pair of adapters.
     """
     ids = ids[:_READ]
     padded = torch.cat([torch.full((_PADDING,), pad), ids])[None]  # (1, L)

@@ -23,7 +23,7 @@ _PART = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|[^\s<\[]+|[<\[]")  # a tag that a
 _LETTER = re.compile(r"\w")
 _MARK = "Wzxk{}q"  # occurs nowhere else
 _RETOLD = "retold"
-Words = dict[str, tuple[str, str]]  # mark -> (the word that it replaces, whose word it is)
+Words = dict[str, tuple[str, str]]  # mark -> (the word that it replaces, the word's owner)
 
 
 def count(rows: Iterable[Sequence[Any]], template: str | None, tokenizer: Any) -> Counter[str]:

@@ -57,7 +57,7 @@ class LinearSoftmax(nn.Module):
 
 
 def _naming_the_model(load: Callable[Concatenate[ModelSpec, P], Model]) -> Callable[Concatenate[ModelSpec, P], Model]:
-    """Decorator: turn a library's error while loading a model into a refusal of the model's name."""
+    """Decorator: turn a library's error while loading a model into an InputError for ``model.name``."""
 
     def load_or_refuse(spec: ModelSpec, /, *args: P.args, **settings: P.kwargs) -> Model:
         with refuse(f"model.name: {spec.name!r} cannot be made the model of this task"):
@@ -187,7 +187,7 @@ def load_model(
     if loaded.placed and spec.device == devices.MAP:
         if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
             raise InputError(
-                'model.device = "auto-map" trains lora without dora, ffa_lora or head; expected one of these',
+                'model.device = "auto-map" supports only the adaptations lora (without dora), ffa_lora and head',
                 key="model.device",
             )
         from fedfm.models import cuda_devices
@@ -243,7 +243,7 @@ def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator
 
 
 def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
-    """Notices: a trained head is replaced; the adaptation leaves a part of the new head at its random start."""
+    """Notices that a trained head is replaced, or that the adaptation does not train a part of the new head."""
     plain = not hasattr(loaded.module, "config") or is_pooled_encoder(loaded.module)
     if plain or spec.weights == "random" or spec.name in BUILT_IN:
         return
@@ -267,7 +267,7 @@ def fingerprint(
     """SHA-256 of the configuration and of the weights in order of names, without the new modules.
 
     Args:
-        look: is called with each of these weights; each is read only once.
+        look: a function that is called with each of these weights, so that each is read only once.
     """
     digest = hashlib.sha256(json.dumps(_stable(config), sort_keys=True, default=str).encode())
     for name in sorted(state):

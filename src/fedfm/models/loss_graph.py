@@ -21,7 +21,7 @@ def without_values() -> Iterator[None]:
 
 
 def with_graph(compute: Callable[[], T]) -> T:
-    """The result of ``compute`` with an autograd graph :func:`without_values`, or of a second call if that fails."""
+    """The result of ``compute`` within :func:`without_values`; if that fails, the result of a second call outside."""
     try:
         with without_values():
             return compute()

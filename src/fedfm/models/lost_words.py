@@ -22,7 +22,7 @@ _UNKNOWN = 0.1  # share of unknown tokens from which the tokenizer seems to be m
 def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
     """Lines about words that the model's tokenizer does not know, and about texts beyond its ``max_length``.
 
-    Of many rows it checks only some, at equal distances.
+    Of many rows only 256 are checked, at equal distances.
     """
     tools = model.tools
     tokenizer = tools.tokenizer

@@ -220,7 +220,7 @@ class Model:
         return Rows({"features": features}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
-        """The head's inputs (n, d), on the CPU; in causal models at the last token before padding.
+        """The head's inputs (n, d), on the CPU; in causal models those of the last token before padding.
 
         Raises:
             ValueError: the model has no head.
@@ -285,7 +285,7 @@ class Model:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether it is a causal language model, whose rows are tokens without labels."""
+        """Whether the model is a causal language model, whose rows are tokens without labels."""
         return self.task.is_language_model
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:

@@ -13,7 +13,7 @@ _OURS = ("fedfm.models.model:Model", "fedfm.models.dual_encoder:DualModel")
 
 
 def is_dual_model(model: Any) -> TypeGuard[DualModel]:
-    """Whether a model's module has two encoders that both stay."""
+    """Whether a model has two encoders; a zero-shot classifier that dropped its text encoder has only one."""
     return is_of(model, "fedfm.models.dual_encoder:DualModel")
 
 

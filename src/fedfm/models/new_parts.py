@@ -29,7 +29,7 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
         name: the model's name, for messages.
 
     Raises:
-        InputError: they are, and the new part has more than the last maps and two dense layers before them.
+        InputError: more than a few per cent are new, and they are more than last maps with two dense layers before.
     """
     total, made = _numbers(module), {path: _numbers(module.get_submodule(path)) for path in new}
     count = sum(made.values())

@@ -1,4 +1,4 @@
-"""Reads from a module for how many tokens of a row it has positions, and how many rows its token embedding has."""
+"""Reads two limits from the module of a text model: the number of its positions and of its token embeddings."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def prepare(
 ) -> Rows:
     """Rows ``index`` of ``table``, prepared for a model.
 
-    Passages become blocks, so the number of rows can differ from the number of indexes: see :func:`passages`.
+    Passages become blocks, so the number of rows can differ from the number of indexes: see
+    :func:`fedfm.models.language.encoding.passages`.
 
     Args:
         task: the model's task; None: implied by the rows.

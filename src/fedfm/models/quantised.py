@@ -106,7 +106,7 @@ def keep_format(module: nn.Module) -> None:
 
 
 def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
-    """Paths of the linear maps that are not quantised to ``nf4``, because a row of weights is no multiple of a block.
+    """Paths of the linear maps that are not quantised to ``nf4``, because their width is no multiple of a block.
 
     For such rows bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every device, so that
     all silos have the same base.

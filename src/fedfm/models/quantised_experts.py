@@ -23,7 +23,7 @@ from fedfm.models.adapters.stacked import stacks
 
 Added = tuple[Tensor, Tensor, float]  # LoRA's update of a parameter: left (E, ., r), right (E, r, .), scale
 BLOCK = 64  # weights that share a scale
-_BITS = "bits"  # name of the new submodule: no module of experts has one of this name
+_BITS = "bits"  # name of the new submodule; no module of experts has a submodule of this name
 
 
 class Bits(nn.Module):
@@ -113,7 +113,7 @@ class _Again:
         return out
 
 
-_last: list[tuple[_Again, Tensor]] = []  # at most one entry: the experts' gradients need the same tensor one by one
+_last: list[tuple[_Again, Tensor]] = []  # at most one entry: all experts' gradients need the same tensor
 
 
 def _unfold(kept: Any) -> Tensor:

@@ -16,7 +16,7 @@ from fedfm.models.spec import ModelSpec
 
 
 def load_resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: str, seed: int) -> Loaded:
-    """A CIFAR ResNet with a new head for ``classes``, or with the head of the file for None."""
+    """A CIFAR ResNet with a new head for ``classes``; if ``classes`` is None, with the head of the file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Finds, by a model's modules, its blocks in order of execution and the parts that its forward pass does not use.
+"""Searches a model's modules for its blocks, in order of execution, and for parts that its forward pass does not use.
 
 Blocks are entries of lists of modules: layers of a transformer, of a stage, or of an encoder and then of a decoder. An
 entry counts as a block if it has a norm (experts of a layer have none) and weight matrices. A stage is replaced by the

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-    """A language model's loss per predicted token, perplexity and accuracy; for instructions of the answers' tokens."""
+    """A language model's loss per predicted token, perplexity and accuracy.
+
+    For instructions only the answers' tokens count.
+    """
     found = of_tokens(count_tokens(model, rows, batch_size))
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
 

@@ -120,7 +120,7 @@ def _keys_of(read: Any) -> set[str]:
     kind = type(read)
     try:
         defaults = set(kind().to_dict())
-    except Exception:  # the class has no default for all
+    except Exception:  # an argument of the class has no default
         defaults = set()
     named = {name for of in kind.__mro__ for name in getattr(of, "__annotations__", ())}
     named |= set(getattr(getattr(kind, "valid_kwargs", None), "__annotations__", ()))

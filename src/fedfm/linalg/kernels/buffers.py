@@ -83,7 +83,7 @@ def keep_all_freed() -> bool:
 
 
 def like(x: Tensor) -> Tensor | None:
-    """A buffer for the result of an operation on the vector ``x``; None, so that torch allocates it, for a small x."""
+    """A buffer for the result of an operation on the vector ``x``. None for a small ``x``: torch then allocates it."""
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 

@@ -14,7 +14,7 @@ from fedfm.linalg.kernels.jit import WHOLE_REGISTERS, compile_part
 from fedfm.linalg.kernels.simd import CONTRACT, COUNT, VECTOR, WORD, intrinsic, pointer, splat, turn
 
 ROWS = 8 if WHOLE_REGISTERS else 4  # rows of a tile
-WIDE = 2 if WHOLE_REGISTERS else 1  # Lanes in a row of a tile; the tile's sums fill half of the registers
+WIDE = 2 if WHOLE_REGISTERS else 1  # values of type Lanes in a row of a tile; a tile's sums fill half of the registers
 
 
 def _tile(lanes: int) -> Any:

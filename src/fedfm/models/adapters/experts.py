@@ -67,7 +67,7 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
     Raises:
         InputError: the model is not adapted by LoRA on linear maps.
         KeyError: an expert's names differ from the model's.
-        AttributeError: the model has no layer of a path.
+        AttributeError: the model has no layer with one of the paths.
         ValueError: two experts with the model's own tensors.
 
     Example:

@@ -29,7 +29,7 @@ from fedfm.models.spec import ModelSpec
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-Weight = float | Callable[[Tensor], Any]  # of an adapter; may depend on a module's output y (b, ...), see :func:`at`
+Weight = float | Callable[[Tensor], Any]  # an adapter's weight, a number or a function of a module's output y (b, ...)
 
 
 def alpha_of(model: Model) -> float:

@@ -68,8 +68,8 @@ class SideAdapter(nn.Module):
         """Initialise: W_d ~ N(0, 1/d), V_d ~ N(0, 1/P), W_u = V_u = 0, alpha = min(1, 2/r), the head N(0, 0.02^2),
         bias 0.
 
-        Alpha, like LoRA's scale, sets how fast the adapters learn in comparison with the head: with 1 and r = 8 they
-        overfit some thousand rows. Every tensor has its own stream, so that the values are the same everywhere.
+        Alpha, like LoRA's scale, sets how fast the adapters learn in comparison with the head: with alpha = 1 and r = 8
+        they overfit a few thousand rows. Every tensor has its own stream, so that the values are the same everywhere.
         """
         _, positions, width = self.shape
         alpha = min(1.0, 2 / self.down.shape[1])
@@ -168,8 +168,8 @@ class SideModel(Model):
         backbone: the frozen transformer; None at a client that only gets disclosed activations.
         released: the map from a block's tokens to the values that the adapters read.
         scales: (L,), divisors of the block outputs.
-        ranges: (L,), for a polynomial student: the largest disclosed value of rows with arguments inside their
-            intervals.
+        ranges: (L,), for a polynomial student: the largest disclosed value that rows have if all arguments of its
+            polynomials stay inside their intervals.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
         maps: paths of the modules that must be adapted; None: not checked.
 
     Raises:
-        InputError: PEFT adapts something else.
+        InputError: PEFT adapts other modules.
     """
     from peft import get_peft_model
     from peft.tuners.lora import LoraLayer, layer

@@ -28,7 +28,7 @@ _SHOWN = 40  # characters of a text in a message
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
 _CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # mark generated text; transformers uses the same pattern
-# variables of a template that its caller sets
+# variables of a template that ``apply_chat_template`` sets itself
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -137,7 +137,7 @@ def text_of(tokenizer: Any) -> str:
 
 
 def template_of(tokenizer: Any) -> str:
-    """The chat template; if the tokenizer has another one for tools, both joined into one."""
+    """The chat template. If the tokenizer has a separate one for tools, the result joins the two."""
     usual: str = tokenizer.get_chat_template()
     of_tools = tokenizer.get_chat_template(tools=[])
     if of_tools == usual:
@@ -173,7 +173,7 @@ def with_settings(template: str, settings: Mapping[str, Any]) -> str:
     The values are written into the template, so that training, predictions and an export share them.
 
     Raises:
-        InputError: the conversation sets this variable itself, or a template cannot express the value.
+        InputError: ``apply_chat_template`` sets this variable itself, or a template cannot express the value.
 
     Example:
         >>> with_settings("{{ x }}", {"x": True})

@@ -208,7 +208,7 @@ def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
 
 
 def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
-    """Whether training shows some answer of the row after a text that differs from the prompt that asks for it.
+    """Whether in training an answer of the row follows another text than the prompt to which a model would answer.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -242,7 +242,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """(tokens, for each whether the template marks it as generated or it ends an answer)."""
+    """(tokens, for each token whether the template marks it as generated or it ends an answer)."""
     form = form_of(tokenizer)
     found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
@@ -258,7 +258,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """(tokens, for each whether it belongs to an answer), from the text with and without each answer."""
+    """(tokens, for each token whether it belongs to an answer), from the text with and without each answer."""
     spans, size = [], 0
     pieces = _pieces(turns, tokenizer)
     for text, counts in pieces:
@@ -268,7 +268,7 @@ def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list
 
 
 def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
-    """The pieces of a row's text, alternately a prompt and an answer, each with whether the loss counts it."""
+    """The pieces of a row's text, prompts and answers in turn; for each piece also whether the loss counts it."""
     whole, form = render(turns, tokenizer), form_of(tokenizer)
     pieces: list[tuple[str, bool]] = []
     at = 0  # end of the pieces in ``whole``
@@ -306,8 +306,8 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
     rest = replace_content(turns, i, tokenizer)
     if not whole.endswith(rest) or not rest.startswith(form.inner):
         raise InputError(
-            f"model.template: this chat template writes the rest differently after another answer, so that no tokens "
-            f"are the answer's, in {describe(turns)}; {_RIGHT}"
+            f"model.template: this chat template writes the rest differently after another answer, so that the "
+            f"answer's tokens are unknown, in {describe(turns)}; {_RIGHT}"
         )
     return len(whole) - len(rest) + len(form.inner)
 
@@ -315,9 +315,10 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
 def _within(
     text: str, spans: Sequence[tuple[int, int | None]], tokenizer: Any, *, special: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """(tokens of a text, for each whether it has a character in one of the spans [start, end)); None: to the end.
+    """(tokens of a text, for each token whether it has a character in one of the spans).
 
     Args:
+        spans: [start, end) in characters; None: to the end of the text.
         special: include the tokens that the tokenizer puts before every text.
     """
     ends = [(start, len(text) if end is None else end) for start, end in spans]
@@ -360,6 +361,7 @@ def _check_prefix(part: str, whole: str, turns: Sequence[Turn]) -> None:
         return
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
     raise InputError(
-        "model.template: this chat template writes a question differently once it is answered, so that no tokens are "
-        f"the answer's: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {describe(turns)}; {_RIGHT}"
+        "model.template: this chat template writes a question differently once it is answered, so that the answer's "
+        f"tokens are unknown: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {describe(turns)}; "
+        f"{_RIGHT}"
     )

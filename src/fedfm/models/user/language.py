@@ -150,7 +150,7 @@ def _unable(given: Given, prompts: Sequence[Tensor | None]) -> str:
     if can is None or not can():
         return "the module has no generate(...) of transformers"
     if any(prompt is None for prompt in prompts):
-        return "rows mark no prompt, by targets of -100 at its tokens"
+        return "rows do not mark a prompt by targets of -100 at its tokens"
     if _tokenizer(given) is None:
         return _NO_TOKENIZER
     return ""

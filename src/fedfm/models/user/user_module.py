@@ -174,7 +174,7 @@ class Given:
         if any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.module.parameters()):
             notices += (
                 "the module's trainable parameters are bfloat16, in which steps below about 1/256 of a weight are "
-                "lost; load it in float32, a Trainer's with bf16=True",
+                "lost; load it in float32, and with a Trainer set bf16=True",
             )
         table = Table("own", inputs, None, (), split, columns, "the data given to federate()", notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collate=self.collate)
