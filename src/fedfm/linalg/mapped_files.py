@@ -31,7 +31,7 @@ _mapped: dict[int, tuple[int, Stored]] = {}  # address -> number of bytes, and t
 
 
 def bytes_in_file(nbytes: int, passed: bool = False) -> Tensor:
-    """Bytes (nbytes,) in an anonymous file; with ``passed``, :mod:`fedfm.linalg.pages` may release their pages."""
+    """Bytes (nbytes,) in an anonymous file. ``passed`` allows :mod:`fedfm.linalg.pages` to release their pages."""
     handle, name = tempfile.mkstemp()
     with os.fdopen(handle, "r+b") as file:
         try:

@@ -39,7 +39,8 @@ def summary(counted: Sequence[ClassCounts]) -> dict[str, list[object]]:
     """Summed counts of one or more models, as plain values whose length depends only on C.
 
     Returns:
-        ``rows``, ``predicted`` and ``right``: (C,) rows of each class, rows predicted as the class, and rows in both;
+        ``rows``, ``predicted`` and ``right``: for each class the number of its rows, of rows that are predicted as the
+        class, and of its rows that are predicted as the class, (C,) each;
         ``taken_for``: (C,) the most frequent wrong class for the rows of each class, with its count, or None;
         ``confused``: the :data:`LISTED` most frequent mistakes, each as true class, predicted class, rows.
     """

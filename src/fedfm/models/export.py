@@ -98,7 +98,7 @@ def merge(model: Model, w: Params) -> Any:
     run's model, and is as large as the model was before quantisation.
 
     Raises:
-        InputError: a layer computes something else with merged weights, as :func:`merging.merge` reports.
+        InputError: a layer would compute something else with merged weights, see :func:`merging.merge`.
     """
     with holding(model, w):
         module: Any = copy.deepcopy(model.module)

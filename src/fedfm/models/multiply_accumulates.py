@@ -106,7 +106,7 @@ class _Counter(TorchFunctionMode):
 
 
 def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
-    """MACs of one call: entries of the result times products in each."""
+    """MACs of one call: the number of the result's entries, times the number of products in each entry."""
     if name == "scaled_dot_product_attention":
         q, k, v = (_argument(args, kwargs, at, word) for at, word in enumerate(("query", "key", "value")))
         return int(q.numel() * k.shape[-2] + q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])

@@ -91,7 +91,7 @@ class OnBits(nn.Module):
             del vars(self)["_added"][name]
 
     def _fold(self, tensor: Tensor) -> Any:
-        """What autograd saves for a tensor: if it is a dequantised parameter, only how to compute it again."""
+        """What autograd saves for a tensor. For a dequantised parameter it saves the inputs to compute it again."""
         where = tensor.untyped_storage().data_ptr()
         for again, dense in vars(self)["_made"].values():
             if dense.untyped_storage().data_ptr() == where:

@@ -14,7 +14,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager: transformers logs only errors and draws no progress bars; restores both."""
+    """Context manager: transformers logs only errors and draws no progress bars; afterwards both are as before."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -22,7 +22,7 @@ def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            # SWIG-built extensions raise it at import.
+            # Extensions that SWIG has built raise this warning at import.
             warnings.filterwarnings("ignore", message="builtin type .* has no __module__ attribute")
             # PEFT 0.21 uses the old name of the attribute in transformers 5.
             warnings.filterwarnings(

@@ -46,8 +46,8 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
         tokenizer,
         PLAIN,
         (
-            f"model.name: {_FILE} of {name!r} defines a {stored} tokenizer, and transformers' {AUTO} makes a {own} of "
-            f"type {built}, which splits texts differently: fedfm follows the file, and an export needs {PLAIN}",
+            f"model.name: {_FILE} of {name!r} defines a {stored} tokenizer, but transformers' {AUTO} makes a {own}, a "
+            f"{built} tokenizer that splits texts differently: fedfm follows the file, and an export needs {PLAIN}",
         ),
     )
 

@@ -15,7 +15,7 @@ Scores = dict[str, Any]
 
 
 class Trained(Protocol):
-    """A finished run's model, to predict with."""
+    """A finished run's model, with which a task predicts."""
 
     @property
     def model(self) -> Network:

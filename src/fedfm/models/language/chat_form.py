@@ -186,7 +186,7 @@ def with_settings(template: str, settings: Mapping[str, Any]) -> str:
 
 
 def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
-    """(the chat template without the text that only its prompts have, this text).
+    """The chat template without the text that only its prompts have, and this text.
 
     Such a text begins a block of reasoning, e.g. ``<think>``, which a written answer does not have. Rows of questions
     and answers have no reasoning. So the answer begins where the template writes it, in training and in predictions.

@@ -18,7 +18,7 @@ def check_module(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
-                f"model: {name} has no shape yet, as of a lazy module: call the module once on a batch before it is "
+                f"model: {name} has no shape yet, as in a lazy module: call the module once on a batch before it is "
                 "federated, so that the server and all clients have the same tensors"
             )
     for name, parameter in module.named_parameters():

@@ -1,8 +1,8 @@
-"""Checks whether a user's module sees the next word, which it is trained to predict: then it learns nothing.
+"""Checks whether a user's module sees the words that it is trained to predict. Such a module learns nothing.
 
 The check is for rows whose targets are the row's own words, at the same positions, as in Hugging Face's language
-models, or one position earlier. The loss of the last target alone must not change with the last word. Modules that fill
-in masked words and encoder-decoders are not checked: their targets are other words than those that they read.
+models, or one position earlier. The loss of the last target must not change with the last word. The check skips modules
+that fill in masked words, and encoder-decoders, because their targets are other words than their inputs.
 """
 
 from __future__ import annotations
