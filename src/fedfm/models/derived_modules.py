@@ -27,7 +27,7 @@ class Bounded(nn.Module):
     Attributes:
         hinged: whether ``penalty`` is summed in training mode. The sum keeps its autograd graph alive until
             :func:`penalties` drops it.
-        penalty: mean squared distance by which arguments exceed the inner part of their intervals; None before a sum.
+        penalty: mean squared distance by which arguments exceed the inner part of their intervals; None: no sum yet.
         outside, total: in evaluation mode, the numbers of arguments outside their interval and of all arguments.
     """
 

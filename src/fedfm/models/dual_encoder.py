@@ -32,7 +32,7 @@ class DualModel(Model):
 
     Attributes:
         dual: the module below PEFT's wrapper.
-        images_fixed: nothing before the images' features is trained, so :meth:`encode` gives the features.
+        images_fixed: whether nothing before the images' features is trained; then :meth:`encode` gives the features.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
@@ -81,7 +81,7 @@ class DualModel(Model):
             yield
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """``function`` of the images, (n, ...), on the CPU; always on 32 rows at a time."""
+        """The results of ``function`` for all images (n, ...), on the CPU. It always gets 32 rows at a time."""
         done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in fixed_batches(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
 
