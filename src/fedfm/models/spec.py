@@ -136,7 +136,7 @@ class _Common:
     )
     dtype: str = setting(
         "float32",
-        "dtype of frozen weights and of products; trained weights are float32. float16 trains only head and side_adapter",
+        "dtype of frozen weights and products; trained weights are float32. float16 trains only head and side_adapter",
         choices=_NUMBERS,
     )
 
