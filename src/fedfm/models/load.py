@@ -239,7 +239,7 @@ def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator
             f"{loaded.module.pooling}"
         )
     if parts.unread:
-        yield f"no text passes {' and '.join(parts.unread)}: nothing is adapted or trained there"
+        yield f"no text passes through {' and '.join(parts.unread)}: nothing is adapted or trained there"
 
 
 def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:

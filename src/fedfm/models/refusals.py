@@ -15,7 +15,7 @@ def refusal(path: Path | str, name: str, error: Exception) -> InputError:
 
     first = first_of(error)
     if found := re.search(r"(\w+)Config'> for this kind of AutoModel: (?:AutoModelFor)?(\w+)", str(error)):
-        first = f"transformers has no {found[1]} for {found[2]}, which model.task and the data ask for"
+        first = f"transformers has no {found[1]} for {found[2]}, which model.task and the data need"
         return InputError(f"model.name: {name!r} does not fit: {first}", key="model.name")
     if isinstance(path, Path):
         return InputError(f"model.name: {path} cannot be read as a model: {first}", key="model.name")

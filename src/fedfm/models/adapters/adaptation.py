@@ -165,7 +165,7 @@ def _lora(
 
     if spec.name == "ffa_lora" and spec.dora:
         raise InputError(
-            "model.adaptation.dora: ffa_lora trains only B, DoRA also a norm; expected lora",
+            "model.adaptation.dora: ffa_lora trains only B, but DoRA also trains a norm; expected lora",
             key="model.adaptation.dora",
         )
     _refuse_changes_of_the_base(spec)
@@ -311,7 +311,7 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
     start = spec.init_lora_weights
     if start not in ("default", "gaussian"):
         why = {
-            "random": "B starts at random, so that the start model differs from the base",
+            "random": "B starts at random, so that the initial model differs from the base",
             "orthogonal": "A and B start at nonzero values, which averages of factors do not preserve",
             "eva": "it reads rows before the start, and the rows differ between clients",
             "corda": "it reads rows before the start, and the rows differ between clients",

@@ -251,7 +251,7 @@ def _refuse(trainer: Any) -> None:
         fresh and (trainer.optimizer is not None or trainer.lr_scheduler is not None)
     ):
         raise InputError(
-            "Trainer: it brings an optimiser or a schedule as an object, and every client starts its own from "
+            "Trainer: it has an optimiser or a schedule as an object, but every client makes its own from the "
             "arguments; give args.optim and args.lr_scheduler_type"
         )
 
