@@ -51,8 +51,8 @@ def prepare(config: Any, name: str, *, random: bool) -> None:
     known = [m for m in _formats() if _can_widen(m)]
     if method not in known:
         raise InputError(
-            f"model.name: {name!r} is quantised with {method}, which fedfm cannot read: it reads the format of "
-            f"bitsandbytes as it is, and dequantises {', '.join(known)}",
+            f"model.name: {name!r} is quantised with {method}; fedfm reads the format of bitsandbytes as it is, and "
+            f"dequantises {', '.join(known)}",
             key="model.name",
         )
     config.quantization_config = stored | {_FLAG: True}
