@@ -194,7 +194,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
 
 def _without_scores(result: Mapping[str, Any], run: Run) -> set[str]:
     """Clients that told no scores after the last round, or of the best round's model."""
-    line = next(reversed(run.metrics()), {})
+    line: Mapping[str, Any] = next(reversed(run.metrics()), {})
     last = [e for e in result["excluded"] if e["round"] == result["rounds"]]
     return {e["client"] for e in (*line.get("excluded", ()), *last) if e["part"] == SCORES}
 

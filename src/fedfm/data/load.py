@@ -224,8 +224,8 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
         return table
     from fedfm.data.repetitions import shared_groups
 
-    note = shared_groups(table, spec.partition.column)
-    return replace(table, notices=(*table.notices, note)) if note else table
+    shared = shared_groups(table, spec.partition.column)
+    return replace(table, notices=(*table.notices, shared)) if shared else table
 
 
 def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:

@@ -111,12 +111,12 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
         )
     if (n := _count(texts, lambda text: _LOST in text)) >= least:
         return f"{n} of {where} hold U+FFFD, the mark of an unreadable character: write the file again from its origin"
-    if (n := _count(texts, _CONTROL.search)) >= told:
+    if (n := _count(texts, _CONTROL.search)) >= least:
         return (
             f"{n} of {where} hold control characters, as terminals and broken exports write them, and they are read: "
             "remove them"
         )
-    if (n := _count(texts, _UNSEEN.search)) >= told:
+    if (n := _count(texts, _UNSEEN.search)) >= least:
         return (
             f"{n} of {where} hold invisible characters inside of words, such as zero-width spaces, which "
             "part the words: remove them"

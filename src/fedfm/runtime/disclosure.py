@@ -126,7 +126,7 @@ def check_partition(run: Run, federated: FederatedData) -> str | None:
 def _private(run: Run) -> dict[str, Any]:
     """The content of :data:`FILE`; empty if it is absent or damaged."""
     try:
-        found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+        found = from_json((run.path / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -165,10 +165,10 @@ class TrainersModule:
         """``Trainer.compute_loss`` in the Trainer's precision; with ``outputs`` (loss, module's output)."""
         options: dict[str, Any] = {"return_outputs": True} if outputs else {}
         if module.training or items is not None:
-            told |= {"num_items_in_batch": items}
+            options |= {"num_items_in_batch": items}
         precision = _bf16(module) if self.args.bf16 else _as_it_is()
         with precision, self.trainer.compute_loss_context_manager():
-            return self.trainer.compute_loss(module, inputs, **told)
+            return self.trainer.compute_loss(module, inputs, **options)
 
     def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """The module's output in the Trainer's precision; for sentence-transformers one output per text of a row."""
