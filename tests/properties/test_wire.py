@@ -171,6 +171,7 @@ WIDE = {
     "34,000 metrics": _metrics(34_000),
     "34,000 texts": f"[{','.join([json.dumps({'s': 'text'})] * 34_000)}]",
     "9,000 empty objects": f"[{','.join(['{}'] * 9_000)}]",
+    "40,000 empty lists": f"[{','.join(['[]'] * 40_000)}]",
     "70,000 empty lists": f"[{','.join(['[]'] * 70_000)}]",
     "10,000 empty parameters": f"[{','.join([json.dumps({'p': []})] * 10_000)}]",
     "a head of 3 MB": '{"s":"' + "x" * 3_000_000 + '"}',

@@ -19,7 +19,9 @@ MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors are sent as one Params
 MAX_TENSORS = 1 << 14  # tensors of one Params
 MAX_DEPTH = 32
 
-_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _OBJECT = (ord(c) for c in ',:"[]{')
+_MAX_LISTS = 2 * MAX_TENSORS + MAX_NODES  # a tensor of Params is a list with a shape
+
+_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _OBJECT, _LIST = (ord(c) for c in ',:"[]{[')
 _TEXT = np.frombuffer(b'"s":', np.uint8)
 _UPPER = 0xDF  # this mask turns braces into brackets
 
@@ -57,8 +59,8 @@ def count_keys(head: str) -> int:
     """Total number of keys in the JSON objects of a head, counted without parsing and without recursion.
 
     Raises:
-        ClientFault: E_SIZE, more values and keys than :data:`MAX_VALUES`, or more objects than :data:`MAX_NODES`
-            values have; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
+        ClientFault: E_SIZE, more values and keys than :data:`MAX_VALUES`, or more objects or lists than values may
+            have; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
     """
     if "\\" in head:  # an escaped quote does not end a text
         head = head.replace("\\\\", "").replace('\\"', "")
@@ -77,4 +79,6 @@ def count_keys(head: str) -> int:
     texts = int(np.count_nonzero((text[opens[:, None] + np.arange(1, 1 + len(_TEXT))] == _TEXT).all(1)))
     if (objects := len(opens) - texts) > 2 * MAX_NODES:
         raise ClientFault(E_SIZE, f"a head of {objects} objects: expected at most {2 * MAX_NODES}")
+    if (lists := int(np.count_nonzero(raw == _LIST))) > _MAX_LISTS:
+        raise ClientFault(E_SIZE, f"a head of {lists} lists: expected at most {_MAX_LISTS}")
     return keys
