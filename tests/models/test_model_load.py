@@ -271,7 +271,7 @@ def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, ad
     import transformers
 
     base, table = folder(HEADS[kind]), sentences()
-    said = "has a head .* for as many classes, trained elsewhere: a new head is drawn"
+    said = "has a trained head .* with as many outputs as there are classes here: a new head replaces it"
     with quiet():
         for classes in (3, 5):
             module = getattr(transformers, kind).from_pretrained(base, num_labels=classes)
@@ -295,4 +295,4 @@ def test_the_part_of_a_new_head_that_head_leaves_as_it_was_drawn_is_said(folder,
     model = load(folder(family), table_for(family), adaptation)
     found = [text for text in model.notices if "keeps its random start" in text]
     assert len(found) == bool(rest)
-    assert all(f": {rest} before it" in text for text in found)
+    assert all(f" {rest} before it" in text for text in found)

@@ -230,8 +230,8 @@ def test_scores_of_former_models_are_said_to_be_so(tmp_path):
     for line in rounds[1:-1]:
         line["client_scored_round"] = {"a": line["round"] - 1, "b": max(line["round"] - 3, 0)}
     text = words(document(runs.make(tmp_path / "late", names=names, n_clients=2, n_rounds=6, rounds=rounds)))
-    assert "are those that it reported last, of models of up to 3 rounds before." in text
-    assert "reported last" not in document(runs.make(tmp_path / "run"))
+    assert "are the last that it reported. They are of models that are up to 3 rounds old." in text
+    assert "The rounds are asynchronous" not in document(runs.make(tmp_path / "run"))
 
 
 def test_a_diverged_loss_is_drawn_by_logarithm(tmp_path):

@@ -51,7 +51,7 @@ class Pretraining(CentralTraining[PretrainSpec]):
             raise InputError(f'model.task = "{task.name}": {task.no_pretraining}', key="model.task")
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError(
-                'pretrain.local: expected name = "sgd", "adam" or "adamw", and without missing classes',
+                'pretrain.local: expected name = "sgd", "adam" or "adamw", and absent = "keep"',
                 key="pretrain.local",
             )
         after = list(spec.milestones)

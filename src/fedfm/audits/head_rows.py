@@ -51,7 +51,7 @@ class Rebuilt(Watch):
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
         self.compared, self.rows, self.updates = 0, 0, 0
-        self.why = "no update of a client is a change of the whole model"  # until an update is read
+        self.why = "the server saw no client's change of a whole model"  # until an update is read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method = self._run.experiment.method

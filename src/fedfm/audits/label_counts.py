@@ -47,7 +47,7 @@ class Shares(Watch):
         self.found: dict[ClientId, Array] = {}
         self.public: Array = np.zeros(0)
         self.tried, self.bias = 0, True
-        self.why = "no update of a client is a change of the whole model"  # until an update is read
+        self.why = "the server saw no client's change of a whole model"  # until an update is read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
@@ -171,7 +171,9 @@ class LabelCounts(HeadAudit):
 def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: Shares) -> Finding:
     mean, baseline = float(error.mean()), float(guess.mean())
     low, high = rates.mean_interval(error)
-    source = "" if watch.bias else " (of a head without a bias: the change of its weights, and the probabilities)"
+    source = (
+        "" if watch.bias else " (its head has no bias: only the change of its weights, and the predictions, are used)"
+    )
     says = (
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
         f"shares that are {mean:.3f} {interval(low, high)} from the true ones (total variation, mean of "

@@ -118,7 +118,7 @@ def value(of: Any, *, bare: bool = False) -> str:
     """A default or a paper's value as TOML writes it; "none" if there is none.
 
     Args:
-        bare: whether to write a text of several words, which no key takes, without quotes.
+        bare: whether to omit the quotes of a text of several words, which describes the paper and is no valid value.
     """
     return "none" if of is None else of if bare and isinstance(of, str) and " " in of else json.dumps(of)
 

@@ -249,12 +249,15 @@ def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
         return
     made = {name for name, _ in loaded.module.named_parameters() if any(within(name, new) for new in loaded.new)}
     if head and any(within(name, head) and name not in loaded.missing for name in made):
-        yield f"model.name: {spec.name} has a head {head} for as many classes, trained elsewhere: a new head is drawn"
+        yield (
+            f"model.name: {spec.name} has a trained head {head} with as many outputs as there are classes here: a new "
+            "head replaces it"
+        )
     rest = sorted({name.rpartition(".")[0] for name in made if not within(name, head)})
     if rest and spec.adaptation is not None and spec.adaptation.name == "head":
         yield (
-            f'model.adaptation.name = "head" trains only {head}: {", ".join(rest)} before it is new and keeps its '
-            "random start; lora, top_layers and full train it"
+            f'model.adaptation.name = "head" trains only {head}; the new module {", ".join(rest)} before it keeps '
+            "its random start; lora, top_layers and full train it"
         )
 
 

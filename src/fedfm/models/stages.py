@@ -23,7 +23,9 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
     Args:
         leave_out: paths outside the forward pass, such as the vision tower of a model that reads texts.
     """
-    for matrices in (2, 1):  # one matrix: an embedding's convolution, or a block of the simplest networks
+    # A block of the simplest networks has one weight matrix, and so has an embedding's convolution with its norm. So
+    # entries with one matrix are tried only if no entry has two.
+    for matrices in (2, 1):
         if found := tuple(_within(module, "", frozenset(leave_out), matrices, inside=False)):
             return found
     return ()
@@ -32,7 +34,8 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
 def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
     """For each block its modules: the entries of the same index in all lists of one module.
 
-    Empty if no module's lists have the same length and together at least half of the parameters outside embeddings.
+    These lists must have the same length, and together hold at least half of the parameters outside embeddings. Empty
+    if no module has such lists.
     """
     embeddings = _numbers(m for m in module.modules() if isinstance(m, nn.Embedding))
     for path, owner in module.named_modules():

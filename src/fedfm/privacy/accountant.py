@@ -23,7 +23,7 @@ class Spent:
         sensitivity: largest L2 distance between the statistics of neighbours.
         sigma: standard deviation of the noise on these statistics; None: they are not one Gaussian release, e.g. the
             sampled steps of DP-SGD, and do not compose with other entries.
-        composition: how the cells and rounds of the release compose.
+        composition: how the parts of the release compose, e.g. its rounds, or the classes of one client.
         note: further assumptions.
     """
 

@@ -95,7 +95,7 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     size = math.prod(shape)
     pairs = -(-size // 2)
     words = np.frombuffer(stream(key, f"{purpose}\x1f{tuple(map(int, shape))}", 16 * pairs), dtype="<u8")
-    # A small 64-bit word keeps its low bits as a float, where the logarithm needs them.
+    # The logarithm is steep near 0, so it needs every bit of a small word. A float64 holds all bits of a small word.
     radius = np.sqrt(-2 * np.log((words[:pairs].astype(np.float64) + 0.5) * 2.0**-64))
     angle = (2 * math.pi * 2.0**-53) * (words[pairs:] >> np.uint64(11)).astype(np.float64)
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)

@@ -32,8 +32,8 @@ def curves(run: RunFiles) -> str:
     if ages := [r.number - t for r in rounds for t in numbers(r.scored.values())]:
         out.append(
             note(
-                "Asynchronous rounds: between the first and the last one a client's scores are those that it reported "
-                f"last, of models of up to {plural(int(max(ages)), 'round')} before."
+                "The rounds are asynchronous: in all but the first and the last, a client's scores are the last that "
+                f"it reported. They are of models that are up to {plural(int(max(ages)), 'round')} old."
             )
         )
     measured = [r for r in rounds if r.values.get("perplexity") is not None]

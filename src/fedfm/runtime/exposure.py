@@ -45,7 +45,7 @@ class Exposure:
     smallest_sum: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for the manifest. The clients have one sum in it; the log has each client."""
+        """Values for the manifest, which sums over all clients; only ``messages.jsonl`` tells them apart."""
         by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
         rows = []
         for t in self.traffic:

@@ -13,7 +13,7 @@ from fedfm.data.table import Table
 
 PASSAGE = 2000  # characters at most
 _LOOK = 20_000  # characters that are examined
-_LINES = 5  # from which they may be rows of a table
+_LINES = 5  # smallest number of lines that may be taken for rows of a table
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:

@@ -326,8 +326,9 @@ class FlowerLink:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait for the expected nodes, or for enough nodes and a pause without new ones; then for the clients before a
-        stop.
+        """Wait for the expected nodes, or for enough nodes and a pause without new ones.
+
+        If the run was stopped before, also wait for the clients that took part then.
         """
         begun = changed = time.monotonic()
         count = -1

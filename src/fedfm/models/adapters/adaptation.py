@@ -113,8 +113,8 @@ def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str
 def base_alone(module: nn.Module) -> Iterator[None]:
     """Context manager: a module with LoRA computes the same as its base.
 
-    This includes hooks on the adapted layers that add other adapters or a shift. Afterwards the trained tensors and the
-    active adapters are as before.
+    Forward hooks of the adapted layers are off, too, because they add other adapters or a shift. Afterwards the trained
+    tensors, the active adapters and the hooks are as before.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -305,7 +305,8 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
     if spec.bias != "none":
         raise InputError(
             f'model.adaptation.bias = "{spec.bias}": it trains biases of the base, which must '
-            'stay unchanged when the adapter is off, merged or exchanged; expected "none", or top_layers or full',
+            'stay unchanged when the adapter is off, merged or exchanged; expected "none"; to train biases, set '
+            'model.adaptation.name to "top_layers" or "full"',
             key="model.adaptation.bias",
         )
     start = spec.init_lora_weights
@@ -350,7 +351,7 @@ def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None
         if not any(_matches(name, (key,)) for name in adapted):
             has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
             raise InputError(
-                f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}",
+                f"model.adaptation.{of}: no adapted module's name ends with {key!r}: the names end with {has}",
                 key=f"model.adaptation.{of}",
             )
 

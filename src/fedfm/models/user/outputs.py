@@ -45,7 +45,7 @@ class Outputs:
         return len(next(iter(self.arrays.values())))
 
     def together(self) -> dict[str, Any]:
-        """The arrays as lists, for one row with several entries."""
+        """The arrays as lists, if all entries belong to one row, e.g. the two answers of a preference."""
         return {name: array.float().cpu().tolist() for name, array in self.arrays.items()}
 
     def rows(self, mask: Tensor | None) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def forecasts(module: Any) -> bool:
 
 
 def forecast(module: Any, inputs: Mapping[str, Any]) -> Any:
-    """Samples of the future. It gets only the inputs of ``generate``: training rows contain the future, too."""
+    """Samples of the future. The module gets only inputs that ``generate`` takes: a batch may also have the future."""
     taken = inspect.signature(module.generate).parameters
     return module.generate(**{name: x for name, x in inputs.items() if name in taken})
 

@@ -77,7 +77,10 @@ class Layer:
     def forward(
         self, x: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
     ) -> tuple[Tensor, Any]:
-        """(N, d) -> (N, d), or (S, d) with ``first_only``; ``firsts`` are the clients' segments of the S sequences."""
+        """(N, d) -> (N, d), or (S, d) with ``first_only``, one row for each of the S sequences.
+
+        ``segments`` say which of the N rows belong to which client, and ``firsts`` which of the S rows.
+        """
         normed, n1 = self.norm_1.forward(x) if self.before else (x, None)
         o, residual, attended = self._attend(normed, x, shape, segments, firsts)
         segments = firsts if self.first_only else segments
