@@ -10,7 +10,6 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
-from fedfm.data.similar_names import spellings
 from fedfm.errors import InputError
 from fedfm.models import devices
 from fedfm.models.model import Model
@@ -126,12 +125,23 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
     return method.staleness_warnings()
 
 
+def _similar(names: Sequence[str], of: str = "class") -> list[str]:
+    """Notices about names that are spelled in two ways; numbers of one length, as most names are, cannot be."""
+    if len({len(name) for name in names}) < 2 and all(
+        n.isascii() and n.removeprefix("client-").isdecimal() for n in names
+    ):
+        return []
+    from fedfm.data.similar_names import spellings
+
+    return spellings(names, of)
+
+
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
     """Notices about the rows: which rows are left out, and what is probably a mistake."""
-    found = [*population.federated.notices, *_no_task(population), *spellings(population.federated.table.classes)]
+    found = [*population.federated.notices, *_no_task(population), *_similar(population.federated.table.classes)]
     return [
         *found,
-        *(spellings(population.clients, "client") if len(population.clients) <= _COMPARED else []),
+        *(_similar(population.clients, "client") if len(population.clients) <= _COMPARED else []),
         *_classes_without_rows(population),
         *_rows_not_judged(method, population),
         *row_notices(population),
