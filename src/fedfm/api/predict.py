@@ -170,7 +170,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
     from fedfm.models import lost_words
-    from fedfm.models.language.generation import followed, left_out
+    from fedfm.models.language.generation import left_out, settings_in_force
 
     if user_runs.is_own(run := _find_run(path, client)):
         with torch_threads(1):
@@ -189,7 +189,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
         result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
-    greedy = [text for text in (left_out(model), followed(model)) if text]
+    greedy = [text for text in (left_out(model), settings_in_force(model)) if text]
     of_task, sure = result.get("warnings", ()), _certain(result.get("probabilities", ()))
     lost = lost_words.notices(table, range(len(table)), model)
     result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]

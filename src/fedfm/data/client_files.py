@@ -83,7 +83,7 @@ def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:
 
 def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
     """A notice if some clients number their classes and others name them: numbers and names are not matched."""
-    if text := _shifted(tables) or _disjoint(tables):
+    if text := _other_numbering(tables) or _disjoint(tables):
         return (text,)
     numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
     by = {kind: [name for name, numbers in numbering.items() if numbers == kind] for kind in (True, False)}
@@ -95,7 +95,7 @@ def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
     )
 
 
-def _shifted(tables: Mapping[str, Table]) -> str | None:
+def _other_numbering(tables: Mapping[str, Table]) -> str | None:
     """A notice if some clients number all classes from 0, and all others as many from 1."""
     sets = {
         name: [int(c) for c in table.classes] for name, table in tables.items() if all(map(_INTEGER, table.classes))

@@ -46,7 +46,7 @@ def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[
         _quantities(table, label),
         _several(table, label),
         _unique(table, label),
-        _mixed(table, label),
+        _numbers_and_names(table, label),
         _misspelling(table),
         _empty_texts(table),
         _one_class_of_test(table),
@@ -134,7 +134,7 @@ def _several(table: Table, label: str) -> str | None:
     return None
 
 
-def _mixed(table: Table, label: str) -> str | None:
+def _numbers_and_names(table: Table, label: str) -> str | None:
     """A notice if some classes are numbers and others are names, as of files that were joined."""
     numbers = [name for name in table.classes if name.removeprefix("-").isdecimal()]
     names = [name for name in table.classes if _number(name) is None]

@@ -54,7 +54,7 @@ def profile_of(table: Table, images: np.ndarray | None = None) -> dict[str, Any]
             found["columns"] = _grid(_range(x))
     elif images is not None and len(images):
         found["images"] = _of_images(images)
-    elif _worded(table):
+    elif _has_words(table):
         from fedfm.data import wording
 
         found["texts"] = wording.habits(table)
@@ -80,7 +80,7 @@ def compare(
         said.append(_other_ranges(trained, table))
     elif images is not None and len(images) and "images" in trained:
         said += _other_images(trained["images"], _of_images(images), len(images), table.source, CLIENT in table.columns)
-    elif _worded(table) and "texts" in trained:
+    elif _has_words(table) and "texts" in trained:
         from fedfm.data import wording
 
         said += wording.differences(trained["texts"], wording.habits(table), table.source)
@@ -163,7 +163,7 @@ def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | N
     )
 
 
-def _worded(table: Table) -> bool:
+def _has_words(table: Table) -> bool:
     of = tasks.row_kind(table.kind)
     return table.kind == "text" or (of is not None and of.wording)
 

@@ -67,7 +67,7 @@ def notices(table: Table) -> tuple[str, ...]:
     found = [_damage(texts, where), _failures(texts, where)]
     if table.kind == "text":
         found += [_without_language(texts, where), _names(table, places, texts, where)]
-        found += [_shortened(texts, where), _special(texts, where), _own_names(table, places, texts, where)]
+        found += [_cut_texts(texts, where), _special(texts, where), _own_names(table, places, texts, where)]
     if of is not None and of.answered:
         found += [*_answers(items, where), _marks(items, where), _gaps(texts, where)]
         if all(len(item) == _COMPARED for item in items):
@@ -158,7 +158,7 @@ def _names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -
     return f"the {where} are the names of their classes: is data.text the column of the texts?"
 
 
-def _shortened(texts: Sequence[str], where: str) -> str | None:
+def _cut_texts(texts: Sequence[str], where: str) -> str | None:
     """A notice about texts that another program has cut: at one length, or with three dots."""
     if (n := _count(texts, lambda text: text.rstrip().endswith(("...", "\u2026", "[...]")))) >= _MOST * len(texts):
         return f"{n} of {where} end with three dots: are they the beginnings of longer texts?"

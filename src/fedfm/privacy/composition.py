@@ -85,30 +85,30 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
     if not epsilon > 0:
         raise InputError(f"epsilon = {epsilon}: expected a number above 0")
 
-    def spent(z: float) -> float:
+    def epsilon_at(z: float) -> float:
         releases = Releases(z, times, rate)
         return epsilon_of([releases], delta) if rate == 1 else _compose((releases,), delta, COARSE)
 
     epsilon_of([], delta)
     z = min(math.sqrt(times) * gaussian.sigma_for(epsilon, delta) * (1 + 1e-9), LARGEST)  # sampling never costs more
-    if rate == 1 and spent(z) <= epsilon:
+    if rate == 1 and epsilon_at(z) <= epsilon:
         return z
-    while z < LARGEST and spent(z) > epsilon:
+    while z < LARGEST and epsilon_at(z) > epsilon:
         z *= 1.01
     if z >= LARGEST:
         raise InputError(f"epsilon = {epsilon:g} needs more noise than {LARGEST:g} times the sensitivity")
-    return _smallest(spent, epsilon, z)
+    return _smallest(epsilon_at, epsilon, z)
 
 
-def _smallest(spent: Callable[[float], float], epsilon: float, z: float) -> float:
+def _smallest(epsilon_at: Callable[[float], float], epsilon: float, z: float) -> float:
     """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` spends no more.
 
-    Each value of ``spent`` takes up to seconds, the more the less noise. So the search interpolates log epsilon over
-    log z, which is nearly a line, and comes from above.
+    Each epsilon takes up to seconds, the more the less noise. So the search interpolates log epsilon over log z, which
+    is nearly a line, and comes from above.
     """
 
     def excess(z: float) -> float:
-        return max(math.log(max(spent(z), 1e-300) / epsilon), -20.0)
+        return max(math.log(max(epsilon_at(z), 1e-300) / epsilon), -20.0)
 
     high, below = math.log(z), min(excess(z), 0.0)
     low = high + min(0.8 * below, -WIDTH)  # halving the noise at least doubles epsilon, so this seldom goes too far

@@ -77,7 +77,7 @@ def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
     compared over the clients that both have.
     """
     best: Mapping[str, Any] | None = None
-    for line in _validated(found):
+    for line in _with_loss(found):
         if best is None or _is_better(line, best):
             best = line
     return None if best is None else int(best["round"])
@@ -85,10 +85,10 @@ def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
 
 def last_validated(found: Sequence[Mapping[str, Any]]) -> int | None:
     """The last round with a validation loss; None if no round has one."""
-    return max((line["round"] for line in _validated(found)), default=None)
+    return max((line["round"] for line in _with_loss(found)), default=None)
 
 
-def _validated(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _with_loss(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The lines with a validation loss, without round 0.
 
     The uniform predictions of round 0 may have a lower loss than a model that is accurate but overconfident.

@@ -17,7 +17,7 @@ class FileContents:
         """Keep the contents of further files."""
         self._known |= {path: _content(path) for path in paths}
 
-    def changed(self) -> list[str]:
+    def find_changes(self) -> list[str]:
         """Names of the files that have other contents now, or can be read no longer."""
         return [path.name for path, content in self._known.items() if _content(path) != content]
 

@@ -76,7 +76,7 @@ class SiloDesk:
 
     def _reload(self) -> bool:
         """Read the silo's file again if it, its key or its roster changed; returns whether letters may be answered."""
-        if changed := self._files.changed():
+        if changed := self._files.find_changes():
             try:
                 self._load()
             except InputError as error:

@@ -88,7 +88,7 @@ class SiloSession:
             ClientFault: E_REFUSED, the file is missing or wrong.
         """
         try:
-            if not (changed := self._files.changed()):
+            if not (changed := self._files.find_changes()):
                 return False
             self._load()
         except (OSError, InputError) as error:

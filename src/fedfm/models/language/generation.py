@@ -59,7 +59,7 @@ def left_out(model: Model) -> str:
     )
 
 
-def followed(model: Model) -> str:
+def settings_in_force(model: Model) -> str:
     """A line if ``generation_config.json`` has settings by which greedy answers are not of the likeliest tokens."""
     config = _config(model)
     found = {key: getattr(config, key, None) for key in _FOLLOWED}
