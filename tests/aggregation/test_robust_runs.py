@@ -77,7 +77,7 @@ def test_too_few_updates_in_a_round_stop_the_run(tmp_path):
     rows = {name: [1.0] for name in "abcd"}
     method = FedAvg()
     fed = federation(method, rows, tmp_path, aggregator=Krum(1), workers=1)
-    with pytest.raises(RunError, match=r"round 1: 4 updates arrived, Krum\(byzantine=1\) needs 5"):
+    with pytest.raises(RunError, match=r"round 1: 4 updates arrived, but Krum\(byzantine=1\) needs 5"):
         rounds(method, fed, 1)
 
 

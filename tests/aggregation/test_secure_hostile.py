@@ -109,7 +109,7 @@ def test_a_small_sum_is_refused_by_the_clients(tmp_path):
     two = lambda status: torch.tensor([2, 2, 1, 1, 1], dtype=torch.uint8)  # noqa: E731
     link.change = changed("unmask", status=two, seals=lambda s: s[:2])
     found = refusals(fed, link, method)
-    assert sum("a sum of 2 clients, expected at least 3" in reason for reason in found) == 2
+    assert sum("the sum has 2 clients, expected at least 3" in reason for reason in found) == 2
     assert len(found) == 5
 
 
@@ -121,7 +121,7 @@ def test_a_silo_takes_part_in_no_smaller_cohort_than_its_own_file_says(least, at
     link.change = changed("give", **{"+told": lambda told: replace(told, cohort=torch.tensor([1, 1, 1, 0, 0]).byte())})
     found = refusals(fed, link, method)
     members = 3 if at == "mask" else 5
-    assert sum(f"a sum of {members} clients, expected at least {least}" in reason for reason in found) == 1
+    assert sum(f"the sum has {members} clients, expected at least {least}" in reason for reason in found) == 1
 
 
 def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_path):
@@ -129,7 +129,7 @@ def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_p
     fed, link, method = federation(tmp_path, 5, own=own)
     agrees(step(fed, method, 1), names(5), 1, method)
     link.late["give"] = {"c02"}
-    assert sum("a sum of 4 clients, expected at least 5" in found for found in refusals(fed, link, method, 2)) == 4
+    assert sum("the sum has 4 clients, expected at least 5" in found for found in refusals(fed, link, method, 2)) == 4
 
 
 # --- what the clients are shown --------------------------------------------------------------------------------------
@@ -342,7 +342,10 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed("share", names=lambda n: n[:2], published=lambda p: p[:2]), "a sum of 2 clients, expected at least 3"),
+        (
+            changed("share", names=lambda n: n[:2], published=lambda p: p[:2]),
+            "the sum has 2 clients, expected at least 3",
+        ),
         (changed("share", names=lambda n: n[::-1]), "the list of members is not in order"),
         (changed("share", names=lambda n: [n[0], *n[:4]]), "the list of members is not in order"),
         (changed("share", names=lambda n: [*n[:4], "c05"]), "or lacks this client"),

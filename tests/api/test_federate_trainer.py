@@ -269,7 +269,7 @@ def test_a_loop_of_ones_own_is_refused_and_what_is_not_used_is_named(tmp_path):
             fedfm.federate(own, **settings, out=tmp_path / "a")
     model = bert()
     given = (torch.optim.SGD(model.parameters(), lr=0.1), None)
-    with pytest.raises(InputError, match="brings an optimiser"):
+    with pytest.raises(InputError, match="it has an optimiser or a schedule as an object"):
         fedfm.federate(Trainer(model, optimizers=given, **told), **settings, out=tmp_path / "b")
     watched = Watched(bert(), callbacks=[EarlyStoppingCallback()], compute_metrics=lambda p: {}, **told)
     result = fedfm.federate(watched, **settings, out=tmp_path / "c")

@@ -96,7 +96,7 @@ def test_rounds_without_mixing_are_left_out():
 
 
 def test_lines_that_do_not_meet_are_refused():
-    with pytest.raises(e.NoIntersectionError, match="1 line: two"):
+    with pytest.raises(e.NoIntersectionError, match="1 line; at least two"):
         e.intersection(U[:1], V[:1])
     with pytest.raises(e.NoIntersectionError, match="0 lines"):
         e.intersection(U, U)

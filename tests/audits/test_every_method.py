@@ -149,7 +149,7 @@ def test_of_hidden_sums_the_sums_are_attacked(tmp_path):
     assert [*choose(Run.open(path))] == ["model_membership", "repeated_questions", "update_membership"]
     found = by_name(perform(path))
     assert found["update_membership"].detail["updates"] == 2  # a sum a round
-    with pytest.raises(InputError, match="label_counts: the server saw sums of updates only"):
+    with pytest.raises(InputError, match="label_counts: the server saw only sums of updates"):
         perform(path, ["label_counts"])
 
 

@@ -126,5 +126,5 @@ def test_what_an_error_advises_is_taken(broken, advised):
 
 
 def test_a_search_under_privacy_is_not_told_to_split_rows_first():
-    with pytest.raises(InputError, match="covered by no"):
+    with pytest.raises(InputError, match="does not cover validation losses"):
         tune(Experiment(**EXPERIMENTS["gaussian"]), [0.1], None, fedfm.runtime.progress.Progress())

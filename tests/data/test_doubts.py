@@ -87,7 +87,7 @@ def said(labels: list[Any], tmp_path: Path) -> str:
         (["5 mg", "10 mg", "20 mg"] * 20, ""),
         ([f"2024-01-{1 + i % 28:02d}" for i in range(240)], '28 different dates or times, as "2024-01-01"'),
         ([f"{1 + i % 28}.1.2024" for i in range(240)], "28 different dates"),
-        ([f"1{i % 2}:30" for i in range(40)], ""),
+        ([f"1{i % 2}:30" for i in range(40)], '2 different dates or times, as "10:30"'),
         (['["x", "y"]', '["x"]', '["y"]'] * 9, "1 of 3 classes"),
         (["animals/dog", "animals/cat", "plants/oak"] * 9, ""),
         (["Rock, Paper", "Scissors", "Rock"] * 9, ""),

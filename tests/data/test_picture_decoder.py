@@ -149,7 +149,7 @@ def test_what_reading_changes_or_leaves_out_is_said_once(tmp_path: Path) -> None
     said = "\n".join(table.notices)
     assert "2 of 12 images of" in said.split("several pages")[0]
     assert "1 of 12 images" in said.split("have transparent pixels")[0].splitlines()[-1]
-    assert "scaled to 0..255: 1 from 0..4095 and 1 from 0..65535; if all have one range" in said
+    assert "scaled to 0..255: 1 from 0..4095 and 1 from 0..65535; if all should have one range" in said
     again = read_inputs(tmp_path, DataSpec(), kind="image")
     assert [n for n in again.notices if "images of" in n] == [n for n in table.notices if "images of" in n]
 

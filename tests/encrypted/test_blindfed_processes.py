@@ -167,5 +167,5 @@ def test_unknown_polynomials_are_refused():
     from dataclasses import replace
 
     odd = replace(MODEL, blocks=(replace(MODEL.blocks[0], gelu=Other()),))
-    with pytest.raises(InputError, match="polynomial Other"):
+    with pytest.raises(InputError, match="polynomial of class Other"):
         model_bytes(odd)

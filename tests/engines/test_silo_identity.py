@@ -49,7 +49,7 @@ def test_the_key_is_made_once_and_for_its_owner_only(tmp_path, capsys):
     assert f"signs as {first}" in found
     assert "trusts the other silos' keys on first use" in found
     federation.write("north")
-    assert "signs as another one in each run" in silo_config.render(silo_config.report(path))
+    assert "signs as a new key in each run" in silo_config.render(silo_config.report(path))
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path):

@@ -314,5 +314,5 @@ class TestFolders:
     def test_names_and_modules_in_each_others_place_are_refused(self, tmp_path):
         with pytest.raises(InputError, match=r"model is a str: .*; load it, e\.g\. with from_pretrained"):
             left_out(tmp_path, str(tmp_path), "x", drawings())
-        with pytest.raises(InputError, match=r"foundation: a module; expected a built-in name, a folder"):
+        with pytest.raises(InputError, match=r"foundation: this is a module; expected a built-in name, a folder"):
             fedfm.federate(Patches(), clients={"a": drawings()}, method="fedbaf", foundation=Patches())

@@ -5,7 +5,7 @@ import pytest
 from tiny_models import load
 
 from fedfm.data.table import Table
-from fedfm.models.language.generation import followed, left_out
+from fedfm.models.language.generation import left_out, settings_in_force
 from fedfm.models.text_metrics import answers
 
 TABLE = Table("instruction", [("the fox", "jumps")] * 3, None, (), np.full(3, "train"), source="a.jsonl")
@@ -55,8 +55,8 @@ def test_settings_that_answers_follow_are_said(folder, settings, said):
     model = load(folder("llama"), TABLE, "lora", template="alpaca", answer_tokens=6)
     for key, value in settings.items():
         setattr(model.module.generation_config, key, value)
-    assert said in followed(model)
-    assert bool(followed(model)) == bool(said)
+    assert said in settings_in_force(model)
+    assert bool(settings_in_force(model)) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_release_too_many_is_refused():
 
 def test_a_tensor_that_stays_is_found_in_the_first_round():
     before, after = Params({"a": torch.zeros(2), "b": torch.ones(2)}), Params({"a": torch.ones(2), "b": torch.ones(2)})
-    with pytest.raises(RunError, match="b did not move"):
+    with pytest.raises(RunError, match="b did not change"):
         mechanism().check(server(), lambda state: state, before, after)
     mechanism().check(server(), lambda state: state, before, after + after)
 

@@ -326,7 +326,7 @@ def test_a_missing_manifest_is_named(tmp_path):
 
 @pytest.mark.parametrize("schema", [2, "1", None, 1.5])
 def test_a_newer_schema_is_refused(tmp_path, schema):
-    with pytest.raises(InputError, match=r"manifest\.json: schema .* reads up to 1"):
+    with pytest.raises(InputError, match=r"manifest\.json: its schema is .* reads up to 1"):
         html.write(runs.make(tmp_path / "run", schema=schema))
 
 

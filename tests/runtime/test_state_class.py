@@ -49,7 +49,7 @@ class Changed(Named):
 @pytest.mark.parametrize(("name", "half", "rounds"), [("Silent", "init", 0), ("Changed", "step", 1)])
 def test_a_state_of_another_class_ends_the_run(name, half, rounds, tmp_path):
     tables = experiment(tmp_path) | {"method": {"name": f"{__name__}:{name}", "rounds": 1}}
-    with pytest.raises(RunError, match=rf"^{name}\.{half} gives a .* derive the class from Method\["):
+    with pytest.raises(RunError, match=rf"^{name}\.{half} returns a .* derive the class from Method\["):
         fedfm.run(tables, tmp_path / "run")
     assert sum(1 for _ in fedfm.load_run(tmp_path / "run").metrics()) == rounds
 
