@@ -20,7 +20,7 @@ class InputError(FedfmError, ValueError):
         key: the invalid key with its tables, as ``a.b.c``; "" if only the message names it.
         owners: the names whose table accepts this key, if the table's ``name`` does not.
         allowed: the accepted values in words, e.g. "a table"; "" if the key itself is not accepted.
-        more: further faults that were found together with this one, in the order of finding.
+        more: further faults that were found together with this one, in the order in which they were found.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Faults:
 
 
 class Lost(InputError):
-    """A file that cannot be made again is damaged or missing. The message names it (exit 2)."""
+    """A file that cannot be made again is damaged or missing. The message names the file (exit 2)."""
 
 
 class RunError(FedfmError, RuntimeError):
@@ -127,7 +127,7 @@ class RunError(FedfmError, RuntimeError):
 
 
 class NotWritten(RunError):
-    """A file could not be written: the disk is full or read-only. The message names it (exit 1)."""
+    """A file could not be written: the disk is full or read-only. The message names the file (exit 1)."""
 
 
 class MissingExtra(FedfmError, ImportError):
@@ -147,7 +147,7 @@ class ClientFault(FedfmError):
 
 
 class RowsChanged(ClientFault):
-    """The client refuses because its rows differ from those of an earlier answer. Only this refusal depends on rows."""
+    """The client refuses because its rows changed since an earlier answer. No other refusal depends on rows."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(E_REFUSED, reason)
@@ -172,7 +172,7 @@ E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from a client that was not asked, or from a node that uses another's name
 E_READONLY = "E_READONLY"  # the handler wrote into its payload, which is a defect of the method and stops the run
 E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
-E_HELD = "E_HELD"  # a reference to parameters that the client no longer has; the server then sends the complete message
+E_HELD = "E_HELD"  # the message refers to parameters that the client no longer has; the server then sends it in full
 E_VERSION = "E_VERSION"  # the client has another version of fedfm or another model
 
 # When a client half fails, the server reads only one of these sentences, which do not depend on any row. The details
@@ -188,8 +188,9 @@ OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # errors with these codes do not de
 
 
 def depends_on_rows(error: BaseException) -> bool:
-    """Whether a failure may depend on the client's rows. If so, a party that learns of it learns something about
-    them.
+    """Whether a failure may depend on the client's rows.
+
+    If so, a party that learns of the failure learns something about the rows.
     """
     if isinstance(error, ClientFault):
         return isinstance(error, RowsChanged) or error.code not in OF_NO_ROW
@@ -217,7 +218,7 @@ def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
 
 
 def quote_names(options: Any) -> str:
-    """The names in quotes, sorted."""
+    """The options as quoted names, sorted and joined by commas."""
     return ", ".join(f'"{o}"' for o in sorted(options))
 
 

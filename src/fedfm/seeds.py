@@ -1,4 +1,4 @@
-"""Random streams. Each one derives from (seed, purpose), and never from an order of events."""
+"""Random streams. Each stream depends only on the run's seed and its purpose, never on the order of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 def derive(seed: int, *purpose: str | int) -> int:
     """A 63-bit seed for one purpose, e.g. ``derive(0, "batches", round, client)``.
 
-    It does not depend on the platform, the number of workers or earlier draws.
+    The seed does not depend on the platform, the number of workers or earlier draws.
     """
     text = "\x1f".join([str(seed), *map(str, purpose)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

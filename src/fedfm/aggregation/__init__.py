@@ -1,3 +1,3 @@
-"""Rules by which the server combines many updates into one. A rule has the name of its file: ``[aggregation] name =
-"median"``.
+"""Rules by which the server combines many updates into one. Each rule is chosen by the name of its file:
+``[aggregation] name = "median"``.
 """

@@ -6,12 +6,12 @@ that began tau_i server updates ago:
 
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
-or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered immediately
-starts again with the newest model. If it has just trained that model, it waits for the next one, so that no client is
-in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
+or, weighted by numbers of rows as elsewhere in fedfm, sum_i n_i s(tau_i) Delta_i / sum_i n_i. After its answer a client
+starts again at once with the newest model. If it has just trained this model, it waits for the next one, so that no
+client is in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
 
-On a deployment the order of arrival is real. Other engines simulate a clock, so that a run has the same bits every
-time: a client's local training takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
+A deployment takes updates in the order in which they arrive. Other engines simulate a clock, so that a run always has
+the same bits: a client's local training takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from fedfm.linalg.params import Layout
 
 Check = Callable[[ClientId, Update], None]
 
-# Keys in the server's memory: for each client its [end time, first round]; for each round its payload; the clocks.
+# Keys in the server's memory: for each client [end of its training, round in which it began]; for each round the
+# payload that was sent; the two clocks.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 
@@ -61,9 +62,7 @@ class Buffered(Transport):
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
     def _discount(self, update: Update, tau: int) -> Update:
-        """The update multiplied by s(tau), with its weight n_i. Integers, such as counts of batches, stay as they
-        are.
-        """
+        """The update multiplied by s(tau); its weight stays n_i, and integers (e.g. counts of batches) stay, too."""
         s = self.scale(tau)
         return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
 
@@ -97,7 +96,7 @@ class Buffered(Transport):
         """For the first K clients that finish by the simulated clock: the round in which the client began, and its
         update.
 
-        If a client fails, the next one takes its place, as on a deployment. The run's seed determines clock and order.
+        If a client fails, the next one takes its place, as in a deployment. The run's seed determines clock and order.
         """
         clock, synchronous = fed.memory.get(_CLOCKS, [0.0, 0.0])
         simulated = dict(fed.memory.get(_UNDERWAY, {}))
@@ -137,7 +136,7 @@ class Buffered(Transport):
 
 
 def with_buffer(aggregation: Aggregator, buffer: int, staleness: float, speeds: Mapping[str, float]) -> Aggregator:
-    """Change an aggregation to buffered asynchronous rounds."""
+    """A copy of the aggregation that works in buffered asynchronous rounds."""
     late: Any = copy.copy(aggregation)
     object.__setattr__(late, "transport", Buffered(buffer, staleness, speeds))
     return late  # type: ignore[no-any-return]

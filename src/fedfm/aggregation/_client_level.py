@@ -1,10 +1,10 @@
-"""Client-level differential privacy of a mean. It hides whether a client took part at all, with all of its rows.
+"""Client-level differential privacy of a mean. It hides whether a client, with all of its rows, took part at all.
 
 McMahan, Ramage, Talwar, Zhang. Learning Differentially Private Recurrent Language Models. ICLR 2018, arXiv:1710.06963,
 Algorithm 1 with a fixed denominator, equal weights and flat clipping. With ``distributed_gaussian`` each client adds
 its share of the noise under secure aggregation: Kairouz, Liu, Steinke. The Distributed Discrete Gaussian Mechanism for
-Federated Learning with Secure Aggregation. ICML 2021, arXiv:2102.06387. Under ``clip_quantile`` the clipping norm
-follows the clients: :mod:`fedfm.privacy.clipping`.
+Federated Learning with Secure Aggregation. ICML 2021, arXiv:2102.06387. With ``clip_quantile`` the clipping norm adapts
+to the norms of the clients' updates: :mod:`fedfm.privacy.clipping`.
 
 A clipped update is rounded towards zero to a lattice. This cannot increase its norm, so the sensitivity of the sum is
 exactly ``clip_norm``. Sums of lattice points are exact, and the noise is rounded to the lattice. So the result is a
@@ -170,7 +170,7 @@ class CentralGaussian(Mechanism):
         """(sum + noise) / asked. The denominator does not depend on any client's data or failure.
 
         Raises:
-            RunError: the round makes more releases than the accounting has.
+            RunError: the round makes more releases than are accounted for.
         """
         if rest := fed.initial.layout.slots.keys() - fed.model.live().keys():
             raise RunError(_STATISTICS.format(sorted(rest)[0]))
@@ -178,7 +178,7 @@ class CentralGaussian(Mechanism):
         wide = in_dtype(self.wire(like), torch.float64)
         total = np.zeros(sum(n for dtype, n in wide.sizes.items() if dtype.is_floating_point), np.int64)
         for update in updates:
-            # The server clips an update in the clear again, so a client that does not clip gains no influence.
+            # If the server sees single updates, it clips them again, so a client that does not clip gains no influence.
             total += self._sum(update) if self.hidden else self._again(update.delta)
         if self.rate < 1:
             fed.heard = max(round(asked), 1)  # because the number of drawn clients is secret
@@ -194,7 +194,8 @@ class CentralGaussian(Mechanism):
         return on_layout(in_dtype(like, torch.float64), total * scale).cast(like)
 
     def _enter(self, fed: Federation, at: int, total: Steps) -> None:
-        """Write a digest to the disk before a release. Count a round that is released again with another sum.
+        """Write a digest of the sum to the disk before its release. If the round was released before with another sum,
+        count one more release.
 
         Raises:
             RunError: one more release would exceed the budget.
@@ -244,8 +245,8 @@ class CentralGaussian(Mechanism):
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check that every trainable tensor changed in the first round.
 
-        A frozen tensor cannot change: by their layout, states, updates and means have only the trainable tensors, and
-        loading refuses any other name.
+        A frozen tensor cannot change: states, updates and means have only the trainable tensors, and loading refuses
+        any other name.
 
         Raises:
             RunError: a tensor did not change; the error names the first one.
@@ -329,12 +330,12 @@ class DistributedGaussian(CentralGaussian):
 
     The accounting is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). With shares of s >= 4096
     steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal variable,
-    whose probabilities at x standard deviations differ from those of a discrete Gaussian by a relative (x^2 - 1) / (24
-    s^2).
+    whose probabilities at x standard deviations have a relative difference of (x^2 - 1) / (24 s^2) from those of a
+    discrete Gaussian.
 
-    An adaptive clip costs no more: in concentrated privacy the two parts of a sum add up as in Theorem 1 of Andrew et
-    al. A server that sends a false clip cannot weaken a client's privacy, because the client measures both the norm of
-    its update and the noise in units of this clip.
+    An adaptive clip costs no additional epsilon: in concentrated privacy the two parts of a sum add up as in Theorem 1
+    of Andrew et al. A server that sends a false clip cannot weaken a client's privacy, because the client measures both
+    the norm of its update and the noise in units of this clip.
     """
 
     threshold: float = 0.67

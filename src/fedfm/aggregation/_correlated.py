@@ -24,12 +24,12 @@ _GROUPS, _SUMS = "CorrelatedGaussian/groups", "CorrelatedGaussian/sums"  # keys 
 
 @dataclass(frozen=True)
 class CorrelatedGaussian(CentralGaussian):
-    """The server adds C^-1 Z to the sums of the rounds. A client takes part every b rounds, in a rotation.
+    """The server adds C^-1 Z to the sums of the rounds. A client takes part once every b rounds, in a rotation.
 
-    Row j of Z has the standard deviation z clip_norm. The secret, the round j and the sums of all rounds up to j
-    determine it, so a resumed run repeats it. If a round is repeated with another sum, this round and all later ones
-    get other rows. With the old rows, the difference of the two results would disclose the difference of the sums.
-    Round t takes t draws of a vector.
+    The entries of row j of Z have the standard deviation z clip_norm. The server's secret, the round j and the sums of
+    all rounds up to j determine the row, so a resumed run draws the same row again. If a round is repeated with another
+    sum, this round and all later ones get new rows. With the old rows, the difference of the two results would disclose
+    the difference of the sums. Round t draws t random vectors.
 
     Attributes:
         rounds: T, number of rounds for which the strategy is made.
@@ -43,7 +43,7 @@ class CorrelatedGaussian(CentralGaussian):
 
     @property
     def strategy(self) -> Strategy:
-        """C."""
+        """The matrix C."""
         return strategy(self.rounds, self.period)
 
     @property
@@ -87,10 +87,10 @@ class CorrelatedGaussian(CentralGaussian):
         return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
 
     def sensitivity(self, rounds: int) -> float:
-        """As :class:`CentralGaussian`. Each round beyond T stands for a round that was released again.
+        """As in :class:`CentralGaussian`. Each round beyond T stands for a round that was released again.
 
-        From such a round on, the run has other sums and other rows of noise. So it costs at most as much as a second
-        run.
+        From a repeated round on, the run has other sums and other rows of noise. So the repetition costs at most as
+        much as a second run.
         """
         again = max(rounds - self.rounds, 0)
         return self.strategy.sensitivity(min(rounds, self.rounds)) * math.sqrt(1 + again)

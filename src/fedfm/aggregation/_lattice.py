@@ -15,7 +15,7 @@ from fedfm.privacy import noise
 
 Steps = NDArray[np.int64]  # a vector of R^P as multiples of the lattice's step
 
-_LATTICE_BITS = 20  # clip_norm has 2^20 to 2^21 steps, so their multiples up to clip_norm are exact in float32
+_LATTICE_BITS = 20  # clip_norm is 2^20 to 2^21 steps, so float32 represents every lattice point up to it exactly
 _MARGIN = 2.0**-40  # relative margin, far above the rounding error of a norm in float64
 
 
@@ -30,7 +30,7 @@ def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps
     The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.
 
     Args:
-        unit: divisor of the entries.
+        unit: the entries are divided by this number before clipping.
 
     Raises:
         ClientFault: E_NONFINITE, an entry is NaN or infinite.

@@ -1,7 +1,7 @@
 """Record-level differential privacy by DP-SGD at the clients, as the mechanism of a mean.
 
-The updates are private already when they leave the client, so neither the server nor a later reader learns more.
-:mod:`fedfm.privacy.dp_sgd` has the guarantee, :mod:`fedfm.training.private` the training.
+The updates are already private when they leave the client, so the guarantee also holds against the server.
+:mod:`fedfm.privacy.dp_sgd` states the guarantee; :mod:`fedfm.training.private` trains.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DpSgd(Mechanism):
                     "not know; set target_epsilon, by which each silo chooses its own noise",
                     key="privacy.noise_multiplier",
                 )
-            # Of the clients with the same number of steps, the one with the fewest rows draws each row most often.
+            # Of all clients with the same number of steps, the client with the fewest rows draws each row most often.
             least = {self.steps(n): n for n in sorted(rows, reverse=True) if n}
             found = [plan.releases(n, self.batch_size, steps) for steps, n in least.items()]
             epsilon = max((plan.epsilon(releases) for releases in found), default=0.0)

@@ -20,13 +20,13 @@ client dropped out, the keys are used up, or the run was resumed. With agreed ke
 *Why no client is unmasked alone*. Consider one client. Let h clients (its holders) have shares of its two seeds, let c
 of these help the server, and let t shares determine a seed.
 
-(a) For each sum an honest holder agrees to one list of survivors, and reveals once, and only one kind of share. The
-server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one of the seeds.
+(a) For each sum an honest holder agrees to one list of survivors. It reveals once, and only a share of one seed. The
+server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one seed.
 (b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need 2 (t - c) of
 the h - c honest holders, so there is only one.
-(c) Some holders may also reveal for the full cohort, in which nobody dropped out. At most h - c - (t - c)
-honest holders can do so. Together with the c others they are fewer than t. So the server gets the sum over one list
-only.
+(c) Some holders may also reveal for the full cohort, in which nobody dropped out. At most h - c - (t - c) honest
+holders can do so. Together with the c holders that help the server they are fewer than t. So the server gets the sum
+over one list only.
 
 The default t > 0.67 h gives 2 t - h > h / 3, so the proof holds while at most a third of the holders help the server.
 ``threshold = 0.5`` gives 2 t - h >= 1, so the proof holds against the server alone. In a sparse graph all of this is
@@ -107,7 +107,7 @@ class SecAgg(Transport):
 
     @property
     def _terms(self) -> str:
-        """Digest of the settings. Clients with other settings can neither sign nor decrypt for clients with these."""
+        """Digest of the settings. Signatures and encrypted shares cover it: they fail between different settings."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()
 
     def why_missing(self, metric: str) -> str:
@@ -119,11 +119,11 @@ class SecAgg(Transport):
         )
 
     def head_code(self, n: int) -> FixedPoint:
-        """Code of weights and weighted metrics; integer weights are exact."""
+        """Fixed-point code of weights and weighted metrics; integer weights are exact."""
         return FixedPoint(64, MAX_WEIGHT, n)
 
     def body_code(self, n: int) -> FixedPoint:
-        """Code of the weighted delta."""
+        """Fixed-point code of the weighted delta."""
         return FixedPoint(32 if self.compact else 64, self.bound, n)
 
     # --- client half
@@ -153,7 +153,7 @@ class SecAgg(Transport):
 
     @on_client(kind="aggregate")
     def hold(self, client: Client, present: list[str], sealed: Tensor) -> None:
-        """Message 3."""
+        """Message 3: store the neighbours' shares."""
         member = self._member(client)
         rows = check_bytes(sealed, len(present), keys.SEALED + 2 * KEY * member.sums)
         member.hold(client.id, present, [bytes_of(row) for row in rows])
@@ -166,7 +166,7 @@ class SecAgg(Transport):
             raise refusal(f"the server requests a masked vector of {request.size} numbers")
 
     def protect(self, client: Client, update: Update) -> Masked:
-        """Message 4.
+        """Message 4: the masked update and the client's seal.
 
         Raises:
             ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_SHAPE, the update has another
@@ -231,7 +231,7 @@ class SecAgg(Transport):
         asked = sorted(fed.clients if of is None else of)
         if undeclared := {k for k, v in payload.items() if isinstance(v, each)} - {*handler.varying}:  # type: ignore[attr-defined]
             raise RunError(f"{handler.__name__}: {undeclared} differ by client; mark it @on_client(varying=(...))")
-        fed.cohort = fed.cohort or tuple(asked)  # some clients with agreed keys may be missing
+        fed.cohort = fed.cohort or tuple(asked)  # set here: the exchange below asks only clients with agreed keys
         _enough(fed, len(asked), LEAST, "clients are asked")
         session: Session | None = fed.process_memory.get(MEMORY)
         if session is None or not session.serves(asked):

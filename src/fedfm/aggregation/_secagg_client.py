@@ -43,7 +43,7 @@ def refusal(why: str) -> ClientFault:
 
 
 def once(client: Client, name: str, what: str, value: bytes = b"") -> None:
-    """Refuse a second request of this name that needs another answer."""
+    """Refuse a second request of this name, unless it has the same ``value`` and so the same answer."""
     mark = value + keys.entropy(16)
     if client.write_once(name, mark) != mark:
         raise refusal(f"the server requested {what} again; a second answer would reveal an update")
@@ -60,8 +60,8 @@ class Member:
         terms: digest of the settings, which every signature covers.
         neighbours: the setting ``neighbours``.
         threshold: number of shares that determine a seed.
-        names, table: the names of all members, see :class:`Agreed`; their rows of :class:`Card`.
-        digest, ring: see :class:`Agreed`; computed once per agreement, because they take time for each member.
+        names, table: the names of all members, see :class:`Agreed`; the :class:`Card` of each member, one per row.
+        digest, ring: see :class:`Agreed`; computed once per agreement, because the time grows with the members.
         holds: positions of the members of whose seeds this client has shares; its own position comes first.
         held: these shares, 64 bytes for each sum.
     """
@@ -90,7 +90,7 @@ class Member:
         return Agreed(self.terms, self.session, self.names, self.table, self.neighbours, known)
 
     def key_context(self, name: str, data: bytes) -> tuple[keys.Context, ...]:
-        """What the signature of a client's keys covers."""
+        """The data that the signature of a client's keys covers."""
         return (LABEL, "keys", self.terms, self.session, name, data)
 
     def join(self, client: Client, names: Sequence[str], table: Tensor) -> None:
@@ -139,7 +139,7 @@ class Member:
         """Decrypt the shares of those neighbours whose shares arrived.
 
         Raises:
-            ClientFault: too few shares arrived, or a share is not what its sender encrypted for this client.
+            ClientFault: too few shares arrived, or a share cannot be decrypted as one from its sender to this client.
         """
         if len(self.holds) != 1 or len(present) + 1 < self.threshold:
             raise refusal(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
@@ -175,7 +175,7 @@ class Member:
     def mask(
         self, client: Client, i: int, cohort: bytes, payload_digest: bytes, vectors: Sequence[masks.Words]
     ) -> tuple[bytes, bytes]:
-        """Add the masks of sum i, in place; returns ``payload_digest``, and a signature of this digest and the cohort.
+        """Add the masks of sum i to ``vectors`` in place; return ``payload_digest``, and a signature of it and cohort.
 
         Args:
             cohort: one byte for each position.
@@ -314,10 +314,10 @@ def sum_of(client: Client) -> Sum:
 
 
 def member_of(stored: Any) -> Member:
-    """The state that a client's memory has.
+    """The state from its entry in a client's memory.
 
     Raises:
-        ClientFault: there is none.
+        ClientFault: the memory has no such entry.
     """
     if stored is None:
         raise refusal("there are no agreed keys")

@@ -25,7 +25,7 @@ def to_tensor(data: bytes) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The inverse of :func:`to_tensor`, row by row."""
+    """The bytes of a uint8 tensor, row after row; the inverse of :func:`to_tensor`."""
     return tensor.contiguous().numpy().tobytes()
 
 
@@ -33,7 +33,7 @@ def degree(neighbours: int, n: int) -> int:
     """Number of neighbours of each of n clients: an even number, or all others.
 
     Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS
-    2020. Here 4 ceil(log2 n) by default.
+    2020. Here the default is 4 ceil(log2 n).
     """
     wanted = neighbours or 4 * math.ceil(math.log2(n))
     return min(wanted + wanted % 2, n - 1)
@@ -92,7 +92,7 @@ def fingerprint(seed: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Card:
-    """What a client publishes: identity, keys and signature."""
+    """The data that a client publishes: identity, keys and signature."""
 
     data: bytes
 
@@ -125,13 +125,13 @@ class Card:
 
 
 class Agreed:
-    """The members and their keys. Each client and the server compute the same graph from these.
+    """The members and their keys. Each client and the server compute the same graph of neighbours from them.
 
     The ring is in the order of a hash of all names and keys. So nobody can choose a client's place in the ring without
     the keys of all others, and every client can check its neighbours.
 
     Args:
-        known: digest and ring, if they were computed before; computing them takes time for each member.
+        known: digest and ring, if they were computed before; the time to compute them grows with the members.
 
     Attributes:
         names: names of all members, sorted; a member's position is its index in this list.
@@ -167,13 +167,13 @@ class Agreed:
         return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
 
     def statement(self, *what: keys.Context) -> tuple[keys.Context, ...]:
-        """What a signature covers."""
+        """The data that a signature or an encrypted share covers."""
         return (LABEL, self.digest, *what)
 
     def context(self, i: int, cohort: bytes, payload_digest: bytes) -> bytes:
         """Digest of the context of sum i. Masks are derived from it.
 
-        If the server sends two clients different cohorts or models, their masks therefore do not cancel.
+        If the server sends two clients different cohorts or models, the masks differ and do not cancel.
         """
         return hashlib.sha256(keys.encode(*self.statement("masked", i, cohort, payload_digest))).digest()
 
@@ -189,7 +189,7 @@ def self_mask(seed: bytes, context: bytes) -> bytes:
 
 
 def witnesses(holds: Sequence[int], status: bytes) -> list[int]:
-    """Positions of the survivors whose seals a client receives: those of whose seeds it has shares, and the first
-    one.
+    """Positions of the survivors whose seals a client receives: the first survivor, and all survivors of whose seeds
+    the client has shares.
     """
     return sorted({p for p in holds if status[p] == ALIVE} | {status.index(ALIVE)})

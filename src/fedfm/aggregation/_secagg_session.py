@@ -1,4 +1,4 @@
-"""The train message of a secure aggregation and its reply, the server's state between sums, and its unmasking."""
+"""The train message of secure aggregation, the reply, the server's state between sums, and the removal of masks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sum:
     Attributes:
         number: number of the sum since the agreement on keys.
         cohort: (n,) uint8, 1 at the positions of the cohort's members.
-        size: P, length of a masked vector, also for a client without an update; 0: the length of the update.
+        size: P, length of a masked vector, also for a client without an update; 0: as long as the update.
     """
 
     number: int
@@ -91,12 +91,12 @@ def remove_masks(
     """Subtract from the sum the survivors' own masks, and those that they share with members that dropped out.
 
     Args:
-        number: of the round, for messages.
+        number: number of the round, for error messages.
         i: number of the sum since the agreement on keys.
-        status: by position OUT, DEAD or ALIVE.
-        seals: by position of a survivor.
-        revealed: by position of a client, the shares that it reveals.
-        vectors: head and body of the sum; they change.
+        status: OUT, DEAD or ALIVE for each position.
+        seals: the seal of each survivor, by the survivor's position.
+        revealed: the shares that each client reveals, by the client's position.
+        vectors: head and body of the sum, changed in place.
 
     Raises:
         RunError: shares are missing or wrong.
@@ -126,11 +126,11 @@ def remove_masks(
         for o in partners:
             other = agreement.names[o]
             key = pair_mask(seed, agreement.card(o).pair(i), context[o], (name, other))
-            masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
+            masks.add(vectors, key, negative=other < name)  # a survivor whose name comes first added it
 
 
 def bytes_check(*shape: int) -> Any:
-    """Make a check that a reply is bytes of this shape."""
+    """A function that refuses every value except a uint8 tensor of this shape."""
 
     def check(value: Tensor) -> None:
         if value.dtype != torch.uint8 or tuple(value.shape) != shape:
@@ -140,7 +140,7 @@ def bytes_check(*shape: int) -> Any:
 
 
 def check_bytes(tensor: Tensor, *shape: int) -> Tensor:
-    """Check that an entry of a payload is bytes of this shape."""
+    """Check that an entry of a payload is a uint8 tensor of this shape, and return it."""
     bytes_check(*shape)(tensor)
     return tensor
 

@@ -31,10 +31,10 @@ Rule = Callable[[Federation, Iterator[Update]], Params]
 class Transport:
     """Delivers updates to the rule, and determines what the server sees. This class sends each update in the clear.
 
-    A transport that hides updates sends its own messages before and after them, by ``fed.ask`` of handlers marked
-    ``@on_client(kind="aggregate")``. A client that did not answer is missing in the replies. A transport keeps its
-    state in ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods also keep
-    state there.
+    A transport that hides updates exchanges its own messages before and after them: it calls ``fed.ask`` with handlers
+    marked ``@on_client(kind="aggregate")``. A client that did not answer is missing in the replies. A transport keeps
+    its state in ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods also
+    keep state there.
 
     Attributes:
         form: how the server sees a reply to the train message: plain, masked or encrypted.
@@ -61,17 +61,18 @@ class Transport:
         """
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: the message to send in place of ``update``, which may stay in ``client.memory`` for later
-        messages.
+        """Client half: the message to send in place of ``update``.
+
+        The client may keep the update in ``client.memory`` for later messages.
         """
         return update
 
     def blank(self, client: Client) -> Any | None:
-        """Client half: a message without an update that looks like any update; None if there is none."""
+        """Client half: a message of zeros that looks like any update; None if this transport does not hide updates."""
         return None
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        """Server half: the valid updates in order of names, or one update that is their mean and has their weight.
+        """Server half: the valid updates in order of names, or one update: their mean, with the sum of their weights.
 
         Afterwards ``fed.metrics`` has the means of their metrics.
         """
@@ -147,11 +148,11 @@ class Mechanism:
         return update
 
     def blank(self, client: Client) -> Update | None:
-        """Client half: :meth:`bound` of an update of zeros if it counts like any update, else None."""
+        """Client half: a bounded update of zeros if the mechanism counts it like any update, else None."""
         return None
 
     def wire(self, like: Layout) -> Layout:
-        """Layout of the deltas that :meth:`bound` returns, if the method's are ``like``."""
+        """Layout of the deltas that :meth:`bound` returns; ``like`` is the layout of the method's deltas."""
         return like
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
@@ -190,7 +191,7 @@ class Aggregator:
     """Transport, rule and mechanism. The rule here is sum_k n_k x_k / sum_k n_k; subclasses define others."""
 
     transport = Transport()
-    mechanism = Mechanism()  # under [privacy] an instance has its own, see fedfm.aggregation.private.under
+    mechanism = Mechanism()  # [privacy] replaces it in an instance, see fedfm.aggregation.private.under
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -214,8 +215,8 @@ class Aggregator:
     def blank(self, client: Client) -> Any | None:
         """Client half: the message of a client that has no update, so that its failure discloses nothing.
 
-        A refusal would answer a question about rows that no budget counts, because the server can choose weights with
-        which an update overflows. None: the server sees single updates, and so learns of the failure.
+        The server can choose weights with which an update overflows. A refusal would then answer a question about rows
+        that no budget counts. The result is None if the server sees single updates, because it then sees the failure.
         """
         empty = self.mechanism.blank(client)
         return self.transport.blank(client) if empty is None else self.transport.protect(client, empty)

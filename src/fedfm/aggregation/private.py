@@ -21,7 +21,7 @@ from fedfm.privacy.spec import PrivacySpec, need
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
-_TAIL = 10.0  # bound on noise values in standard deviations
+_TAIL = 10.0  # the largest noise value that the numbers must be able to represent, in standard deviations
 _MOST_CLIENTS = 1 << 16  # sums under secure aggregation must be exact on the lattice for up to this many clients
 
 
@@ -56,8 +56,8 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     fraction = fraction_of(method)
     period = _period(method, fraction) if correlated else 1
     # A secret sample of clients amplifies privacy, except in two cases. Secure aggregation refuses a cohort that is too
-    # small, and this discloses the cohort's size. A method with several means may ask different clients for each, as
-    # ccvr.
+    # small, and this discloses the cohort's size. A method with several means, such as ccvr, may ask different clients
+    # for each mean.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
     mechanism = CentralGaussian(
@@ -144,9 +144,7 @@ def _noise_multiplier(name: str, method: Method[Any], privacy: PrivacySpec, rate
 
 
 def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
-    """Secure aggregation with fixed-point numbers that are wide and fine enough for bounded updates, noise and
-    lattice.
-    """
+    """Secure aggregation whose fixed-point numbers can represent the lattice, and bounded updates with their noise."""
     faults = Faults()
     if aggregation.clip_norm is not None:
         faults.say(
@@ -160,7 +158,7 @@ def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
     faults.refuse()
     z = mechanism.noise_multiplier
     noise = mechanism.clip_norm * z
-    if mechanism.adaptive is not None:  # a share of the count's noise, for at least half of the clients
+    if mechanism.adaptive is not None:  # the count's noise comes in shares of at least half of the clients
         sigma_b = mechanism.adaptive.count_noise(_MOST_CLIENTS, z)
         noise = max(mechanism.adaptive.update_noise(z, z), z, sigma_b / math.sqrt(_MOST_CLIENTS / 2))
     found = replace(aggregation, bound=2.0 ** math.frexp(mechanism.clip_norm + _TAIL * noise)[1])
