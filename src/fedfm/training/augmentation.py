@@ -51,7 +51,7 @@ class Views:
 
 
 def _crop(x: Tensor, place: np.ndarray) -> Tensor:
-    """Crop each of x (b, 3, H, W) at its place (b, 2), from 0 to 1 of the range that the margin allows."""
+    """Crop each image of x (b, 3, H, W). ``place`` (b, 2) is the crop's corner as a share of the margin's range."""
     height, width = x.shape[-2:]
     dy, dx = height // _MARGIN, width // _MARGIN
     room = np.array([2 * dy + 1, 2 * dx + 1])
@@ -61,7 +61,7 @@ def _crop(x: Tensor, place: np.ndarray) -> Tensor:
 
 
 def views(rows: Rows, orders: Sequence[np.ndarray], seed: int, epochs: int) -> Iterator[tuple[Rows, np.ndarray]]:
-    """(rows, index into them) for each batch of ``epochs`` epochs, with deferred images computed and changed."""
+    """Yield (rows, their indexes) for each batch of ``epochs`` epochs, with deferred images computed and changed."""
     steps = len(orders) // max(epochs, 1)
     drawn, last = None, -1
     for step, (index, part) in enumerate(zip(orders, rows.parts(orders), strict=True)):

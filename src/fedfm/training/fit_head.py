@@ -22,7 +22,7 @@ from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 Missed = Callable[[Optimum], None]
 _PIECE = 4096  # rows that are multiplied at once
 _HELD = 1 << 24  # largest number of float64 values in memory (128 MiB); more rows are converted again in each pass
-NOBODY = -1e4  # the logit of a class without rows: finite, as messages must be, and never the largest
+NOBODY = -1e4  # the logit of a class without rows: never the largest, but finite, because messages have no infinity
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _newton(
 
 
 def _moments(blocks: Blocks, classes: int, dim: int) -> tuple[int, Tensor, Tensor]:
-    """(rows, mean (d,) in float64, which classes occur (C,))."""
+    """(number of rows, mean (d,) in float64, whether each class occurs (C,))."""
     count, total = 0, torch.zeros(dim, dtype=torch.float64)
     present = torch.zeros(classes, dtype=torch.bool)
     for x, y in blocks():
@@ -148,7 +148,7 @@ def _scale(variance: Tensor, mean: Tensor) -> Tensor:
 
 
 def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> tuple[Tensor, Tensor]:
-    """Adam from zero on the unscaled features. All rows are in memory, since mini-batches mix them."""
+    """Adam from zero on the unscaled features. All rows are in memory, since any rows can form a mini-batch."""
     x, y = (torch.cat(parts) for parts in zip(*blocks(), strict=True))
     w, b = torch.zeros(classes, dim, requires_grad=True), torch.zeros(classes, requires_grad=True)
     groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": spec.l2}, {"params": [b]}]

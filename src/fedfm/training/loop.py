@@ -56,7 +56,7 @@ class Flat:
                 tensor.grad = self.g[piece].view(tensor.shape)
 
     def clear(self) -> None:
-        """Set the gradients to 0; a large model's are freed until a backward pass makes them."""
+        """Set the gradients to 0. For a large model they are freed, and the next backward pass allocates them again."""
         if not self.lean:
             self.wake()
             self.g.zero_()
@@ -75,7 +75,9 @@ class Flat:
                     tensor.grad = None
 
     def pieces(self, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """(place, gradient) pieces of ``size`` entries in reused memory; passed gradients are freed."""
+        """Yield (place, gradient) for pieces of ``size`` entries. All pieces use the same memory, and each tensor's own
+        gradient is freed once it is copied.
+        """
         stage, at, filled = torch.empty(size, dtype=self.p.dtype, device=self.p.device), 0, 0
         for tensor, piece in self._pieces():
             gradient = None if tensor.grad is None else tensor.grad.reshape(-1)
@@ -84,7 +86,7 @@ class Flat:
                 take = min(size - filled, count - done)
                 part = stage[filled : filled + take].zero_()
                 if gradient is not None:
-                    part.add_(gradient[done : done + take])  # to zeros, as in a vector of all gradients
+                    part.add_(gradient[done : done + take])  # to zeros, for the same bits as collect
                 done, filled = done + take, filled + take
                 if filled == size:
                     yield slice(at, at + size), stage
@@ -149,7 +151,7 @@ def _train(job: Job) -> Params:
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, torch.zeros((), dtype=torch.float64, device=flat.p.device)
     flat.clear()
-    # Only the rule reads the gradients, so no vector of all gradients is needed.
+    # If only the rule reads the gradients, no vector of all gradients is needed.
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
     backward, rates = _Backward(job, flat), job.rates()
     model.train_mode()
@@ -180,11 +182,12 @@ def _train(job: Job) -> Params:
     if large:
         buffers.give_back()
     trained: Params = model.params()
-    return trained if job.terms.only is None else job.w.replace(trained.only(job.terms.only))  # not running statistics
+    # With ``only``, the running statistics of batch norm also stay as in w.
+    return trained if job.terms.only is None else job.w.replace(trained.only(job.terms.only))
 
 
 class _Backward:
-    """Adds the gradient of a batch's mean loss to the parameters' gradients, in parts if settings or memory need it."""
+    """Adds the gradient of a batch's mean loss to the gradients, in parts if settings or memory require parts."""
 
     def __init__(self, job: Job, flat: Flat) -> None:
         self.model, self.note = job.client.model, job.client.log
@@ -230,7 +233,7 @@ class _Backward:
 
 @contextmanager
 def _without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
-    """Context manager: the parameters require no gradient, so that none is computed below the lowest trained one."""
+    """Context manager: these parameters get no gradient, so the backward pass ends at the lowest trained parameter."""
     for p in parameters:
         p.requires_grad_(False)
     try:

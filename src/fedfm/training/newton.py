@@ -2,8 +2,8 @@
 
 L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). If classes are separable,
 the optimum is far from zero. The curvature there differs by orders of magnitude between directions, so first-order
-methods would need thousands more steps. A Newton step solves H d = -g by conjugate gradients, with products H v, each
-of which costs as much as a gradient. If they converge slowly and H is small, H is computed and factorised.
+methods would need thousands more steps. A Newton step solves H d = -g by conjugate gradients. Each of their products
+H v costs as much as a gradient. If conjugate gradients converge slowly and H is small, H is computed and factorised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: 
 GRADIENT = 1e-8
 GAP = 1e-13
 _ROUNDING = 1e-14  # a gradient below it counts as zero
-_NOTHING = 1e-13  # nats; the search ends at this loss: without l2, that of separable classes approaches 0
+_NOTHING = 1e-13  # nats; the search ends at this loss, since without l2 the loss of separable classes approaches 0
 _KEPT = 1 << 24  # largest number of probabilities kept between passes: 128 MiB
 _FACTORISED = 2048  # largest number of unknowns of a factorised Hessian: 32 MiB
 _PRODUCTS = 1000  # largest number of products H v per step if H is not factorised
@@ -29,14 +29,14 @@ _PRODUCTS = 1000  # largest number of products H v per step if H is not factoris
 
 @dataclass(frozen=True)
 class Optimum:
-    """The end of the search.
+    """The result of the search.
 
     Attributes:
         weight: (C, r).
-        bias: (C,), of sum zero.
+        bias: (C,); its sum is zero.
         gradient: norm of L's gradient, as a share of the norm at zero.
-        iterations: Newton steps.
-        converged: whether it meets :data:`GRADIENT` and :data:`GAP`.
+        iterations: number of Newton steps.
+        converged: whether the result meets :data:`GRADIENT` and :data:`GAP`.
     """
 
     weight: Tensor
@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Point:
-    """L and its gradient (C, r + 1), the bias last, at theta (C, r + 1)."""
+    """L and its gradient at theta; theta and the gradient are (C, r + 1), with the bias in the last column."""
 
     theta: Tensor
     value: float
@@ -134,7 +134,7 @@ class _Search:
         found, solved = self._conjugate_gradients(point, share)
         if solved or not self.factorises:
             return found
-        self.most = 0  # the condition of later steps does not improve
+        self.most = 0  # conjugate gradients would converge no faster in later steps
         return self._cholesky_step(point)
 
     def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:
@@ -148,7 +148,7 @@ class _Search:
         return None
 
     def _conjugate_gradients(self, point: _Point, share: float) -> tuple[Tensor, bool]:
-        """(direction, whether H d + g is at most ``share`` of g, in the preconditioner's norm)."""
+        """(direction d, whether ||H d + g|| is at most ``share`` times ||g||, in the preconditioner's norm)."""
         scale = point.curvature[:, None] * self.spread + self.ridge
         scale = scale.clamp_min(1e-16 * float(scale.max()))
         found, r = torch.zeros_like(point.theta), -point.gradient
@@ -181,7 +181,7 @@ class _Search:
         return out / self.p.rows + self.ridge * v
 
     def _cholesky_step(self, point: _Point) -> Tensor:
-        """-H^-1 g by Cholesky's factor."""
+        """-H^-1 g by a Cholesky factorisation."""
         c, r = point.theta.shape
         h = torch.zeros(c, c, r, r, dtype=torch.float64)
         for x, y, p, rest in self._blocks(point):
@@ -197,7 +197,8 @@ class _Search:
             h[i, i].diagonal().add_(self.ridge)
             for j in range(i):
                 h[j, i] = h[i, j]
-        # A shift of all classes changes no probability. So H is singular in this direction, and the gradient is 0.
+        # A shift of all classes changes no probability, so in this direction H and the gradient are 0. The next line
+        # makes H regular there without changing the step.
         h += torch.diag(self.spread * float(point.curvature.mean()) / c)
         whole = h.permute(0, 2, 1, 3).reshape(c * r, c * r)
         size = float(whole.diagonal().mean())
@@ -232,7 +233,7 @@ class _Search:
 
 
 def _chances(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The p (b, C), 1 - p(y) (b, 1) and -log p(y) (b, 1), to full precision also for p(y) near 1."""
+    """(p (b, C), 1 - p(y) (b, 1), -log p(y) (b, 1)), with full precision even if p(y) is near 1."""
     logp = torch.log_softmax(torch.addmm(bias, x, weight.T), 1)
     own = y[:, None]
     loss = -logp.gather(1, own)

@@ -1,4 +1,4 @@
-"""Client optimisers: a client's local training of w between two messages. They are fields of methods.
+"""Client optimisers: how a client trains w between two messages. A method has its client optimiser as a field.
 
 ``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training. :func:`fedfm.training.scheduler.train` chooses
 how it is computed.
@@ -28,14 +28,14 @@ from fedfm.models.model import Model
 SCHEDULES = ("constant", "linear", "cosine", "steps")
 DROPS = (0.5, 0.8)  # schedule "steps": parts of the run after which eta is divided by ten
 DECAYS = ("weights", "all")  # the parameters that weight decay affects
-ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
+ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # value that replaces the logit of an absent class
 
 
 @dataclass(frozen=True)
 class Local:
     """E epochs of mini-batch descent on one client's training rows; the optimiser's state is new in each round."""
 
-    adaptations: ClassVar[tuple[str, ...]] = ()  # the supported ones; empty: all
+    adaptations: ClassVar[tuple[str, ...]] = ()  # the supported adaptations; empty: all
 
     learning_rate: float = setting(0.1, "eta", gt=0, finite=True)
     epochs: int = setting(1, "E, passes over the client's rows per round", ge=1)
@@ -103,24 +103,24 @@ class Local:
 
     @property
     def stepwise(self) -> bool:
-        """Whether clients cannot train as one batch, since steps differ in rate or need a complete gradient."""
+        """Whether clients cannot train as one batch, because eta varies between steps or :attr:`looks` is true."""
         varies = self.warmup or self.warmup_steps or self.schedule != "constant"
         return self.looks or bool(varies)
 
     @property
     def looks(self) -> bool:
-        """Whether a step needs a complete gradient, or sums it from parts."""
+        """Whether a step sums its gradient over parts of the batch, or clips the gradient."""
         return bool(self.micro_batch or self.max_grad_norm)
 
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
-        """Eta of the step that covers this part of all ``steps`` of the run, 0 <= begin < end <= 1.
+        """Eta of the step from ``begin`` to ``end`` of the run, 0 <= begin < end <= 1; the run has ``steps`` steps.
 
         Eta rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
         ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.
         ``steps``: it falls to a tenth at each of :data:`DROPS`. Eta depends only on round and step.
         """
         warmup, at = self.warmup, end
-        if self.warmup_steps:  # as transformers.get_linear_schedule_with_warmup: step k of w has k / w
+        if self.warmup_steps:  # as get_linear_schedule_with_warmup of transformers: in step k of c, eta k / c
             count = int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(steps * self.warmup_steps)
             warmup, at = count / steps, begin
         if begin < warmup:
@@ -135,7 +135,7 @@ class Local:
         return self.learning_rate * shares[self.schedule]
 
     def shorten(self, *parts: Tensor) -> None:
-        """Clip the gradient of one loss in place to the norm :attr:`max_grad_norm`; it may consist of several parts."""
+        """Clip one gradient, given as one or several parts, in place to the norm :attr:`max_grad_norm`."""
         if self.max_grad_norm is not None:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             factor = (self.max_grad_norm / whole.norm()).clamp(max=1)
@@ -158,7 +158,7 @@ class Local:
 
     @contextmanager
     def apply(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-        """Install w, from :meth:`own` or a model's parameters, in the model; yields the rows to score."""
+        """Context manager: load w, a result of :meth:`own` or a model's parameters, and yield the rows to score."""
         model.load(w)
         yield rows
 
@@ -172,11 +172,11 @@ class Local:
             )
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Raise a ClientFault with the first differing tensor if w is not a client's own model of this kind."""
+        """Raise a ClientFault that names the first wrong tensor, if w is not a client's own model of this kind."""
         match(w, model.layout, "model")
 
     def steps(self, n: int, model: Model | None = None) -> int:
-        """Number of optimiser steps over n rows; ``model``: the trained model, None: one without batch norm."""
+        """Number of optimiser steps over n rows; without ``model``, the number for a model without batch norm."""
         return self.epochs * batches(n, self.batch_size, joins_last(model))
 
 
@@ -233,7 +233,7 @@ class Adaptive(Local):
 
 @dataclass(frozen=True)
 class Adam(Adaptive):
-    """Adam; weight decay enters the gradient."""
+    """Adam; weight decay is added to the gradient."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Local training by DP-SGD.
 
-The gradients of single rows are computed in closed form for heads on features, by packed batches for LoRA of known
-transformers, and layer by layer for other models.
+The gradients of single rows are computed in closed form for heads on features, by packed batches for LoRA of the
+transformers that :mod:`fedfm.training.packed` supports, and layer by layer for other models.
 
 Abadi et al. 2016, Algorithm 1 (see :mod:`fedfm.privacy.dp_sgd`): a step uses the sum of the batch's clipped row
 gradients, plus noise N(0, (z C)^2), divided by the expected size of a batch. Everything that follows costs no privacy:
@@ -40,7 +40,7 @@ class Descent:
 
 
 class Counted:
-    """Training rows for a client half, which only sees their number. Only the local optimiser sees the rows."""
+    """Stands for the training rows in a client half, which may only count them. Only the local optimiser reads them."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -113,7 +113,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     rule = Rule(local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
     start = flat.p.clone()
     correction = None if job.terms.correction is None else flat.flat(job.terms.correction)
-    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # few samples are larger
+    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # larger ones are rare
     frozen = _marks(model, live) if first else {}
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)
@@ -145,7 +145,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
 def sums(
     model: Model, rows: Rows, clip_norm: float, most: int, only: tuple[str, ...] | None = None
 ) -> Callable[[np.ndarray], Tensor]:
-    """A function of a step's rows (b,): the sum (P,) of their clipped gradients, without noise, in float64.
+    """A function from a step's row indexes (b,) to the sum (P,) of their clipped gradients, without noise, in float64.
 
     Args:
         most: largest number of rows that are computed at once.
@@ -176,7 +176,7 @@ def sums(
 
 
 def _start(job: Job, rows: Rows) -> str:
-    """Everything on which the steps depend, except the secret and the number of rows."""
+    """A text of everything on which the steps depend, except the secret and the number of rows."""
     client, model = job.client, job.client.model
     correction = "" if job.terms.correction is None else job.terms.correction.sha256()
     of_model = (model.fingerprint, repr(model.spec), model.kernels, str(model.device), str(model.layout.entries))

@@ -2,8 +2,8 @@
 
 A forward pass records the inputs of every layer with a trained parameter. A backward pass computes only the gradients
 of these layers' outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from both.
-This is right only if the model computes each row independently. Two checks ensure it: :func:`agrees` compares a batch
-with single rows, and a tensor whose first axis may not be the rows is never treated as rows.
+This is right only if the model computes each row independently. Two checks ensure this: :func:`agrees` compares a batch
+with single rows, and a tensor is split into rows only if its first axis is certainly the axis of rows.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class _Call:
 
     @property
     def tensor_inputs(self) -> list[Tensor]:
-        """Its inputs that are tensors."""
+        """The inputs that are tensors."""
         return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)]
 
 
 def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient] | None:
-    """For each parameter its gradients of all rows; None if one pass does not give them.
+    """For each parameter the gradients of all rows; None if one backward pass cannot compute them.
 
     Raises:
         Ambiguous: it is unclear which values belong to a row.

@@ -1,4 +1,4 @@
-"""Gradients of one layer's parameters by row, without storing one gradient per row if that is cheaper.
+"""Each row's gradient of one layer's parameters, stored as factors if they are cheaper than one gradient per row.
 
 A linear layer's gradient for one row is G^T A, with the row's inputs A (T, i) and output gradients G (T, o). Its
 squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large Language
@@ -41,7 +41,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Picked:
-    """sum_t e_t g_t^T, e_t the unit vector at ids_t, of each row; ids (b, T), g (b, T, d)."""
+    """sum_t e_t g_t^T of each row, where e_t is the unit vector at ids_t; ids (b, T), g (b, T, d)."""
 
     ids: Tensor
     g: Tensor
@@ -58,7 +58,7 @@ class Use:
     Attributes:
         args, kwargs: the call's arguments; tensors are detached.
         out: a copy of its output, only for layers of unknown kinds.
-        g: the gradient of the loss by the output; its first axis b counts the rows.
+        g: the gradient of the loss with respect to the output; its first axis b counts the rows.
     """
 
     layer: nn.Module
@@ -222,7 +222,7 @@ def _recompute(use: Use) -> Terms | None:
     """
     own = {name: p for name, p in use.layer.named_parameters(recurse=False) if p.requires_grad}
     params = {name: p.detach() for name, p in own.items()}
-    given: dict[Any, Any] = {**dict(enumerate(use.args)), **use.kwargs}  # by place or name
+    given: dict[Any, Any] = {**dict(enumerate(use.args)), **use.kwargs}  # arguments by position or name
     b = len(use.g)
     plain = (Tensor, int, float, bool, str, type(None))
     if use.out is None or not all(isinstance(a, plain) for a in given.values()):

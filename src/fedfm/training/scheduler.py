@@ -40,7 +40,7 @@ def train_client(client: Client, w: Params, local: Local, terms: Terms) -> Param
 
 
 def train(job: Job) -> Params:
-    """Train with the rest of the chunk if there is one, else alone."""
+    """Train together with the other clients of the chunk; without a chunk, train alone."""
     current = greenlet.getcurrent()
     # Overridden weights belong to this client, so no other handler may run now.
     if isinstance(current, _Chunk) and not getattr(job.client.model, "weights_overridden", 0):
@@ -51,7 +51,7 @@ def train(job: Job) -> Params:
 def trainer_for(
     model: Model, local: Local | None = None, only: Sequence[str] | None = None, protected: bool = False
 ) -> Trainer:
-    """DP-SGD's trainer if ``protected``; a fast one if it fits the optimiser and trains all tensors; else the loop."""
+    """DP-SGD's trainer if ``protected``, else a fast trainer if it supports optimiser and ``only``, else the loop."""
     if protected:
         from fedfm.training import private
 
@@ -73,7 +73,7 @@ def _is_plain(local: Any) -> bool:
 
 
 def trains_without(model: Model) -> bool:
-    """Whether the model has its own trainer, whose training calls no module."""
+    """Whether a fast trainer supports the model; it trains without calling the model's modules."""
     return cached_head.applies(model) or packed.applies(model, getattr(model, "kernels", "exact"))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm.linalg.params import Layout
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
-PIECE = 1 << 20  # entries per step of Adam, whose roots need extra memory; a multiple of the processor's vectors
+PIECE = 1 << 20  # entries that Adam updates at once, as its roots need extra memory; a multiple of the SIMD width
 
 
 def places(layout: Layout, names: Iterable[str]) -> list[slice]:
@@ -47,7 +47,7 @@ class Rule:
             self.v = self.v[:count]
 
     def step(self, p: Tensor, g: Tensor) -> None:
-        """P <- p - eta * direction(g); ``g`` is overwritten."""
+        """Update p in place to p - eta * direction(g); ``g`` is overwritten."""
         self.t += 1
         if self.adam is None or p.numel() <= PIECE or not (p.is_contiguous() and g.is_contiguous()):
             self._step(p, g, self.m, self.v, self.decay)
@@ -83,7 +83,7 @@ class Rule:
             g.add_(p, alpha=decay)
         if self.adam is None:
             if m is not None:
-                # PyTorch's momentum starts at the first gradient; the same recursion from m = 0 gives it.
+                # PyTorch's momentum starts at the first gradient. The same recursion from m = 0 gives the same values.
                 g = m.mul_(self.momentum).add_(g)
             p.add_(g, alpha=-eta)
             return

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
-_WIDTH = 4  # clients in a packed batch: 8 exceed the cache; a single one loses 4 ms per step between kernels
+_WIDTH = 4  # clients in a packed batch: 8 clients exceed the cache; with 1, overhead costs 4 ms per step
 _LONG = 64  # tokens of an image; with more, one client's batch fills the cache
 
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
@@ -45,7 +45,7 @@ def applies(model: Model | None, kernels: str) -> bool:
 
 
 def packs(model: Model | None) -> bool:
-    """Whether the model has fast kernels that support it; their results differ from those of ``exact`` ones."""
+    """Whether the model is set to fast kernels and they support it; their results differ from those of ``exact``."""
     return _fast_net(model) is not None
 
 
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The net of the model, read once; with ``fresh`` read again if frozen weights have changed; ``low``: bfloat16."""
+    """The model's net, None if unsupported. It is read once, with ``fresh`` again if frozen weights have changed."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")

@@ -16,8 +16,8 @@ from fedfm.training.packed.linear import Linear, product
 class FlatLayout:
     """The place of each trained tensor in a client's flat vector.
 
-    It differs from the model's Params in two ways. All A of one linear map are adjacent, so that one product computes
-    them. B is transposed, because products with r contiguous rows are three times as fast as with r columns.
+    It differs from the model's Params in two ways. All A of one linear map are adjacent, so that one product uses them
+    all. B is transposed, because products with r contiguous rows are three times as fast as with r columns.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class FlatLayout:
             self.turned.add(name)
 
     def join(self, name: str, parts: Sequence[str]) -> None:
-        """Name adjacent tensors, stacked along their first dimension."""
+        """Give adjacent tensors, stacked along their first dimension, a common name."""
         slots = [self.slots[part] for part in parts]
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
@@ -73,7 +73,7 @@ class LoraSite:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows start:stop of the packed batch belong to one client: its trained tensors and their gradients."""
+    """One client's part of a packed batch: its rows start:stop, its trained tensors and their gradients."""
 
     start: int
     stop: int
@@ -81,7 +81,7 @@ class Segment:
     gradient: dict[str, Tensor]
 
     def outer(self, name: str, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-        """The gradient of a matrix (p, q) is scale left^T right; left (n, p), right (n, q)."""
+        """Write the gradient of the matrix ``name`` (p, q): scale left^T right, with left (n, p) and right (n, q)."""
         out = self.gradient[name]
         if scale == 1.0:
             torch.mm(left.t(), right, out=out)
@@ -89,7 +89,7 @@ class Segment:
             torch.addmm(out, left.t(), right, beta=0, alpha=scale, out=out)
 
     def total(self, name: str, x: Tensor) -> None:
-        """The gradient of a vector (q,) is the sum of x (n, q)."""
+        """Write the gradient of the vector ``name`` (q,): the sum over the rows of x (n, q)."""
         torch.sum(x, 0, out=self.gradient[name])
 
     def mean_of(self, rows: int) -> int:
@@ -99,10 +99,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowSegment(Segment):
-    """Rows of one client, with a gradient for each row's loss: gradients have the number of rows b in front.
+    """Rows of one client, with a gradient for each row's loss: gradients have an additional first axis of b rows.
 
     Attributes:
-        place: (b, T) positions of a row's tokens, or n beyond the row's end; None: all rows have the same length.
+        place: (b, T) positions of each row's tokens, n after a row's last token; None: all rows have the same length.
     """
 
     place: Tensor | None

@@ -23,7 +23,7 @@ class _Group:
 
     Attributes:
         take: (S * length,) row of each position; a padded position takes a row whose gradient is zero; None: all rows.
-        bias: (S, 1, 1, length): 0, minus infinity at padding; None without padding.
+        bias: (S, 1, 1, length): 0 at tokens, minus infinity at padding; None without padding.
         sequences: (S,) index of each sequence; None: all sequences.
     """
 
@@ -38,8 +38,8 @@ class Shape:
     """The sequences of one packed batch.
 
     Attributes:
-        rows: rows of the batch with the padding at its end.
-        tokens: rows without the padding.
+        rows: number of rows of the batch, including the padding at its end.
+        tokens: number of rows without the padding.
         first: (S,) row of each sequence's first token.
         equal: the common length of all sequences, or 0.
         fused: whether to use compiled loops.
@@ -56,7 +56,7 @@ class Shape:
             self.rows = self.tokens
             self.groups.append(_Group(len(lengths), self.equal))
             return
-        # At least one row of padding, and few distinct row counts: oneDNN compiles a kernel for each.
+        # At least one row of padding. Row counts are multiples of 16, since oneDNN compiles a kernel for each count.
         self.rows = -(-(self.tokens + 1) // 16) * 16
         if fused:
             return
@@ -204,7 +204,7 @@ def _attend(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Sa
 
 
 def _fused_backward(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> tuple[Tensor, Tensor]:
-    """Gradients of the inputs q and kv of :func:`_attend`; one tensor if they are one."""
+    """Gradients of the inputs q and kv of :func:`_attend`; if q is kv, both are the same tensor."""
     from fedfm.training.packed import fused
 
     ((q, kv, p),) = saved

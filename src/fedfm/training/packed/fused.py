@@ -101,7 +101,7 @@ def backward(
 ) -> None:  # fmt: skip
     """Compute the gradients ``dq`` and ``dkv`` from ``g`` = dL/dout, all laid out as the tensors of :func:`forward`.
 
-    ``ds``: scratch of the queries times the padded length of the longest sequence.
+    ``ds``: scratch for scores, the number of queries times the padded length of the longest sequence.
     """
     at, start, d = 0, 0, heads * size
     for s in range(len(lengths)):
@@ -120,7 +120,7 @@ def backward(
 
 
 def round_up(n: Any) -> Any:
-    """The length n, rounded up to complete lanes."""
+    """The length n, rounded up to a multiple of the number of SIMD lanes."""
     return -(-n // COUNT) * COUNT
 
 

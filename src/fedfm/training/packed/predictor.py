@@ -19,7 +19,7 @@ from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache, Prefix, PrefixByPart
 
-_ENTRIES = 1 << 18  # numbers in one layer's input: its input and output then fit the cache
+_ENTRIES = 1 << 18  # numbers in one layer's input, so that a layer's input and output fit the processor's cache
 
 
 class CachedLogits:
@@ -43,7 +43,7 @@ class CachedLogits:
 
     def _compute(self, p: Tensor, rows: Rows) -> Tensor:
         net, weights = self.net, [self.net.flat.views(p)]
-        # Without frozen layers below, a prefix is the embedding: cheap to compute again.
+        # Without frozen layers at the bottom, a prefix is only the embedding, which is cheap to compute again.
         kept = net.lowest and rows.labels is not None
         prefix = self._cache.get(net, rows) if kept else Prefix(net, rows)
         out = torch.empty(len(rows), weights[0][net.head[0]].shape[0])

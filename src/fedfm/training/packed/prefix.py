@@ -34,7 +34,7 @@ class Prefix:
         self.x: Tensor | None = None
 
     def fill(self) -> None:
-        """Compute all rows and drop the reference to them: a cached value must not keep its key alive."""
+        """Compute all rows and drop the reference to the rows: a cached value must not keep its key alive."""
         n, rows = len(self.length), self.rows
         assert rows is not None
         orders = [np.arange(i, min(i + _ROWS, n)) for i in range(0, n, _ROWS)]
@@ -79,7 +79,7 @@ class PrefixByPart(Prefix):
         self._batches = batches
 
     def put(self, index: np.ndarray, out: Tensor) -> None:
-        """Write the tokens of the next batch of the stream, that of ``index``."""
+        """Write the tokens of the stream's next batch, which is the batch with the rows ``index``."""
         rows, at = next(self._batches)
         out.copy_(self._compute(rows, at))
 
@@ -103,7 +103,7 @@ class Cache:
         return prefix
 
     def of(self, net: Net, job: Job) -> Prefix:
-        """The prefix of a job's rows: the cached one if they can be cached, else one of the job's stream of batches."""
+        """The prefix of a job's rows: cached if possible, else a prefix that reads the job's stream of batches."""
         rows = job.client.data.train
         if not rows.augment:
             prefix = self.get(net, rows)
@@ -117,7 +117,7 @@ class Cache:
     def _make_room(self, nbytes: int) -> None:
         kept = list(self._by_rows.items())
         total = sum(p.nbytes for _, p in kept)
-        for key, old in kept:  # the oldest first
+        for key, old in kept:  # the oldest prefix comes first
             if total + nbytes <= CAP:
                 break
             total -= old.nbytes

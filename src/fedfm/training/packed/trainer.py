@@ -17,7 +17,7 @@ from fedfm.training.update_rules import Rule
 
 
 def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Params]:
-    """Train all jobs (same model, same optimiser) in lockstep; those with fewer batches stop earlier.
+    """Train all jobs (same model, same optimiser) in lockstep; jobs with fewer batches stop earlier.
 
     Args:
         fast: whether to use compiled attention if it supports the model; its bits differ from those of exact kernels.
