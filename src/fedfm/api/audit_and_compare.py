@@ -26,8 +26,8 @@ def audit(
 
     Args:
         attacks: name or names of attacks [all cheap ones that apply].
-        given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
-        progress: its ``notice`` gets texts; by default they go to stderr.
+        given: only for a run of ``fedfm.federate``: a dict of federate's arguments with its module, rows and loss.
+        progress: its ``notice`` receives messages; by default they go to stderr.
         time_limit: seconds after which the audit ends; a notice names the attacks that were not run. An attack that has
             begun is interrupted only if the audit runs in the main thread.
 

@@ -1,6 +1,4 @@
-"""Tables that `fedfm pretrain` and `fedfm distil`, trainings in one place, share: [data], [model] and one of their
-own.
-"""
+"""The settings of `fedfm pretrain` and `fedfm distil`, which train in one place: [data], [model] and one more table."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ class CentralTraining(Generic[S]):
 
 
 def _alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
-    """Readers of the single tables of a training in one place; its own table has the class ``cls``."""
+    """Functions that each check one table of a training in one place; ``cls`` is the class of the table ``section``."""
 
     def tables(found: Mapping[str, Any]) -> None:
         refuse_unknown(found, {"data", "model", section}, "")

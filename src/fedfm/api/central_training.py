@@ -122,7 +122,7 @@ class CentralWork(Generic[C]):
         return total / n
 
     def commit(self, line: dict[str, Any], model: Model, rule: Rule) -> None:
-        """Store an epoch's state and its line, with the seconds since the training began."""
+        """Store an epoch's state and its line of metrics, with the seconds since the training began."""
         line["seconds"] = round(time.perf_counter() - self.began, 3)
         self.state["history"].append(line)
         self.place.commit(line["epoch"], model, rule)

@@ -1,4 +1,5 @@
-"""Descriptions of commands. A wing lists its commands, and the command line adds them without importing its other code.
+"""Descriptions of commands. Each wing, a separate part of fedfm, lists its commands, and the command line adds them
+without importing the wing's other code.
 
 Commands are named tuples, because importing dataclasses would delay ``fedfm --help``.
 """
@@ -46,7 +47,7 @@ class Command(NamedTuple):
 def training_arguments(parser: ArgumentParser, table: str) -> None:
     """Add the arguments of a command that trains a model into a folder.
 
-    Its file has [data], [model] and the table ``table``.
+    The command's file has [data], [model] and the table ``table``.
     """
     parser.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{table}]")
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")

@@ -73,8 +73,8 @@ def resume(
         accept_loss: whether to continue although secrets, clients' memories or all checkpoints are damaged or missing.
             The run then ends with other parameters, or draws its noise a second time. ``lost`` in its manifest and its
             result names the lost files.
-        changes: new places of files and parties, or a new time limit for clients, e.g. ``{"run.folder":
-            "/mnt/stick"}``.
+        changes: new paths of files, a new address of the server, or a new time limit for clients, e.g.
+            ``{"run.folder": "/mnt/stick"}``.
 
     Raises:
         InputError: there is no run, it cannot have more rounds, or a key may not change. If a file that the run needs
@@ -119,9 +119,10 @@ def drive(
     accept_loss: bool = False,
     silos: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """Start or continue a run, up to its end. ``population`` returns data and model that are in memory.
+    """Start or continue a run, up to its end.
 
     Args:
+        population: returns data and model, if they are in memory.
         silos: settings files of silos by name; each becomes a node on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:

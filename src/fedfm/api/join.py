@@ -46,9 +46,9 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         client: the newcomer's name ["newcomer", with a number if this name is taken].
 
     Returns:
-        ``accuracy`` of its model on its test rows, and ``adapter`` (path); ``start_accuracy`` before its last local
-        training; ``alone_accuracy`` after the same number of local trainings without the federation; ``weights``: the
-        fraction that each client has in the newcomer's start weights.
+        ``accuracy`` of the newcomer's model on the newcomer's test rows, and ``adapter`` (path); ``start_accuracy``
+        before the last local training; ``alone_accuracy`` after the same number of local trainings without the
+        federation; ``weights``: the fraction that each client has in the newcomer's start weights.
 
     Raises:
         InputError: the run is not finished, the method has no models for newcomers, or the rows are of another kind.
@@ -83,7 +83,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         w_0: Params = model.params()
         adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
         start, weights = _start(method, model, run.state(method.state_type), w_0, name, adapt)
-        w = own(adapt(start)) if set(start) == set(model.names) else start  # more than one model, trained already
+        w = own(adapt(start)) if set(start) == set(model.names) else start  # several models are already trained
         alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None

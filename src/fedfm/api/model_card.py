@@ -142,7 +142,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     words = ["```python", *lines, "```"]
     if own and to != "hf":
         call = "module.load_state_dict(weights)" if to == "torch" else 'PeftModel.from_pretrained(module, "FOLDER")'
-        words += ["", f"The run's own program makes the module that takes them: `{call}`."]
+        words += ["", f"The run's own program makes the module; then `{call}` loads the weights."]
     elif to == "peft":
         words += ["", f"The adapter is for {_plain(_base_name(model))}. {_of_base(model, out)}"]
     if takes:
@@ -169,7 +169,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
 
 
 def _head_takes(out: Path) -> str:
-    """The transform that features pass before the head, as the folder describes it; empty if there is none."""
+    """The transform of the features before the head, as the folder describes it; empty if there is none."""
     about = out / ABOUT
     return str(json.loads(about.read_text(encoding="utf-8")).get("head_takes", "")) if about.exists() else ""
 
@@ -217,7 +217,7 @@ def _of_features(head: str, *, unit: bool) -> list[str]:
     return [
         *("", "import torch", "", ""),
         "def logits(features):",
-        '    """Of rows of features (rows, numbers), by class."""',
+        '    """Logits (rows, classes) of features (rows, numbers)."""',
         f'    return torch.nn.functional.linear({x}, weights["{head}.weight"], weights.get("{head}.bias"))',
     ]
 
@@ -321,7 +321,7 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
         rows.insert(0, ("accuracy of this client's model on its own test rows", own))
     known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
     if not known:
-        return ["None was measured."]
+        return ["No score was measured."]
     note = "Global: on the global test rows. Local: the clients, each on its own test rows: the mean of their "
     note += (
         "accuracies, and other scores over all of these rows together. The other scores are on the global test rows."

@@ -55,7 +55,7 @@ class ModelFolder:
         self.write()
 
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
+        """The files of the checkpoints, oldest first."""
         return sorted((self.folder / "checkpoint").glob("epoch-*.safetensors"))
 
     def commit(self, epoch: int, model: Model, rule: Rule) -> None:
@@ -88,14 +88,14 @@ class ModelFolder:
         return 0
 
     def half(self) -> Path:
-        """An empty folder that has the model's files until :meth:`close`."""
+        """Path of the folder for the model's files until :meth:`close`; an old folder there is removed."""
         path = self.folder / "export"
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def close(self, result: dict[str, Any], temporary: tuple[str, ...]) -> dict[str, Any]:
-        """Move the model's files to their place, ``config.json`` last; then write the result and remove temporary
-        files.
+        """Move the model's files into the folder, ``config.json`` last; write the result; remove the folders
+        ``temporary``.
         """
         for path in sorted((self.folder / "export").iterdir(), key=lambda p: p.name == "config.json"):
             os.replace(path, self.folder / path.name)

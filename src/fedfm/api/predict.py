@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fedfm.models.export import Target
     from fedfm.models.model import Model
 
-_ID = "id"  # a column of the file that names its rows
+_ID = "id"  # column of the file with a name for each row
 _SEVERAL, _SURE = 5, 0.9995  # number of rows from which there is a warning; smallest probability that is shown as 1.000
 _NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
 FORMATS = (".json", ".jsonl", ".csv")
@@ -83,7 +83,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
 
 
 def _find_run(path: str | Path, client: str | None) -> Run:
-    """The run, if it has one model, or a model of this client.
+    """The run, which must have one model for all clients, or a model of this client.
 
     Raises:
         InputError: as :func:`load`.
@@ -138,24 +138,25 @@ def predict(
         progress: its ``notice`` also gets the warnings; by default they go to stderr.
 
     Returns:
-        ``warnings``, and depending on the task, in the order of the rows:
+        ``warnings``, and depending on task and file, in the order of the rows:
 
-        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of images also ``files``, their
-          paths relative to the folder;
-        - of a file with a column ``id``: ``ids``;
-        - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
-          indices of those that reach the limit of tokens. Over the rows with an output (null if there is none):
-          ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
-        - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
+        - for classes: ``predictions`` and ``probabilities``, ``classes``; for a folder of images also ``files``, the
+          images' paths relative to the folder;
+        - for a file with a column ``id``: ``ids``;
+        - for instructions, prompts, or conversations, whose last turn is answered: ``answers``, and ``cut``, the
+          indices of answers that reach the limit of tokens. Also ``loss``, ``perplexity``, ``exact_match`` and
+          ``rouge_1`` as in the run's evaluation, over the rows that contain the expected output (null without any);
+        - for words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
-        - running text: its ``loss`` and ``perplexity``;
-        - a user's module that turns an input into text, such as T5: ``answers``, ``losses`` and ``perplexities``;
-        - a user's module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
-          with their mean ``loss`` and its ``perplexity``. There are also ``answers`` if rows mark a prompt and the
-          module can generate text; if not, ``warnings`` says why;
-        - another user's module that is not a classifier: ``outputs``, a list for each row. If the module returns arrays
-          or several outputs, such as the scores of an answer's start and end, it is a dict of nested lists by name.
-          Padding is left out. Outputs without an entry for each row are left out, too, and ``warnings`` names them.
+        - for running text: ``loss`` and ``perplexity``;
+        - for a user's module that turns an input into text, such as T5: ``answers``, ``losses`` and ``perplexities``;
+        - for a user's module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own
+          loss, their mean ``loss``, and the ``perplexity`` of this mean. There are also ``answers`` if rows mark a
+          prompt and the module can generate text; if not, ``warnings`` says why;
+        - for another user's module that is not a classifier: ``outputs``, a list for each row. If the module returns
+          arrays or several outputs, such as the scores of an answer's start and end, a row has a dict of nested lists
+          by name. Padding is left out. Outputs without an entry for each row are left out, too, and ``warnings`` names
+          them.
 
     Raises:
         InputError: the run is not finished, or the rows do not match the model.
@@ -194,7 +195,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     lost = lost_words.notices(table, range(len(table)), model)
     result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
-    if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables contains none
+    if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of images, not of tables
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
     return result
 

@@ -39,7 +39,7 @@ ABOUT = "pretrain.json"
 def pretrain(
     what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
-    """Train a model and write its folder. The same tables resume a pretraining that was killed.
+    """Train a model and write its folder. A second call with the same arguments resumes a pretraining that was killed.
 
     Args:
         what: a TOML file, nested tables, or a :class:`Pretraining`.

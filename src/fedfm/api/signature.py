@@ -1,6 +1,6 @@
 """``signature.json``: an Ed25519 signature over the SHA-256 of every file of a run or of an exported model.
 
-The signature covers all files except itself and ``private/``, which nobody else has. The signed bytes are
+The signature covers all files except itself and ``private/``, which is never shared. The signed bytes are
 ``signature.json`` without its last entry: ``json.dumps(body, indent=1)``, in the encoding of
 :func:`fedfm.privacy.crypto.keys.encode`.
 """
@@ -272,7 +272,7 @@ def _private(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Draw a key. If two processes do so at the same time, one key is kept, and both processes use it."""
+    """Generate a key. If two processes do so at the same time, one key is kept, and both processes use it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Ed25519PrivateKey.generate()
     pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

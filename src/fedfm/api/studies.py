@@ -143,8 +143,8 @@ def baselines_text(result: dict[str, Any]) -> str:
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: Progress) -> Experiment:
     """Choose the learning rate with the lowest validation loss. Test rows are not used.
 
-    A rate at which some client told no scores is not compared: its loss is of other rows. The ledger of the chosen run
-    lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
+    A rate is not compared if some client sent no scores, because its loss would be over other rows. The ledger of the
+    chosen run lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
 
     Raises:
         InputError: there are no validation rows, or a rate occurs twice.
@@ -160,7 +160,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
     folder = (out.parent / f"{out.name}-tune") if out else own_place(f"{experiment.name}-tune")
     losses: dict[float, float] = {}
-    silent: dict[float, set[str]] = {}  # clients that told no scores after the last round, by rate
+    silent: dict[float, set[str]] = {}  # clients that sent no scores after the last round, by rate
     trials = []
     # Build all experiments first, so that an invalid rate is refused before any run.
     experiments = [(rate, _at(experiment, "method.local.learning_rate", rate)) for rate in rates]
@@ -193,7 +193,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
 
 
 def _without_scores(result: Mapping[str, Any], run: Run) -> set[str]:
-    """Clients that told no scores after the last round, or of the best round's model."""
+    """Clients that sent no scores after the last round, or for the best round's model."""
     line: Mapping[str, Any] = next(reversed(run.metrics()), {})
     last = [e for e in result["excluded"] if e["round"] == result["rounds"]]
     return {e["client"] for e in (*line.get("excluded", ()), *last) if e["part"] == SCORES}
@@ -210,7 +210,7 @@ DEMO: dict[str, Any] = {
 
 
 def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
-    """LoRA of nano-vit over ten clients with skewed digits, and its baselines."""
+    """Train LoRA of nano-vit over ten clients with skewed digits, and the baselines; return their results."""
     from fedfm.reports import html
 
     out = out or own_place("demo")
@@ -233,7 +233,7 @@ def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
 
 
 def demo_text(result: dict[str, Any]) -> str:
-    """The demo's table."""
+    """The demo's results as a table."""
     from fedfm.reports import compare
 
     table = compare.table([Path(r["run"]) for r in result["rows"].values()])

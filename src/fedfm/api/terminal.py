@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 
 
 def tell(text: str, where: TextIO | None = None) -> None:
-    """Print text for people. Control characters become codes, since others choose the names of clients and classes."""
+    """Print text for people. Control characters are escaped, because other people choose names that occur in it."""
     print(visible_lines(text), file=where)
 
 

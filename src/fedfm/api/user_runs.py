@@ -32,7 +32,7 @@ BATCH = 64
 
 
 def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[Brought, WrappedModel, Params]:
-    """What the user gave, its model, and the run's trained parameters, which the model has loaded.
+    """The user's inputs, their model, and the run's trained parameters, which the model has loaded.
 
     Args:
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
