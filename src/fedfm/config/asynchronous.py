@@ -27,7 +27,7 @@ def not_late(method: type[Method[Any]], name: str) -> str:
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:
-    """Whether its class accepts them, for any settings."""
+    """Whether the method's class accepts stale updates, whatever its settings are."""
     return isinstance(method.traits, Traits) and method.traits.accepts_stale_updates
 
 
@@ -35,7 +35,7 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
     """The aggregation of an experiment with ``run.asynchronous``.
 
     Raises:
-        InputError: a part of it needs full cohorts.
+        InputError: a part of the experiment needs full cohorts.
     """
     where = f"{WHERE}:"
     fraction = fraction_of(e.method)
@@ -63,7 +63,7 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
         )
     if e.run.min_clients is not None and e.run.min_clients > late.buffer:
         raise InputError(
-            f"run.min_clients = {e.run.min_clients}: a server update takes run.asynchronous.buffer = {late.buffer}",
+            f"run.min_clients = {e.run.min_clients}: a round has only run.asynchronous.buffer = {late.buffer} updates",
             key="run.min_clients",
         )
     if e.run.engine == "folder":

@@ -70,7 +70,7 @@ def method(name: str) -> str:
     """Paper, description, and keys with defaults and meaning of a method, an attack or an aggregation, as valid TOML.
 
     Raises:
-        InputError: none has that name.
+        InputError: nothing has that name.
     """
     titles = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}
     where = {kind: available(kind) for kind in titles}
@@ -97,7 +97,7 @@ def method(name: str) -> str:
         for other, found in optimisers.items():
             more = {k: v for k, v in _but_name(found).items() if k not in optimisers["sgd"]["properties"]}
             if more and other != usual:
-                also = _comment("\n".join(_lines(more)))  # a table has each key once
+                also = _comment("\n".join(_lines(more)))  # comments, as a table may have a key only once
                 lines += ["", f'# name = "{other}" also takes', also]
     if base := inner.get("base"):
         lines += ["", f"[method.base]  # {base['description']}: `fedfm show fedprox`"]

@@ -1,7 +1,7 @@
 """Rules on the number and names of clients: what an experiment needs of the federation.
 
-A command checks them as soon as the names are known: before a run if a kit, a roster or the data contain them, else
-after the clients' hellos.
+A command checks these rules as soon as the names are known: before a run if a kit of silo files, a roster or the data
+contain the names, else after the first messages of the clients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
     """Refuse ``run.asynchronous.speeds`` for a client that does not exist.
 
     Raises:
-        InputError: there is such a client; the message has its name.
+        InputError: clients do not exist; the message has their names.
     """
     if unknown := sorted(speeds.keys() - set(names)):
         hint = close(unknown[0], names) if len(unknown) == 1 else ""

@@ -132,7 +132,7 @@ def check_as_asked(e: ExperimentParts) -> None:
     early = {"run.patience": run.patience, "privacy.halt_at_epsilon": getattr(e.privacy, "halt_at_epsilon", None)}
     for key in (key for key, value in early.items() if value and e.method.traits.last_round_differs):
         raise InputError(
-            f"{key}: {method} completes its model in its last round, and this may end the run before; drop it", key=key
+            f"{key}: {method} completes its model in the last round, which an early end would skip; drop it", key=key
         )
     if e.aggregation.transport.form != "plain":
         from fedfm.config import guarantee

@@ -22,7 +22,7 @@ def read_all(
     read: Callable[[Mapping[str, Any]], T],
     each: Iterable[Callable[[Mapping[str, Any]], object]] = (),
 ) -> T:
-    """Read the tables of a file by ``read``, with all faults.
+    """Read the tables of a file with ``read``, and report all faults together.
 
     Args:
         each: readers of single tables, which do not depend on each other.

@@ -22,10 +22,10 @@ M = TypeVar("M", bound=Private)
 
 
 def protect(method: M, privacy: PrivacySpec) -> M:
-    """A method that has its own mechanism, under the [privacy] table.
+    """Set the own mechanism of a method as the [privacy] table asks; return the method.
 
     Raises:
-        InputError: the method's mechanism gives no such guarantee.
+        InputError: the method's mechanism cannot give this guarantee.
     """
     faults = Faults()
     for key in ("noise_multiplier", "clip_norm", "clip_quantile", "halt_at_epsilon"):
@@ -36,7 +36,7 @@ def protect(method: M, privacy: PrivacySpec) -> M:
 
 
 def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
-    """Method and aggregation under a [privacy] table that states an epsilon; decides which of them has the mechanism.
+    """Method and aggregation under a [privacy] table that states an epsilon. One of the two gets the mechanism.
 
     Raises:
         InputError: no mechanism gives this guarantee.
@@ -98,7 +98,7 @@ def check_hidden(e: ExperimentParts, method: str) -> None:
     where = f'{key} = "{value}":'
     bare = e.method
     if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
-        with contextlib.suppress(InputError):  # under [privacy] a method may take a mean in place of single replies
+        with contextlib.suppress(InputError):  # under [privacy] a method may use a mean in place of single replies
             bare = protect(bare, e.privacy)
     if asks := _readable(bare):
         raise InputError(

@@ -50,7 +50,7 @@ _SAME = {
 _KIND = ("rule", "method", "type", "kind", "strategy", "algorithm")
 _NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose keys depend on a name
 _LOCAL, _NAME = "method.local.", "method.local.name"
-_INSTEAD = {  # keys whose value means something else here, and a value
+_INSTEAD = {  # a key whose value means something else here -> the key to set instead, and an example of its value
     **dict.fromkeys(("optimizer", "optimiser", "optim", "opt"), (_NAME, "adam")),
     **dict.fromkeys(("num_clients", "n_clients"), ("data.partition.clients", 10)),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "use_cuda"), ("model.device", "cuda")),
@@ -83,7 +83,7 @@ class UnknownKey(InputError):
 
     @cached_property
     def hint(self) -> str:
-        """What was probably meant, as the suffix of the message; "" if there is no good guess."""
+        """The key that was probably meant, as the suffix of the message; "" if there is no good guess."""
         return suggestion(self._key, self.known, self._path)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class UnknownKey(InputError):
 
 
 def suggestion(key: str, known: Collection[str], path: str) -> str:
-    """Suffix for a message on an unknown key: what was probably meant, or nothing.
+    """Suffix for a message on an unknown key: the key that was probably meant, or nothing.
 
     Args:
         known: the keys of the table ``path``.
@@ -137,7 +137,7 @@ def _question(key: str, path: str, rest: str = "") -> str:
 
 
 def _example(key: str, guess: str) -> str:
-    """An example value, if the value of the wrong key means something else."""
+    """Text with an example value, if the value of the wrong key means something else; otherwise ""."""
     found, value = _INSTEAD.get(key.lower(), ("", None))
     return f", e.g. {json.dumps(value)}" if found == guess else ""
 

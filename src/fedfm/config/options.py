@@ -18,7 +18,7 @@ _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that apply t
 
 
 def check_momentum(local: Local) -> None:
-    """Refuse a momentum of a client optimiser that has none.
+    """Refuse a momentum if the client optimiser has none.
 
     Raises:
         InputError: the momentum is set.
@@ -113,7 +113,7 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
     if not all(m.traits.rows_by_optimiser for m in _all(e.method)):
         raise InputError(
             f"data.augment: the clients of {method} read their images outside the local optimiser, too, and would see "
-            "them unchanged; drop it, or take a method whose clients only train by it, e.g. fedavg",
+            "them unchanged; drop it, or take a method whose clients read rows only in it, e.g. fedavg",
             key="data.augment",
         )
     if e.privacy is not None and e.privacy.mechanism == "dp_sgd":

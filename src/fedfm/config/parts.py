@@ -22,7 +22,7 @@ class ExperimentParts:
     """The settings in the tables of an experiment.
 
     Attributes:
-        tuning: trials of a search before this run, and their costs.
+        tuning: the trials of a search for the learning rate before this run, and their costs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Registry of methods, attacks, aggregations and optimisers: names and classes. A class is named after its file.
+"""Registry of methods, attacks, aggregations and optimisers by name. The name of a class is the name of its file.
 
 A name in an experiment never makes Python import anything but fedfm. The owner of the process must first admit a class
 from elsewhere (``module:Class`` or an installed entry point).
@@ -28,15 +28,15 @@ _BASES = {
 _HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds whose classes a dict lists, instead of a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
-_WINGS = {  # what wings add to a kind: files, or folders that contain only files of this kind
+_WINGS = {  # kind -> its modules in other parts of fedfm (wings): files, or folders with only files of this kind
     "methods": ("fedfm.encrypted.blindfed",),
     "audits": ("fedfm.encrypted.audits",),
 }
-_NOT_NAMED = {"attacks": ("attack", "attackers"), "aggregation": ("base", "private")}  # files with no named class
+_NOT_NAMED = {"attacks": ("attack", "attackers"), "aggregation": ("base", "private")}  # files without such a class
 
 
 def available(kind: str) -> dict[str, str]:
-    """Name -> module or entry point, for everything of a kind ("methods"): fedfm's own, then installed entry points."""
+    """The module or entry point of each name of a kind, e.g. "methods": fedfm's own, then installed entry points."""
     if kind in _HELD:
         return {name: place.partition(":")[0] for name, place in _attribute(_HELD[kind]).items()}
     found: dict[str, str] = {}
@@ -46,7 +46,7 @@ def available(kind: str) -> dict[str, str]:
 
 
 def _modules_in(place: str, without: Sequence[str]) -> dict[str, str]:
-    """Name -> module of a file, or of the files and algorithms of a folder; only fedfm itself is imported."""
+    """The module of each name in a folder (or of a single file), found without an import except of fedfm itself."""
     root, *parts = place.split(".")
     folder = files(root).joinpath(*parts)
     if not folder.is_dir():
@@ -186,7 +186,7 @@ def admit_named(experiment: Mapping[str, Any]) -> None:
 
 
 def _names(table: Any, where: str) -> Iterator[tuple[str, str]]:
-    """(key, name) of a table and of its inner tables: a method may hold another, e.g. FedBaF's base."""
+    """(key, name) of a table and of its inner tables: a method may contain another one, e.g. FedBaF's base."""
     if isinstance(table, Mapping):
         for key, value in table.items():
             if key == "name" and isinstance(value, str):

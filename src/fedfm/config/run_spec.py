@@ -53,7 +53,7 @@ class RunSpec:
         ge=0,
     )
     gpus_per_client: float | None = setting(
-        None, "GPUs that a client takes while it works: 0.5 for two on one, 2 for a model on two [1]", gt=0, finite=True
+        None, "GPUs per working client: with 0.5 two clients share one, with 2 a model uses two [1]", gt=0, finite=True
     )
     deterministic: bool = setting(
         False, "on a GPU: use deterministic algorithms, which are slower; an operation that has none is an error"
@@ -69,7 +69,9 @@ class RunSpec:
         None, "a round is a server update from the first updates that arrive: { buffer = 4 }"
     )
     superlink: str | None = setting(None, "deployment: host:port of a running SuperLink to attach to")
-    root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
+    root_certificates: str | None = setting(
+        None, "PEM file of the certificate authority that signed the SuperLink's certificate"
+    )
     folder: str | None = setting(None, "folder: the folder for the messages; it must exist on both sides")
     roster: str | None = setting(None, "folder: a TOML or JSON file with the silos' public keys by name")
     identity: str | None = setting(

@@ -17,7 +17,8 @@ from fedfm.privacy.spec import PrivacySpec
 from fedfm.privacy.spec import check as check_privacy
 
 SPECS: Mapping[str, type] = {"data": DataSpec, "model": ModelSpec, "privacy": PrivacySpec, "run": RunSpec}
-KINDS = {"method": ("methods", ""), "attack": ("attacks", ""), "aggregation": ("aggregation", "mean")}  # and default
+# The kind of a table in the registry, and the default name.
+KINDS = {"method": ("methods", ""), "attack": ("attacks", ""), "aggregation": ("aggregation", "mean")}
 
 
 def check_alone(section: str, tables: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tables of a TOML file to frozen dataclasses and back. Errors name the key and what is expected."""
+"""Convert tables of a TOML file to frozen dataclasses and back. Errors name the key and the expected value."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 
 def own_default(field: Field[Any]) -> Local | None:
-    """The field's default client optimiser, to which a table without a name belongs; None if it has none of its own."""
+    """The field's default client optimiser, whose values complete a table without a name; None if it has no own one."""
     default: Any = field.default
     own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
     return default if isinstance(default, Local) and own else None
@@ -225,7 +225,7 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
 
 
 def kind_of(cls: Any) -> str:
-    """Registry kind of a class, which a table names; "" if it has none."""
+    """The kind of a class in the registry, whose classes a table chooses by name; "" if it is not in the registry."""
     kinds = {"optimisers": Local, "methods": Method, "attacks": Attack, "aggregation": Aggregator}
     return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 

@@ -62,7 +62,7 @@ def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     unchanged.
 
     Raises:
-        InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.
+        InputError: the function cannot be called, or its Trainer has an argument that clients cannot apply.
     """
     data, method, run = (tables.get(key) for key in ("data", "method", "run"))
     name = data.get("name") if isinstance(data, Mapping) else None
