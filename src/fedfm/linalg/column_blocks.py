@@ -34,7 +34,7 @@ ENTRIES = 1 << 18  # entries in a block of few vectors: this many fit the caches
 STRETCH = 1 << 18  # columns in a stretch
 SHORT = 10**8  # multiplications; fewer take less time than the start of threads
 WINDOWS = 1 << 30  # largest number of bytes of all threads' windows: smaller windows would need more reads and waits
-LINE = 64  # bytes of padding behind a row: without it, rows whose length is a power of two share few cache lines
+LINE = 64  # bytes of padding behind a row: without it, rows whose length is a power of two compete for cache lines
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class Stretch(NamedTuple):
     """Columns of one layer and dtype, for one thread.
 
     Attributes:
-        runs: the columns.
+        runs: the spans of the columns.
         block: number of columns that are multiplied at once.
         window: number of columns in memory at a time.
     """

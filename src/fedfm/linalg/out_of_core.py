@@ -70,7 +70,7 @@ def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params
 
 
 def to_file(x: Params) -> Params:
-    """Move a vector as large as a complete model to an anonymous file, if the disk has room."""
+    """Move a vector of at least :data:`pages.LARGE` bytes to an anonymous file, if the disk has room."""
     if x.nbytes < pages.LARGE or len(x.flats) > 1:
         return x
     from fedfm.linalg.mapped_files import bytes_in_file

@@ -66,7 +66,7 @@ _alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # the layouts 
 
 
 def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """The Layout of received entries. It stays out of the cache of :func:`layout_of`, so that no sender can fill it."""
+    """The Layout of received entries. It is not put into the cache of :func:`layout_of`: a sender could fill it."""
     return _alive.get(entries) or Layout(entries)
 
 

@@ -31,7 +31,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @functools.cache
 def _controller() -> Any:
-    """The controller of the loaded libraries, kept because the search for them takes milliseconds."""
+    """The controller of the loaded BLAS libraries, kept because the search for libraries takes milliseconds."""
     import scipy.linalg  # noqa: F401 - loads its LAPACK
     from threadpoolctl import ThreadpoolController
 

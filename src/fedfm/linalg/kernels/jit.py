@@ -1,4 +1,4 @@
-"""Compilation of loops with numba. Only modules of loops import numba; callers import them before they run a loop."""
+"""Compilation of loops with numba. Only modules with loops import numba; callers import these just before a loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compile_cached(function: Callable[..., Any], maths: set[str] = MATHS, signat
 
 
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Compile a function that compiled functions inline: a call of it would count references to its arrays."""
+    """Compile a function that is inlined into compiled functions, as a call would count references to its arrays."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 

@@ -1,9 +1,9 @@
 """Local training of one linear head in compiled loops: all steps of a client in one call.
 
 The weights are stored transposed, as (d, C'): C' is the number of classes C, rounded up to a multiple of 16, and the
-columns behind the C are zero. So one tiled product (:mod:`fedfm.linalg.kernels.matmul`) computes both the logits and
-the update of the weights, and no sum runs across lanes. The rows of a batch are first copied to adjacent memory. The
-caller allocates the scratch memory.
+columns after the first C are zero. So one tiled product (:mod:`fedfm.linalg.kernels.matmul`) computes both the logits
+and the update of the weights, and no sum runs across lanes. The rows of a batch are first copied to adjacent memory.
+The caller allocates the scratch memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.linalg.kernels.matmul import product, transpose
 from fedfm.linalg.kernels.simd import COUNT, all_of, exp, first, fma, larger, largest, load, minus, store, times, turn
 from fedfm.linalg.kernels.simd import total as sum_of
 
-F = np.float32  # numba takes 1.0 as a float64, and a product of it and a float32 is a float64
+F = np.float32  # numba treats a literal 1.0 as a float64, and its product with a float32 is a float64
 
 _part = partial(part, maths=EXACT)
 
