@@ -97,7 +97,7 @@ class CorrelatedGaussian(CentralGaussian):
 
     @property
     def noise_of_one_answer(self) -> float:
-        """The noise multiplier of independent releases that would spend at least as much for a client's answers."""
+        """The noise multiplier with which independent releases would spend at least as much for a client's answers."""
         return self.noise_multiplier / self.strategy.of_one_answer()
 
     @property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attack:
-    """Base class of attacks. Subclasses override what the attackers change."""
+    """Base class of attacks. Subclasses override the methods for those parts of a run that the attackers change."""
 
     fraction: float = setting(0.0, "fraction of the clients that attack [required]", gt=0, le=1)
 
@@ -40,7 +40,7 @@ class Attack:
         return local
 
     def upload(self, update: Update, w: Params | None) -> Update:
-        """The update that an attacker sends in place of ``update``. ``w`` is the weights that it changes, if known."""
+        """The update that an attacker sends in place of ``update``; ``w``: the received weights, if known."""
         return update
 
     def trigger(self, rows: Table) -> Table | None:

@@ -18,12 +18,12 @@ STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class ReversedWeights(Attack):
-    """The server gets -w_k, as printed, or 2 w_t - w_k, in place of w_k.
+    """The server gets -w_k, as in the paper, or 2 w_t - w_k, in place of w_k.
 
     Running means and variances do not change, because a negative variance would be detected at once.
 
-    The negative shrinks every honest mean towards zero, where LoRA reproduces the foundation model. The reflection is
-    as far from w_t as the honest update is.
+    With ``negate`` the mean moves towards zero, where LoRA equals the foundation model. With ``reflect`` the weights
+    that an attacker sends are as far from w_t as the honest ones.
     """
 
     variant: str = setting("negate", "negate: -w_k; reflect: 2 w_t - w_k", choices=("negate", "reflect"))

@@ -16,13 +16,13 @@ class Spent:
 
     Attributes:
         mechanism: e.g. ``"Gaussian, analytic"``.
-        unit: what the guarantee hides: ``"record"``, the presence of a row of one client's data set.
+        unit: what the guarantee hides: the presence of one row of a client (``"record"``) or of a ``"client"``.
         relation: which data sets are neighbours: ``"add_remove"``, ``"replace"`` or ``"replace_any"``.
         epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
-        sigma: standard deviation of the noise on these statistics; None: they are not one Gaussian release, e.g. the
-            sampled steps of DP-SGD, and do not compose with other entries.
+        sigma: standard deviation of the noise on these statistics. None: this is not one Gaussian release (e.g. the
+            sampled steps of DP-SGD), and it does not compose with other entries.
         composition: how the parts of the release compose, e.g. its rounds, or the classes of one client.
         note: further assumptions.
     """
@@ -41,8 +41,9 @@ class Spent:
 def together(spent: Sequence[Spent]) -> Spent:
     """Composition of Gaussian releases about a record that is in all of them: two clients, two runs, several rounds.
 
-    Exact: releases of sensitivity s_i under noise sigma_i equal one of sensitivity sqrt(sum s_i^2/sigma_i^2) under
-    noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later release depends on an earlier one.
+    It is exact: releases of sensitivity s_i under noise sigma_i equal one release of sensitivity
+    sqrt(sum s_i^2/sigma_i^2) under noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later release depends on an
+    earlier one.
 
     Raises:
         InputError: there is no release, one of several is not Gaussian, or they differ in unit, relation or delta.

@@ -17,7 +17,7 @@ class AdaptiveClip:
     """Each client reports in one bit whether its update is within the norm C; C adapts to the share of such updates.
 
     A participating client adds b - 1/2 to the count, another client adds 0: the sensitivity is 1/2. The noise of the
-    updates is larger than z C, so that updates and count together spend what z states.
+    updates is larger than z C, so that updates and count together spend the epsilon of noise z.
 
     Attributes:
         start: C of the first round.
@@ -40,5 +40,5 @@ class AdaptiveClip:
         return 1 / math.sqrt(1 / z**2 - 1 / (2 * sigma_b) ** 2)
 
     def following(self, clip: float, share: float) -> float:
-        """C of the next round: C exp(-eta_C (b - gamma)), with the noised share b of those within C."""
+        """C of the next round: C exp(-eta_C (b - gamma)), where b is the noisy share of updates within C."""
         return clip * math.exp(-self.learning_rate * (share - self.quantile))

@@ -21,7 +21,7 @@ from fedfm.privacy import gaussian
 
 LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
 LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends dozens of epsilon
-WIDTH = 1e-3  # of the search's last interval, in log z
+WIDTH = 1e-3  # width of the search's last interval, in log z
 FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid gives an upper bound
 
 
@@ -103,8 +103,8 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
 def _smallest(epsilon_at: Callable[[float], float], epsilon: float, z: float) -> float:
     """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` spends no more.
 
-    Each epsilon takes up to seconds, the more the less noise. So the search interpolates log epsilon over log z, which
-    is nearly a line, and comes from above.
+    The computation of one epsilon takes up to seconds, and longer with less noise. So the search interpolates log
+    epsilon, which is nearly linear in log z, and starts at large noise.
     """
 
     def excess(z: float) -> float:
@@ -115,7 +115,7 @@ def _smallest(epsilon_at: Callable[[float], float], epsilon: float, z: float) ->
     while (above := excess(math.exp(low))) <= 0:
         high, below, z = low, above, math.exp(low)
         low = high + min(0.8 * below, -WIDTH)
-    stays = 0  # 1: the last steps moved the upper end alone, -1: the lower one
+    stays = 0  # 1: the last step moved the upper end, -1: the lower end
     while high - low > WIDTH:
         root = low + (high - low) * above / (above - below)
         x = root + 0.4 * WIDTH if high - root > root - low else root - 0.4 * WIDTH  # so that the two ends meet

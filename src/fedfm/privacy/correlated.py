@@ -3,17 +3,18 @@
 The sums X (T, P) of T rounds are released as X + C^-1 Z with independent normal Z: a post-processing of C X + Z, which
 is private also if later sums depend on earlier releases (Denisov, McMahan, Rush, Smith, Guha Thakurta. Improved
 Differential Privacy for SGD via Optimal Private Linear Operators on Adaptive Streams. NeurIPS 2022, arXiv:2202.08312).
-After round s the model has the noise (A C^-1 Z)_s, A the lower triangle of ones (Kairouz, McMahan, Song, Thakkar,
-Thakurta, Xu. Practical and Private (Deep) Learning without Sampling or Shuffling. ICML 2021, arXiv:2103.00039).
+After round s the model has the noise (A C^-1 Z)_s, where A is the lower triangular matrix of ones (Kairouz, McMahan,
+Song, Thakkar, Thakurta, Xu. Practical and Private (Deep) Learning without Sampling or Shuffling. ICML 2021,
+arXiv:2103.00039).
 
 C is lower triangular and Toeplitz, with the first p coefficients of the square root of A, c_i = binom(2 i, i) / 4^i
 (Fichtenberger, Henzinger, Upadhyay. Constant Matters. ICML 2023, arXiv:2202.11205; banded: Kalinin, Lampert. Banded
 Square Root Matrix Factorization for Differentially Private Model Training. NeurIPS 2024, arXiv:2405.13763).
 
-*Sensitivity*. A client takes part every b rounds. Its vectors u_t of norm at most 1 change C X by sum_t C_t u_t^T, C_t
-the columns. All entries of C are at least 0. So the Frobenius norm is largest if all u_t are equal and no round is left
-out. It then is the norm of the sum of the columns b apart. With p <= b bands these columns are orthogonal
-(Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurIPS 2023, arXiv:2306.08153).
+*Sensitivity*. A client takes part every b rounds. Its vectors u_t of norm at most 1 change C X by sum_t C_t u_t^T with
+columns C_t of C. All entries of C are at least 0. So the Frobenius norm of the change is largest if all u_t are equal
+and the client skips no round. Then it is the norm of the sum of every b-th column. With p <= b bands these columns are
+orthogonal (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurIPS 2023, arXiv:2306.08153).
 
 *Quality*. The noise of the last model is at most 4 % above that of the best Toeplitz matrix that a numerical search
 found for (T, b) = (12, 3), (24, 6), (30, 5) and (16, 16).
@@ -57,9 +58,9 @@ class Strategy:
         return max((float(np.linalg.norm(self._columns(n, i))) for i in range(min(self.period, n))), default=0.0)
 
     def of_one_answer(self) -> float:
-        """A bound s such that any j answers of a client have at most the sensitivity s j^(1/2).
+        """A bound a such that any j answers of a client have at most the sensitivity a j^(1/2).
 
-        s^2 is the largest sum over t of <C_s, C_t>, s and t in the client's rounds.
+        a^2 is the largest sum over t of <C_s, C_t>, where s and t are rounds of the same client.
         """
         c, n = np.array(self.coefficients), self.rounds
         most = 0.0
@@ -83,7 +84,7 @@ class Strategy:
         return np.asarray(np.sqrt(np.cumsum(np.cumsum(self.inverse()) ** 2)))
 
     def last(self) -> float:
-        """Deviation of the last model, the largest of all, at a sensitivity of 1."""
+        """Standard deviation of the last model, which is the largest of all models, at a sensitivity of 1."""
         return float(self.deviations()[-1]) * self.sensitivity()
 
 

@@ -20,7 +20,7 @@ from fedfm.errors import E_REFUSED, ClientFault, RowsChanged
 from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
 from fedfm.privacy.noise import cover, digest, stream
 
-_COMPARED = 64  # first numbers by which noisy sums are compared; their noise depends on the complete sum
+_COMPARED = 64  # number of leading entries by which noisy sums are compared; their noise depends on the complete sum
 MEMORY = "dp_sgd"  # beginning of the names in client.write_once, and name of the client's secret
 
 
@@ -72,8 +72,8 @@ class PrivateSteps:
     the same steps with the same noise. Another start of a recorded round is refused, and so is a round before the last
     recorded one. Either would release further sums with other noise, which are not accounted.
 
-    The records are in :attr:`Client.write_once`. It has no versions, so neither a resume, nor a repeated message, nor
-    the order of rounds undoes them. The client's memory has versions. It only says where the search for the round's
+    :attr:`Client.write_once` keeps the records. It has no versions, so neither a resume, nor a repeated message, nor
+    the order of rounds undoes them. The client's memory has versions, and only stores where the search for the round's
     place begins.
 
     Args:

@@ -1,9 +1,9 @@
 """Normal noise from a secret key. Noise that protects records must not come from a generator whose state can be
 guessed.
 
-HKDF-SHA256 derives a subkey for each purpose. ChaCha20 makes a stream of it, and Box-Muller makes normals of the
-stream. The same key, purpose and shape give the same numbers, so an interrupted run repeats its noise instead of
-averaging it away.
+HKDF-SHA256 derives a subkey for each purpose. ChaCha20 expands it to a stream, and the Box-Muller transform turns the
+stream into normal numbers. The same key, purpose and shape give the same numbers. So an interrupted run repeats its
+noise, which then cannot be averaged away.
 
 *The same noise never covers two different numbers.* :func:`cover` puts a digest of the numbers, of their shape and of
 the noise's standard deviation into the purpose. Numbers that differ in one bit get independent streams, so no
@@ -26,7 +26,7 @@ from fedfm.errors import InputError
 Array = NDArray[np.float64]
 
 _LEAST_KEY = 16  # bytes
-_GRID_BITS = 20  # the lattice of a release has steps of about sigma / 2^20: far below the noise, far above a float's
+_GRID_BITS = 20  # a release's lattice has steps of about sigma / 2^20: far below the noise, far above float rounding
 BLOCK = 1 << 20  # numbers of noise at a time
 
 

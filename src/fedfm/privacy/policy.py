@@ -56,7 +56,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Requirements:
-    """A silo's requirements on every experiment; one that guarantees less is refused before it gets any data."""
+    """A silo's requirements on every experiment. An experiment that guarantees less is refused before it gets data."""
 
     aggregator: str | None = setting(None, "secagg: the server sees sums of updates only", choices=("secagg",))
     smallest_cohort: int = setting(0, "smallest number of silos in a sum, this one included; needs secagg", ge=0)
@@ -78,7 +78,7 @@ class Budget:
     """A silo's budgets over all runs of its lifetime; its ledger counts them."""
 
     epsilon: float | None = setting(
-        None, "epsilon of all releases together; a release without one is then refused", gt=0
+        None, "epsilon of all releases together; a release without an epsilon is then refused", gt=0
     )
     delta: float = setting(1e-5, "delta at which epsilon is computed", gt=0, lt=1)
     bytes: int | None = setting(None, "bytes of everything that leaves the silo", ge=0)

@@ -17,7 +17,7 @@ _BLOCK = 1 << 15  # entries at a time: they stay in the cache
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """Numbers of magnitude ``bound`` at most, of which at most ``terms`` are summed.
+    """A code for numbers of magnitude at most ``bound``, of which at most ``terms`` are added.
 
     *Guarantee*: the sum of m <= terms encoded numbers, decoded, differs from the sum of the numbers by at most
     m step / 2, up to the rounding of float64 (2^-53 of a number). Each integer is at most bound / step + 1/2 in
@@ -33,7 +33,7 @@ class FixedPoint:
 
     @cached_property
     def shift(self) -> int:
-        """The s of the smallest step 2^-s that excludes an overflow."""
+        """The exponent s of the smallest step 2^-s that excludes an overflow."""
         most = (Fraction(2 ** (self.bits - 1) - 1, self.terms) - Fraction(1, 2)) / Fraction(self.bound)
         shift = most.numerator.bit_length() - most.denominator.bit_length()  # floor(log2 most), or one more
         return shift if Fraction(2) ** shift <= most else shift - 1

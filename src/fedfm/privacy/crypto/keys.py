@@ -1,6 +1,6 @@
 """Agreement on keys (X25519), derivation (HKDF-SHA-256), encryption (ChaCha20-Poly1305), signatures (Ed25519).
 
-All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; two different ones never encode alike.
+All keys are 32 raw bytes. A context is a sequence of text, bytes and integers. Different contexts have different codes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def exchange_public_of(identity: bytes) -> bytes:
 
 
 def seal(key: bytes, data: bytes, *context: Context) -> bytes:
-    """Encrypt; ``context`` is authenticated and not sent."""
+    """Encrypt ``data``. The context is authenticated, but the result does not contain it."""
     nonce = entropy(_NONCE)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, data, encode(*context))
 
@@ -81,7 +81,7 @@ def unseal(key: bytes, sealed: bytes, *context: Context) -> bytes:
     """The inverse of :func:`seal`.
 
     Raises:
-        ValueError: the key or the context is another, or the data were changed.
+        ValueError: key or context differ from those of :func:`seal`, or the data were changed.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], encode(*context))
@@ -95,7 +95,7 @@ def identity_of(private: bytes) -> bytes:
 
 
 def sign(private: bytes, *context: Context) -> bytes:
-    """Signature, 64 bytes."""
+    """The signature of a context (64 bytes)."""
     return Ed25519PrivateKey.from_private_bytes(private).sign(encode(*context))
 
 
