@@ -49,7 +49,7 @@ def test_it_is_refused_under_a_promise(tmp_path):
     privacy = {"target_epsilon": 8.0, "delta": 1e-5, "unit": "record"}
     tables = experiment(tmp_path, method={"name": "fedpft", "rounds": 1}, run={"local_scores": True})
     del tables["method"]["local"], tables["method"]["fraction"]
-    with pytest.raises(InputError, match=r"run.local_scores: .* covered by no"):
+    with pytest.raises(InputError, match=r"run.local_scores: .* does not cover"):
         execute.run({**tables, "privacy": privacy})
 
 

@@ -32,7 +32,7 @@ from fedfm.linalg.params import Layout
 Check = Callable[[ClientId, Update], None]
 
 # Keys in the server's memory: for each client [end of its training, round in which it began]; for each round the
-# payload that was sent; the two clocks.
+# payload that was sent; the simulated times of asynchronous and of synchronous rounds so far.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2, where b is 1 if the norm is within the clip
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of metrics of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
-_AGAIN = "releases again"  # key of the server's store
+_AGAIN = "releases again"  # key in the server's store of the number of repeated releases
 _LEAST_SHARE = 4096.0  # smallest standard deviation of a client's share of the noise, in lattice steps
 _STATISTICS = (
     'privacy.unit = "client": {}: running statistics of batch norm are data, and noise can make a variance negative; '
@@ -107,7 +107,7 @@ class CentralGaussian(Mechanism):
         return by_coins(fed.secret("cohort"), fed.round, fed.clients, self.rate)
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
-        """The size of the cohort, or its expectation. It depends on no client's coin, data or failure.
+        """The size of the cohort, or its expected size. The divisor depends on no client's coin, data or failure.
 
         Raises:
             RunError: the method asks other clients than the accountant assumes.
@@ -116,8 +116,8 @@ class CentralGaussian(Mechanism):
             return len(asked)
         if set(asked) != set(self.cohort(fed)):
             raise RunError(
-                f"round {fed.round}: this method asks other clients than fed.sample(fraction), but the accounting "
-                "of [privacy] assumes those; set method.fraction = 1.0"
+                f"round {fed.round}: this method asks other clients than fed.sample(fraction), but [privacy] is "
+                "accounted for the latter; set method.fraction = 1.0"
             )
         return self.fraction * len(fed.clients)
 
@@ -307,10 +307,10 @@ class CentralGaussian(Mechanism):
     def _taking_part(self) -> str:
         if self.rate < 1:
             return (
-                f"each client in each with probability {self.rate:g} by a secret coin: privacy loss distributions; "
-                "sensitivity and sigma are those of a client that is in every round"
+                f"each client in each round with probability {self.rate:g} by a secret coin, composed by privacy loss "
+                "distributions; sensitivity and sigma are those of a client that is in every round"
             )
-        return "each with every client: sampling is not counted"
+        return "every client in each round: sampling is not counted"
 
     @property
     def _note(self) -> str:

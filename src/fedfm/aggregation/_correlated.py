@@ -105,5 +105,5 @@ class CorrelatedGaussian(CentralGaussian):
         bands = len(self.strategy.coefficients)
         return (
             f"each client in one of {self.period} in a rotation, with a banded strategy of {bands} bands; "
-            "the sensitivity is that of all sums times the strategy"
+            "the sensitivity is that of all sums multiplied by the strategy"
         )

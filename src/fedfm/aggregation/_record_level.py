@@ -73,8 +73,8 @@ class DpSgd(Mechanism):
                 delta=plan.delta,
                 sensitivity=plan.clip_norm,
                 sigma=None,  # rows are sampled for each step, so no single Gaussian release spends this
-                composition=f"{rounds} rounds of Poisson-sampled steps, privacy loss distributions; the largest "
-                "epsilon over clients, whose rows are disjoint",
+                composition=f"{rounds} rounds of Poisson-sampled steps, composed by privacy loss distributions; the "
+                "largest epsilon over clients, whose rows are disjoint",
                 note="against the server, too; the numbers of rows are public; a person with rows at two clients "
                 "spends what both spend together"
                 + (

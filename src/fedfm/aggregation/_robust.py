@@ -82,8 +82,8 @@ def shares(weights: Sequence[float]) -> Tensor:
 def squared_distances(x: Sequence[Params]) -> Tensor:
     """||x_i - x_j||^2, (m, m), float64.
 
-    They are computed from differences: with inner products, one update of enormous norm would cancel the distances of
-    all others.
+    They are computed from differences: with inner products, one update of enormous norm would make the distances of
+    all others inexact.
     """
     d = torch.zeros(len(x), len(x), dtype=torch.float64)
     for block in blocks(x):

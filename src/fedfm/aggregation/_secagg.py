@@ -7,8 +7,8 @@ Polychroniadou, Rabin. Flamingo. S&P 2023, clients agree on keys once for many s
 unmask it.
 
 1. keys: each client publishes signed keys for the next sums;
-2. share: it receives the keys of all, and sends its neighbours encrypted shares of the seeds of its masks;
-3. hold: it receives its neighbours' shares;
+2. share: each client receives the keys of all, and sends its neighbours encrypted shares of the seeds of its masks;
+3. hold: each client receives its neighbours' shares;
 4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, which is its
    signature of the cohort and of what the server sent to all;
 5. consent, if a client of the cohort dropped out: the others sign the list of survivors;
@@ -238,7 +238,7 @@ class SecAgg(Transport):
             session = self._agree(fed)
         i, agreement = session.used, session.agreement
         fed.process_memory[MEMORY] = session
-        session.used, session.broken = i + 1, True  # set back below if all messages succeed
+        session.used, session.broken = i + 1, True  # set to False below if all messages succeed
         wanted = set(asked)
         cohort = bytes(p in session.shares_at and name in wanted for p, name in enumerate(agreement.names))
         n = sum(cohort)
@@ -304,7 +304,7 @@ class SecAgg(Transport):
             fed.notice(
                 f"secure aggregation: aggregation.compact rounds the sum by {share}; a smaller aggregation.bound "
                 f"rounds "
-                "less, and without compact there is nothing to set"
+                "less, and without compact no bound needs to be set"
             )
 
     def _agree(self, fed: Federation) -> Session:

@@ -175,7 +175,7 @@ class Member:
     def mask(
         self, client: Client, i: int, cohort: bytes, payload_digest: bytes, vectors: Sequence[masks.Words]
     ) -> tuple[bytes, bytes]:
-        """Add the masks of sum i to ``vectors`` in place; return ``payload_digest``, and a signature of it and cohort.
+        """Mask ``vectors`` in place for sum i; return the seal: ``payload_digest``, and a signature over it and cohort.
 
         Args:
             cohort: one byte for each position.
@@ -265,7 +265,7 @@ class Member:
 
 
 def identity_of(client: Client) -> bytes:
-    """The key with which a client signs: the silo's own, or one of this run."""
+    """The key with which a client signs: the silo's own key, or else a key that is drawn for this run."""
     return client.identity or client.secret("identity")
 
 
@@ -314,7 +314,7 @@ def sum_of(client: Client) -> Sum:
 
 
 def member_of(stored: Any) -> Member:
-    """The state from its entry in a client's memory.
+    """The :class:`Member` from its entry in a client's memory.
 
     Raises:
         ClientFault: the memory has no such entry.

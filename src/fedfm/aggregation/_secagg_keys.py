@@ -15,7 +15,7 @@ from fedfm.privacy.crypto import keys, shamir
 
 KEY, SIGNATURE = keys.KEY, keys.SIGNATURE
 OUT, DEAD, ALIVE = 0, 1, 2  # status of a member in a sum: not in the cohort, dropped out, masked update received
-LEAST = 3  # smallest number of clients in a sum; in a sum of two, each could compute the other's part
+LEAST = 3  # smallest number of clients in a sum; in a sum of two, each client could compute the other's part
 LABEL = "fedfm-secagg-2"
 
 
@@ -30,7 +30,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def degree(neighbours: int, n: int) -> int:
-    """Number of neighbours of each of n clients: an even number, or all others.
+    """Number of neighbours of each of n clients: an even number, or n - 1.
 
     Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS
     2020. Here the default is 4 ceil(log2 n).
@@ -127,8 +127,8 @@ class Card:
 class Agreed:
     """The members and their keys. Each client and the server compute the same graph of neighbours from them.
 
-    The ring is in the order of a hash of all names and keys. So nobody can choose a client's place in the ring without
-    the keys of all others, and every client can check its neighbours.
+    Hashes of all names and keys determine the order of the ring. So nobody can choose a client's place in the ring
+    without the keys of all others, and every client can check its neighbours.
 
     Args:
         known: digest and ring, if they were computed before; the time to compute them grows with the members.

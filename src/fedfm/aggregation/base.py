@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedfm.privacy.accountant import Accountant
     from fedfm.privacy.dp_sgd import DescentPlan
 
-Half = Callable[..., Any]  # a method's client half
+Half = Callable[..., Any]  # a client half: the part of a method that runs at the client
 Of = Iterable[ClientId] | None  # the clients to ask; None: all clients
 Payload = Mapping[str, Any]
 Rule = Callable[[Federation, Iterator[Update]], Params]
@@ -230,7 +230,7 @@ class Aggregator:
         return mechanism.release(fed, updates, self.reduce, over, like)
 
     def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
-        """The rule: a running sum in memory, for any number of updates."""
+        """The rule: the weighted mean, with one running sum in memory for any number of updates."""
         mean = RunningMean()
         for update in updates:
             mean.add(update.weight, update.delta)

@@ -92,8 +92,8 @@ def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> Ad
         return None
     if correlated:
         raise InputError(
-            'privacy.clip_quantile: with mechanism = "correlated_gaussian" noise cancels between rounds of one unit, '
-            "and the clip would change the unit; drop one of the two",
+            'privacy.clip_quantile: with mechanism = "correlated_gaussian" noise cancels between rounds only if all '
+            "have the same clipping norm, and the quantile would change it; drop one of the two",
             key="privacy.clip_quantile",
         )
     if len(method.means) != 1:
@@ -158,7 +158,7 @@ def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
     faults.refuse()
     z = mechanism.noise_multiplier
     noise = mechanism.clip_norm * z
-    if mechanism.adaptive is not None:  # the count's noise comes in shares of at least half of the clients
+    if mechanism.adaptive is not None:  # the count's noise has at least half as many shares as there are clients
         sigma_b = mechanism.adaptive.count_noise(_MOST_CLIENTS, z)
         noise = max(mechanism.adaptive.update_noise(z, z), z, sigma_b / math.sqrt(_MOST_CLIENTS / 2))
     found = replace(aggregation, bound=2.0 ** math.frexp(mechanism.clip_norm + _TAIL * noise)[1])

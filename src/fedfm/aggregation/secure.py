@@ -54,7 +54,7 @@ class Secure(Mean):
     )
     clip_norm: float | None = setting(None, "clients scale an update down to this L2 norm", gt=0)
     threshold: float = setting(0.67, "more than this fraction of the clients must stay to the end", ge=0.5, lt=1)
-    neighbours: int = setting(0, "number of clients with which each shares masks; 0: about 4 log2 of all", ge=0)
+    neighbours: int = setting(0, "number of clients with which each shares masks; 0: about 4 log2 n of n clients", ge=0)
     metrics: tuple[str, ...] = setting(
         ("loss", BEFORE, LOSS_BEFORE, JUDGED, PASSES), "metrics that are summed; others stay at the clients"
     )

@@ -22,7 +22,7 @@ def audit(
     given: Any = None,
     time_limit: float | None = None,
 ) -> list[Finding]:
-    """Attack a finished run. Its ``audit.json``, manifest and report also get the findings.
+    """Attack a finished run. The findings are also written to its ``audit.json``, manifest and report.
 
     Args:
         attacks: name or names of attacks [all cheap ones that apply].

@@ -51,7 +51,7 @@ class CentralTraining(Generic[S]):
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Build from nested tables as TOML gives them.
+        """Build the settings from nested tables, as a TOML reader returns them.
 
         Raises:
             InputError: the tables are invalid; the error names the key, its value, and a valid value.

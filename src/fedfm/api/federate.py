@@ -85,8 +85,8 @@ def federate(
         val_fraction: fraction of each client's rows for validation.
         aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
         seed: determines every random stream [0, or the Trainer's].
-        out: the run directory [``runs/<name>-<time>``]. A run of the same experiment in it continues, also with more
-            ``rounds`` than before.
+        out: the run directory [``runs/<name>-<time>``]. If it contains a run of the same experiment, this run
+            continues, also with more ``rounds`` than before.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: name of the run.
         progress: receives the run's events; by default a bar on stderr, ``fedfm.Progress()`` is silent.

@@ -85,8 +85,8 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
 
 
 def rows_behind(key: str, run: Run) -> int:
-    """Number of test rows behind a score: the global ones, or those of the clients; 0 if the server does not know
-    it.
+    """Number of test rows behind a score: the global ones, or those of the clients. 0 if the server does not know the
+    number.
     """
     split = run.manifest["split"] or {}
     if key == LOCAL_ACCURACY or (key == "accuracy" and personal(run.experiment.method)):

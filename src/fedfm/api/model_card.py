@@ -322,10 +322,8 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
     if not known:
         return ["No score was measured."]
-    note = "Global: on the global test rows. Local: the clients, each on its own test rows: the mean of their "
-    note += (
-        "accuracies, and other scores over all of these rows together. The other scores are on the global test rows."
-    )
+    note = "Local scores are on the clients' own test rows: the local accuracy is the mean of the clients' accuracies, "
+    note += "and other local scores are over all of these rows together. All other scores are on the global test rows."
     if client is not None:
         note += " All but the first are scores of the run, not of this model alone."
     return ["| score | value |", "|---|---|", *known, "", note]

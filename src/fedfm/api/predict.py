@@ -145,7 +145,7 @@ def predict(
         - for a file with a column ``id``: ``ids``;
         - for instructions, prompts, or conversations, whose last turn is answered: ``answers``, and ``cut``, the
           indices of answers that reach the limit of tokens. Also ``loss``, ``perplexity``, ``exact_match`` and
-          ``rouge_1`` as in the run's evaluation, over the rows that contain the expected output (null without any);
+          ``rouge_1`` as in the run's evaluation, over the rows that contain an expected output (null if there is none);
         - for words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - for running text: ``loss`` and ``perplexity``;

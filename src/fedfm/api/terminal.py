@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 
 
 def tell(text: str, where: TextIO | None = None) -> None:
-    """Print text for people. Control characters are escaped, because other people choose names that occur in it."""
+    """Print text for people. Control characters are escaped, because texts contain names that other people chose."""
     print(visible_lines(text), file=where)
 
 

@@ -1,8 +1,8 @@
 """Attacks by clients, which the table [attack] chooses.
 
 An attack is one file in this folder, with a frozen dataclass derived from :class:`Attack`. It may change an attacker's
-training rows (before any model sees them), its client optimiser, and its update. It knows no method. Attackers' test
-and validation rows stay unchanged, so that accuracies with and without an attack can be compared.
+training rows (before any model sees them), its client optimiser, and its update. It does not depend on the method.
+Attackers' test and validation rows stay unchanged, so that accuracies with and without an attack can be compared.
 """
 
 from __future__ import annotations

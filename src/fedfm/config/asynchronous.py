@@ -23,7 +23,7 @@ def not_late(method: type[Method[Any]], name: str) -> str:
     if _accepts_stale_updates(method):
         return ""
     names = quote_names(name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name)))
-    return f'run.asynchronous: method "{name}" needs the answers of a full cohort to one state; expected {names}'
+    return f'run.asynchronous: method "{name}" needs the answers of a full cohort to the same model; expected {names}'
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:

@@ -67,7 +67,7 @@ def _headline(module: str) -> str:
 
 
 def method(name: str) -> str:
-    """Paper, description, and keys with defaults and meaning of a method, an attack or an aggregation, as valid TOML.
+    """A method, an attack or an aggregation as valid TOML, with its paper, description, keys, defaults and meanings.
 
     Raises:
         InputError: nothing has that name.
@@ -148,13 +148,13 @@ def _foreign(cls: type) -> dict[str, Any]:
             keys[key]["properties"] = _with_defaults(_foreign(type(default))["properties"], plain_or_name(default))
         elif key in ("local", "base") and is_dataclass(default) and "name" in (table := plain_or_name(default)):
             keys[key]["default"] = table
-    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # written by @dataclass
+    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # not that of @dataclass
     about = "\n\n".join(filter(None, (inspect.getdoc(sys.modules[cls.__module__]), itself)))
     return {"description": about, "properties": keys, "x-paper": differences(cls)}
 
 
 def schema(which: str) -> dict[str, Any]:
-    """The JSON Schema of a file; for an experiment including the names of installed entry points."""
+    """The JSON Schema of a file. That of an experiment includes the names of installed entry points."""
     path = files("fedfm.config").joinpath("schemas", f"{which}.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for kind in ("methods", "attacks", "aggregation") if which == "experiment" else ():

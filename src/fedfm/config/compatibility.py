@@ -79,13 +79,11 @@ def check_as_asked(e: ExperimentParts) -> None:
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
         raise InputError(
             f"method.ranks = {list(needs.ranks)}: {most} is above model.adaptation.rank = {adaptation.rank}, the "
-            "largest that the model has room for; raise that one, and set alpha",
+            "largest that the model has room for; raise model.adaptation.rank, and set alpha",
             key="method.ranks",
         )
     if run.superlink is not None and run.engine != "deployment":
-        raise InputError(
-            f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"', key="run.superlink"
-        )
+        raise InputError(f'run.superlink: only engine = "deployment" takes it, not "{run.engine}"', key="run.superlink")
     _check_folder(e)
     if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
         raise InputError(
@@ -112,12 +110,12 @@ def check_as_asked(e: ExperimentParts) -> None:
         )
     if run.local_scores and e.privacy is not None:
         raise InputError(
-            "run.local_scores: accuracies of single clients are covered by no [privacy]; drop one",
+            "run.local_scores: [privacy] does not cover accuracies of single clients; drop one of the two",
             key="run.local_scores",
         )
     if run.patience and e.privacy is not None:
         raise InputError(
-            "run.patience: validation losses of single clients are covered by no [privacy]; drop one",
+            "run.patience: [privacy] does not cover validation losses of single clients; drop one of the two",
             key="run.patience",
         )
     if run.patience and not e.data.val_fraction:

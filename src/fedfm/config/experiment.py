@@ -62,7 +62,7 @@ class Experiment(ExperimentParts):
         method_name: str | None = None,
         tuning: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        """Build and check the settings. Only ``dataclasses.replace`` passes ``method_name``: its settings are checked.
+        """Build and check the settings. Only ``dataclasses.replace`` passes ``method_name``, with checked settings.
 
         Raises:
             InputError: a value is wrong; the message has its key, the value and what would be right.
@@ -167,7 +167,7 @@ class Experiment(ExperimentParts):
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], *, imports: bool = False) -> Experiment:
-        """Build from nested tables as TOML gives them.
+        """Build an experiment from nested tables, as a TOML reader returns them.
 
         Args:
             imports: also import classes named as ``module:Class`` or by an entry point. Only for tables written by

@@ -37,7 +37,7 @@ def all_of(
 
 
 def _add(found: list[InputError], faults: Iterable[InputError]) -> None:
-    """Add the faults of another reading, except for keys with a known fault: it may be the same in other words."""
+    """Add the faults of another reading, except at keys with a known fault: readers word the same fault differently."""
     known = {fault.key for fault in found}
     found += [fault for fault in faults if fault.key not in known]
 

@@ -123,5 +123,5 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
 
 
 def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
-    """The method and those in its fields."""
+    """The method, and the methods in its fields."""
     return (method, *nested_methods(method))

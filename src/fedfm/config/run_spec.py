@@ -15,12 +15,12 @@ TRACKERS = ("mlflow", "tensorboard", "wandb")
 class AsynchronousSpec:
     """Buffered asynchronous rounds: see :mod:`fedfm.aggregation._asynchronous`."""
 
-    buffer: int = setting(0, "K, updates in a server update; slower clients are in a later one", required=True, ge=1)
+    buffer: int = setting(0, "K, updates in a server update; later updates are in the next one", required=True, ge=1)
     staleness: float = setting(
         0.5, "a: an update that began tau server updates ago is weighted by (1 + tau)^-a", ge=0, finite=True
     )
     speeds: dict[str, float] = setting(
-        dict, "speed by client relative to all others, if arrival is simulated", gt=0, finite=True
+        dict, "relative speed of each client, if the engine simulates arrival", gt=0, finite=True
     )
 
 
@@ -68,14 +68,14 @@ class RunSpec:
     asynchronous: AsynchronousSpec | None = setting(
         None, "a round is a server update from the first updates that arrive: { buffer = 4 }"
     )
-    superlink: str | None = setting(None, "deployment: host:port of a running SuperLink to attach to")
+    superlink: str | None = setting(None, "deployment engine: host:port of a running SuperLink to use")
     root_certificates: str | None = setting(
         None, "PEM file of the certificate authority that signed the SuperLink's certificate"
     )
-    folder: str | None = setting(None, "folder: the folder for the messages; it must exist on both sides")
-    roster: str | None = setting(None, "folder: a TOML or JSON file with the silos' public keys by name")
+    folder: str | None = setting(None, "folder engine: the folder for messages; it must exist on both sides")
+    roster: str | None = setting(None, "folder engine: TOML or JSON file with the silos' public keys by name")
     identity: str | None = setting(
-        None, "folder: the file of the server's key, made if absent [~/.config/fedfm/server.key]"
+        None, "folder engine: the file of the server's key, made if absent [~/.config/fedfm/server.key]"
     )
     shared: bool = setting(
         False, "let others read the run directory, as far as your umask allows [only its owner]; private/ stays closed"

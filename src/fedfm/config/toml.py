@@ -40,7 +40,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; {takes}") from None
     except (IsADirectoryError, ValueError, RecursionError) as error:
-        # A ValueError says that the file is not UTF-8, is not TOML, or has a number of too many digits.
+        # ValueError: the file is not UTF-8, is not TOML, or has a number of too many digits.
         if path.is_dir() or path.name.lower().endswith(_DATA):
             message = f'{path} looks like data; {takes}, whose [data] says which: path = "{path}"'
         else:
@@ -112,7 +112,7 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 
 def own_default(field: Field[Any]) -> Local | None:
-    """The field's default client optimiser, whose values complete a table without a name; None if it has no own one."""
+    """The field's default client optimiser, whose values complete a table without a name; None if there is none."""
     default: Any = field.default
     own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
     return default if isinstance(default, Local) and own else None
@@ -225,7 +225,7 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
 
 
 def kind_of(cls: Any) -> str:
-    """The kind of a class in the registry, whose classes a table chooses by name; "" if it is not in the registry."""
+    """The registry's kind of a class, which a table chooses by name; "" if the registry has no classes of this base."""
     kinds = {"optimisers": Local, "methods": Method, "attacks": Attack, "aggregation": Aggregator}
     return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 

@@ -40,7 +40,7 @@ class Error:
     Attributes:
         largest: largest absolute difference.
         squares: sum of the squared differences.
-        count: entries.
+        count: number of entries.
 
     Example:
         >>> error = Error()

@@ -1,9 +1,10 @@
 """DP-SGD at one client: the noise multiplier of its steps, its secret coins, and its noise.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang. Deep Learning with Differential Privacy. CCS 2016.
-arXiv:1607.00133, Algorithm 1. Each step takes every row by a separate coin with probability q (Poisson sampling), so
-the number of rows in a batch is random, and may be 0. Neighbours differ by one row. The number of rows n_k is public,
-so a missing row counts as a row that adds nothing to any sum. Noisy floats are rounded to a lattice (Mironov 2012).
+arXiv:1607.00133, Algorithm 1. In each step, a separate coin for every row includes the row with probability q (Poisson
+sampling), so the number of rows in a batch is random, and may be 0. Neighbours differ by one row. The number of rows
+n_k is public, so a missing row counts as a row that adds nothing to any sum. Noisy floats are rounded to a lattice
+(Mironov 2012).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array)
     :func:`on_grid`. Two floats that differ in the last bit are different numbers and share no noise.
 
     Args:
-        key: secret; only its owner keeps it.
+        key: a secret that only its owner has.
         purpose: purpose of the release, e.g. ``"c3/moments/7"``; releases of different meaning have different purposes.
         sigma: standard deviation, above 0: a number, or an array with one for each number.
 
@@ -82,7 +82,7 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     The radius takes 64 random bits: the tails are cut at 9.5, beyond which a normal number has mass 1e-20.
 
     Args:
-        key: secret; only its owner keeps it.
+        key: a secret that only its owner has.
         purpose: purpose of the noise, e.g. ``"c3/moments/7"``.
 
     Raises:

@@ -1,6 +1,6 @@
-"""A silo's policy: exposure by requests, in four words; requirements on experiments; lifetime budgets.
+"""A silo's policy: what requests may expose, in four words; requirements on experiments; lifetime budgets.
 
-    mean      its update goes into a mean; the aggregation decides what the server sees of it
+    mean      the silo's update goes into a mean; the aggregation decides what the server sees of the update
     reply     the server sees a single reply of this silo
     scores    the server sees metrics of a model on this silo's own rows
     reveal    the server gets this silo's own final model
@@ -82,9 +82,7 @@ class Budget:
     )
     delta: float = setting(1e-5, "delta at which epsilon is computed", gt=0, lt=1)
     bytes: int | None = setting(None, "bytes of everything that leaves the silo", ge=0)
-    rounds: int | None = setting(
-        None, "rounds in which an update, a reply, scores or a failure of the silo leaves", ge=0
-    )
+    rounds: int | None = setting(None, "rounds in which an update, a reply, scores or a failure leaves the silo", ge=0)
 
 
 def _check(key: str, words: Sequence[str]) -> None:

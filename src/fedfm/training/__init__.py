@@ -1,4 +1,4 @@
-"""Client optimisers, and the trainers that compute them: by autograd, in packed batches, or on cached features."""
+"""Client optimisers, and the trainers that run them: by autograd, in packed batches, or on cached features."""
 
 from __future__ import annotations
 

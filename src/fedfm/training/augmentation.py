@@ -1,6 +1,6 @@
 """Random changes of training images, by name. Evaluation and features use the unchanged images.
 
-``crop``: the image gets a margin of an eighth of its side in the mean colour, and is cut to its size at a random place
+``crop``: the image gets a margin of an eighth of its side in the mean colour, and its size is cut out at a random place
 (He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels of 32). ``flip``: the
 image is mirrored left to right with probability 1/2.
 
@@ -51,7 +51,7 @@ class Views:
 
 
 def _crop(x: Tensor, place: np.ndarray) -> Tensor:
-    """Crop each image of x (b, 3, H, W). ``place`` (b, 2) is the crop's corner as a share of the margin's range."""
+    """Crop each image of x (b, 3, H, W). ``place`` (b, 2): the crop's corner, from 0 to 1 of its possible range."""
     height, width = x.shape[-2:]
     dy, dx = height // _MARGIN, width // _MARGIN
     room = np.array([2 * dy + 1, 2 * dx + 1])

@@ -24,8 +24,8 @@ from fedfm.training.local_job import Job, over_classes
 from fedfm.training.optimisers import ABSENT
 from fedfm.training.update_rules import PIECE, Rule
 
-# Weight of the penalty on arguments outside a polynomial student's intervals. The weight of `fedfm distil`, 10, is too
-# small here, since the intervals are not measured again at the end.
+# Weight of the penalty on inputs outside their intervals, for models of `fedfm distil`, which compute polynomials. The
+# weight that `fedfm distil` uses, 10, is too small here, since the intervals are not measured again at the end.
 PENALTY = 1000.0
 _ZERO = torch.zeros((), dtype=torch.float64)
 
@@ -45,7 +45,7 @@ class Flat:
 
     @property
     def lean(self) -> bool:
-        """Whether the model is so large that its gradients use no memory between two steps."""
+        """Whether the model is so large that its gradients are freed between two steps."""
         return self.p.nbytes >= pages.LARGE
 
     def wake(self) -> None:
@@ -246,7 +246,7 @@ def _without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
 def _loss(job: Job) -> Callable[[Batch], Tensor]:
     """The local objective without the proximal term.
 
-    If the optimiser sets ``absent``, it replaces the logits of classes that the client does not have.
+    If the optimiser sets ``absent``, the objective replaces the logits of classes that the client does not have.
 
     Raises:
         InputError: ``absent`` is set and the rows have no labels, or the model's loss is not a cross-entropy.
@@ -272,7 +272,7 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
 
 
 def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """The loss. If blocks of a polynomial student are trained, it gets a penalty on arguments outside their intervals.
+    """The loss. If trained blocks compute polynomials, it includes a penalty on inputs outside their intervals.
 
     Just outside its interval a polynomial already overflows, and encrypted values cannot be clamped.
     """

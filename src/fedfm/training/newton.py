@@ -52,7 +52,7 @@ class Problem:
 
     Attributes:
         blocks: the rows, with k values each.
-        basis: (k, r): z = x basis, so that L's coordinates are uncorrelated; None: the rows are z.
+        basis: (k, r): z = x basis for rows x, so that the entries of z are uncorrelated; None: the rows are z.
         spread: (r,) mean of z^2.
     """
 

@@ -113,7 +113,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     rule = Rule(local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
     start = flat.p.clone()
     correction = None if job.terms.correction is None else flat.flat(job.terms.correction)
-    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # larger ones are rare
+    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # few batches are larger
     frozen = _marks(model, live) if first else {}
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)

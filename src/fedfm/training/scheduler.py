@@ -1,8 +1,8 @@
 """Schedule local training: one client at a time, or all clients of a chunk as one batch.
 
 A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients trains
-as one batch, each handler runs in a greenlet. The greenlet stops at :attr:`fedfm.core.client.Client.trainer`; all jobs
-are trained together, and each handler continues with its own result.
+as one batch, each handler runs in a greenlet. The greenlets stop at :attr:`fedfm.core.client.Client.trainer`. Then all
+jobs are trained together, and each handler continues with its own result.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Rule:
         self.v = torch.zeros_like(like) if self.adam else None
 
     def narrow(self, count: int) -> None:
-        """Keep the state of the first ``count`` rows; the other clients have no batches left."""
+        """Keep the state of the first ``count`` clients; the other clients have no batches left."""
         if self.m is not None:
             self.m = self.m[:count]
         if self.v is not None:

@@ -75,7 +75,7 @@ def keep_all_freed() -> bool:
 
     Even after :func:`keep_freed`, the memory of arrays above 32 MiB goes back to the kernel. A process that works on
     ciphertexts allocates hundreds of MB of them again and again; with this function a client refreshes them three times
-    as fast. The price: until it ends, the process keeps up to 2 GiB more than it uses.
+    as fast. But until its end, the process keeps up to 2 GiB more than it uses.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _ALL))

@@ -1,6 +1,7 @@
 """Agreement on keys (X25519), derivation (HKDF-SHA-256), encryption (ChaCha20-Poly1305), signatures (Ed25519).
 
-All keys are 32 raw bytes. A context is a sequence of text, bytes and integers. Different contexts have different codes.
+All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; :func:`encode` encodes different
+contexts differently.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def public_of(private: bytes) -> bytes:
 
 
 def agree(private: bytes, public: bytes, *context: Context) -> bytes:
-    """The key that two clients share, each from its private half and the other's public half.
+    """The key that two clients share. Each computes it from its own private half and the other's public half.
 
     Raises:
         ValueError: the public half is a point of small order, with which the result would be public.

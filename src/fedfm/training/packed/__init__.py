@@ -50,7 +50,7 @@ def packs(model: Model | None) -> bool:
 
 
 def width(model: Model | None) -> int:
-    """Number of clients in a chunk."""
+    """Number of clients whose rows are packed into one batch."""
     found = _fast_net(model)
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 

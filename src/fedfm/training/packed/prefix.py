@@ -1,4 +1,4 @@
-"""The input of the lowest adapted layer: computed once for a client's rows, and cached as long as the rows exist."""
+"""Prefixes: a client's rows as inputs of the lowest adapted layer, computed once, and cached while the rows exist."""
 
 from __future__ import annotations
 
