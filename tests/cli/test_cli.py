@@ -847,7 +847,7 @@ def test_data_where_an_experiment_is_expected(tmp_path, capsys, name):
     (tmp_path / "letter").write_bytes(b"\xff\xfe\x00")
     code, _, err = call(capsys, "run", tmp_path / name)
     assert code == 2
-    hint = f'an experiment in TOML, whose [data] says which: path = "{tmp_path / name}"'
+    hint = f'an experiment in TOML, whose [data] names the file: path = "{tmp_path / name}"'
     assert ("not TOML" if name == "letter" else hint) in err
     toml(tmp_path).rename(tmp_path / "exp.txt")  # a name proves nothing
     assert call(capsys, "check", tmp_path / "exp.txt")[0] == 0

@@ -10,7 +10,7 @@ unmask it.
 2. share: each client receives the keys of all, and sends its neighbours encrypted shares of the seeds of its masks;
 3. hold: each client receives its neighbours' shares;
 4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, which is its
-   signature of the cohort and of what the server sent to all;
+   signature of the cohort and of the payload that the server sent to all;
 5. consent, if a client of the cohort dropped out: the others sign the list of survivors;
 6. unmask: for each neighbour in the cohort, they reveal a share of one of the neighbour's two seeds.
 

@@ -120,7 +120,7 @@ class Member:
         _trust(client, found)
 
     def deal(self, name: str, threshold: int) -> list[bytes]:
-        """Shares of this client's seeds for all sums: its own first, then the encrypted ones for each neighbour."""
+        """Keep this client's own shares of its seeds for all sums; return the encrypted shares for each neighbour."""
         at, own, self.threshold = self.names.index(name), self.own, threshold
         around = self.agreement.around(at)
         parts = [bytearray() for _ in range(len(around) + 1)]
@@ -136,7 +136,7 @@ class Member:
         ]
 
     def hold(self, name: str, present: Sequence[str], sealed: Sequence[bytes]) -> None:
-        """Decrypt the shares of those neighbours whose shares arrived.
+        """Decrypt and keep the shares that arrived from neighbours.
 
         Raises:
             ClientFault: too few shares arrived, or a share cannot be decrypted as one from its sender to this client.
@@ -276,7 +276,7 @@ def _enough(client: Client, got: int, least: int) -> None:
 
 
 def _trust(client: Client, found: Mapping[str, str]) -> None:
-    """Compare identities with the silo's roster, or without a roster with the first ones in this run.
+    """Compare identities with the silo's roster, or, without a roster, with the first identities in this run.
 
     Raises:
         ClientFault: an identity differs.

@@ -88,7 +88,7 @@ def remove_masks(
     revealed: Mapping[int, Tensor],
     vectors: Sequence[masks.Words],
 ) -> None:
-    """Subtract from the sum the survivors' own masks, and those that they share with members that dropped out.
+    """Subtract from the sum the survivors' own masks, and their pair masks with members that dropped out.
 
     Args:
         number: number of the round, for error messages.

@@ -131,8 +131,8 @@ def predict(
     """Predict the rows of a file with the run's model.
 
     Args:
-        file: any source on which the run could have been trained. Labels are neither needed nor used. If the run has
-            the user's own module: a data set, or the name ``module:function`` of a function that returns one.
+        file: any source on which the run could have been trained. Labels are neither needed nor used. For a run with
+            the user's own module, a data set or the name ``module:function`` of a function that returns a data set.
         last: whether to use the last round's model if ``run.patience`` chose the model of another round.
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
         progress: its ``notice`` also gets the warnings; by default they go to stderr.

@@ -67,7 +67,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
 
 
 def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool = False) -> dict[str, Any]:
-    """Predict rows like those of the run. Their targets are neither needed nor used.
+    """Predict rows of the same form as the run's rows. Their targets are neither needed nor used.
 
     Args:
         rows: a data set, or the name ``module:function`` of a function that returns one.

@@ -165,7 +165,7 @@ def schema(which: str) -> dict[str, Any]:
 
 
 def _variants(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Variants of a table by their names, without those from outside fedfm."""
+    """Variants of a table by name; variants from outside fedfm are left out."""
     named = [(v["properties"]["name"], v) for v in schema["oneOf"]]
     return {name["const"]: variant for name, variant in named if "const" in name}
 

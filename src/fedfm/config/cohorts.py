@@ -1,4 +1,4 @@
-"""Rules on the number and names of clients: what an experiment needs of the federation.
+"""Rules on the number and names of the clients that an experiment needs in the federation.
 
 A command checks these rules as soon as the names are known: before a run if a kit of silo files, a roster or the data
 contain the names, else after the first messages of the clients.

@@ -238,7 +238,7 @@ class Experiment(ExperimentParts):
 
 
 def _check_sections(table: Mapping[str, Any]) -> None:
-    """Refuse unknown tables, missing ones, and values that are not tables."""
+    """Refuse unknown tables, missing tables, and values that are not tables."""
     faults = Faults()
     with faults:
         refuse_unknown(table, {"name", *_SECTIONS}, "")

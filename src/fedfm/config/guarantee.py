@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Private)
 
 
 def protect(method: M, privacy: PrivacySpec) -> M:
-    """Set the own mechanism of a method as the [privacy] table asks; return the method.
+    """The method with its own mechanism set up as the [privacy] table asks.
 
     Raises:
         InputError: the method's mechanism cannot give this guarantee.

@@ -1,4 +1,4 @@
-"""A method's defaults that differ from those of its paper, for `fedfm show` and the reference."""
+"""A method's defaults that differ from the values in its paper, for `fedfm show` and the reference."""
 
 from __future__ import annotations
 

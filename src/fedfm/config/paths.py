@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 
-# Keys of files and folders, by table; those of [method] are the models and runs that methods read.
+# Keys of files and folders, by table. In [method] they name models and runs that methods read.
 _KEYS = {
     "data": ("path", "hub"),
     "model": ("name",),

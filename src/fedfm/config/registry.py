@@ -32,7 +32,7 @@ _WINGS = {  # kind -> its modules in other parts of fedfm (wings): files, or fol
     "methods": ("fedfm.encrypted.blindfed",),
     "audits": ("fedfm.encrypted.audits",),
 }
-_NOT_NAMED = {"attacks": ("attack", "attackers"), "aggregation": ("base", "private")}  # files without such a class
+_NOT_NAMED = {"attacks": ("attack", "attackers"), "aggregation": ("base", "private")}  # files to leave out
 
 
 def available(kind: str) -> dict[str, str]:
@@ -97,7 +97,7 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
         where: the key, for the message; default e.g. "method.name".
 
     Raises:
-        InputError: the name is unknown (close ones are suggested), or names code that was not admitted.
+        InputError: the name is unknown (a similar name is suggested), or it names code that was not admitted.
     """
     where = where or f"{kind.removesuffix('s')}.name"
     names = available(kind)

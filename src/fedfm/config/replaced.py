@@ -18,7 +18,7 @@ def without_former_keys(
 ) -> dict[str, Any]:
     """The tables of an experiment without those keys of [method] that only the replaced method takes.
 
-    Keys that no method takes stay, and so do those of the command line. The reader refuses both.
+    Keys that no method takes stay, and so do keys of the command line. The reader of the experiment refuses both.
 
     Args:
         former: the file's [method] table.

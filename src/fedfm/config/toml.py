@@ -42,7 +42,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
     except (IsADirectoryError, ValueError, RecursionError) as error:
         # ValueError: the file is not UTF-8, is not TOML, or has a number of too many digits.
         if path.is_dir() or path.name.lower().endswith(_DATA):
-            message = f'{path} looks like data; {takes}, whose [data] says which: path = "{path}"'
+            message = f'{path} looks like data; {takes}, whose [data] names the file: path = "{path}"'
         else:
             message = f"{path}: not TOML: {error}"
         raise InputError(message) from None

@@ -164,7 +164,7 @@ class Params(Mapping[str, Tensor]):
         return self if layout is self.layout else Params({n: self[n].to(dtype) for n, dtype, _ in layout.entries})
 
     def check_like(self, other: Layout) -> None:
-        """Check that names in order, shapes and dtypes are those of a layout.
+        """Check that names, their order, shapes and dtypes are the same as in a layout.
 
         Raises:
             KeyError: names differ, or their order.

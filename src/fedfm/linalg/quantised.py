@@ -130,7 +130,7 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
     """
     kinds = [kind for kind in CODES.values() if kind in values.layout.sizes]
     if len(kinds) != 1 or (kinds[0] is torch.int8) != (STEPS in values):
-        raise ValueError("the message says that its parameters are coded, and they are not")
+        raise ValueError("the message marks its parameters as coded, but they are not")
     (kind,), flags, at = kinds, iter(relative), 0
     steps = values[STEPS] if kind is torch.int8 else torch.empty(0)
     coded = [math.prod(shape) for _, dtype, shape in values.layout.entries if dtype is kind]

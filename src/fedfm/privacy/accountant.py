@@ -79,7 +79,7 @@ def together(spent: Sequence[Spent]) -> Spent:
 
 
 class Accountant:
-    """The releases of a run: those of its method, and those of its aggregation's mechanism.
+    """The releases of a run, by its method and by its aggregation's mechanism.
 
     Example:
         >>> accountant = Accountant()

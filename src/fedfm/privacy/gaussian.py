@@ -127,7 +127,7 @@ def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
 
 
 def paper_sigma(epsilon: float, delta: float, n: float) -> float:
-    """FedPFT's noise as printed: s = 4/(n epsilon) sqrt(5 ln(4/delta)), Beitollahi et al. 2024, Theorem 4.1.
+    """FedPFT's noise as in its paper: s = 4/(n epsilon) sqrt(5 ln(4/delta)), Beitollahi et al. 2024, Theorem 4.1.
 
     The paper sets ``n`` to the client's rows; its proof needs the rows of one class at one client.
 

@@ -1,8 +1,8 @@
 """Random changes of training images, by name. Evaluation and features use the unchanged images.
 
-``crop``: the image gets a margin of an eighth of its side in the mean colour, and its size is cut out at a random place
-(He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels of 32). ``flip``: the
-image is mirrored left to right with probability 1/2.
+``crop``: the image gets a margin of an eighth of its side in the mean colour. Then a part of the original size is cut
+out at a random place (He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels
+of 32). ``flip``: the image is mirrored left to right with probability 1/2.
 
 The changes of a row in an epoch depend on the client's seed of this round, the epoch and the row's index. So they are
 the same on every engine, after a resume, and for every batch size.

@@ -1,4 +1,4 @@
-"""Fit a head to features: softmax regression to convergence, on rows in blocks.
+"""Fit a head to features: softmax regression to convergence, on blocks of rows.
 
 The fit runs in float64 (:mod:`fedfm.training.newton`) and returns a float32 head. Up to 128 MiB of rows in float64 stay
 in memory. More rows are read again at each pass, a piece at a time, so that memory does not grow with their number
@@ -31,7 +31,7 @@ class HeadSpec:
 
     optimizer: str = setting(
         "newton",
-        "newton (to convergence; lbfgs means the same) or adam (the paper's)",
+        "newton (to convergence; lbfgs means the same) or adam (as in the papers)",
         choices=("newton", "lbfgs", "adam"),
     )
     l2: float = setting(1e-4, "weight of ||W||^2 / 2 on standardised features", ge=0, finite=True)
@@ -121,7 +121,7 @@ def _piece(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, place: Tensor) 
 
 
 def _basis(rows: Blocks, count: int, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """((d, r) map from centred rows to uncorrelated coordinates of the standardised rows, their variances (r,)).
+    """((d, r) map from centred rows to uncorrelated coordinates of the standardised rows, coordinates' variances (r,)).
 
     The map is orthogonal on standardised features, so it keeps ||W||^2. If n < d the rows span r = n dimensions; the
     optimum is zero outside of them.

@@ -24,8 +24,8 @@ from fedfm.training.local_job import Job, over_classes
 from fedfm.training.optimisers import ABSENT
 from fedfm.training.update_rules import PIECE, Rule
 
-# Weight of the penalty on inputs outside their intervals, for models of `fedfm distil`, which compute polynomials. The
-# weight that `fedfm distil` uses, 10, is too small here, since the intervals are not measured again at the end.
+# Models of `fedfm distil` compute polynomials, each valid in an interval. This is the weight of the penalty on inputs
+# outside of it. The weight in `fedfm distil`, 10, is too small here: the intervals are not measured again at the end.
 PENALTY = 1000.0
 _ZERO = torch.zeros((), dtype=torch.float64)
 
@@ -109,7 +109,7 @@ class Flat:
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def places(self, names: Collection[str]) -> list[slice]:
-        """The places of these tensors, without those that are not trained here."""
+        """The places of these tensors; names of tensors that are not trained here are skipped."""
         return [piece for name, (_, piece) in zip(self.names, self._pieces(), strict=True) if name in names]
 
     def bound(self, live: dict[str, Tensor]) -> bool:
@@ -155,7 +155,7 @@ def _train(job: Job) -> Params:
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
     backward, rates = _Backward(job, flat), job.rates()
     model.train_mode()
-    # LoRA's dropout draws from torch's global generator, so seed that with this client's own stream.
+    # LoRA's dropout draws from torch's global generator, so it gets this client's own seed.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for rows, index in job.batches():
@@ -272,7 +272,7 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
 
 
 def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """The loss. If trained blocks compute polynomials, it includes a penalty on inputs outside their intervals.
+    """The loss. If trained blocks compute polynomials, it includes a penalty on inputs outside the valid intervals.
 
     Just outside its interval a polynomial already overflows, and encrypted values cannot be clamped.
     """

@@ -72,7 +72,7 @@ class DittoOptimiser(TwoModels):
         return self.plain(client, w, only=only, **terms)
 
     def own(self, client: Client, w: Params) -> Params:
-        """v_k; w before the client has trained."""
+        """v_k, or w before the client has trained."""
         v: Params = client.memory.get("v", w)
         return v
 
@@ -82,21 +82,21 @@ class DualAdapter(TwoModels):
     """The client sends the LoRA adapter w and keeps a second adapter of its own; its model is their weighted sum.
 
     Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
-    The own adapter starts as the first w that the client receives. While it is trained, w is frozen, and the adapted
-    output is W x plus half of each adapter's output; w itself is trained alone. In predictions the own adapter has the
-    share a, and w has 1 - a. The share a of a row is lambda times the mean cosine between the row's last hidden state
-    and those of some training rows. These states are computed with the own adapter, and a negative a counts as 0. If a
-    head is trained in addition to LoRA, it is mixed in the same way.
+    The second adapter v starts as the first w that the client receives. While v is trained, w is frozen, and the output
+    is W x plus half of each adapter's output; w itself is trained alone. In predictions v has the share a, and w
+    has 1 - a. The share a of a row is lambda times the mean cosine between the row's last hidden state and the last
+    hidden states of some training rows. These states are computed with v, and a negative a counts as 0. If a head is
+    trained in addition to LoRA, it is mixed in the same way.
 
-    With ``when = "after"`` the own adapter starts as the last w. Then every evaluation before the end trains an own
-    adapter from the current w; ``run.evaluate_every = 0`` avoids that.
+    With ``when = "after"`` v starts as the last w. Then every evaluation before the end trains a new v from the current
+    w; ``run.evaluate_every = 0`` avoids that.
     """
 
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
 
     when: str = setting(
         "during",
-        "when the own adapter is trained: during (in every round) or after (once at the end)",
+        "when the client's own adapter is trained: during (in every round) or after (once at the end)",
         choices=("during", "after"),
     )
     weight: str = setting(
@@ -107,28 +107,28 @@ class DualAdapter(TwoModels):
     lambda_: float = setting(0.5, "the largest a; with fixed weight, a itself", ge=0, le=1)
     to: str = setting(
         "local",
-        "adapter with share a: local (the own) or global (as in the authors' code)",
+        "adapter with share a: local (the client's own) or global (the shared one, as in the authors' code)",
         choices=("local", "global"),
     )
     instances: int = setting(5, "S, number of training rows with which a row is compared", ge=1)
 
     def __call__(self, client: Client, w: Params, *, only: tuple[str, ...] | None = None, **terms: Any) -> Params:
-        """Train w, and the own adapter in ``client.memory``; the arguments are those of :class:`Local`."""
+        """Train w, and the adapter v in ``client.memory``; the arguments are those of :class:`Local`."""
         if self.when == "during":
             client.memory["own_adapter"] = self.train_own(client, client.memory.get("own_adapter", w), w, only)
         return self.plain(client, w, only=only, **terms)
 
     def train_own(self, client: Client, v: Params, w: Params, only: tuple[str, ...] | None = None) -> Params:
-        """The own adapter, trained from v together with the frozen w."""
+        """The client's own adapter, trained from v together with the frozen w."""
         with experts.experts(client.model, {GLOBAL: Expert(w, 0.5), LOCAL: Expert(weight=0.5)}):
             return self.plain(client, v, only=only)
 
     def own(self, client: Client, w: Params) -> Params:
-        """w, the own adapter and their weights as one vector; w while there is no own adapter."""
+        """w, v and their weights as one vector; only w while there is no v."""
         v = client.memory.get("own_adapter") if self.when == "during" else self._at_the_end(client, w)
         if v is None:
             return w
-        sign, bias = (1.0, 0.0) if self.to == "local" else (-1.0, 1.0)  # the own adapter's share is a, or 1 - a
+        sign, bias = (1.0, 0.0) if self.to == "local" else (-1.0, 1.0)  # the share of v is a, or 1 - a
         if self.weight == "fixed":
             return pair(w, v, bias + sign * self.lambda_)
         rows, rng = client.data.train, seeds.generator(client.seed, "instances")
@@ -149,7 +149,7 @@ class DualAdapter(TwoModels):
             raise ClientFault(E_TENSORS, f"{MIX}: expected a bias, and a slope of {width} numbers; got {mix}")
 
     def _at_the_end(self, client: Client, w: Params) -> Params:
-        """The own adapter, trained from w together with the frozen w. It is trained once for each w, and then kept."""
+        """The adapter v, trained from w together with the frozen w. It is trained once for each w, and then kept."""
         key = f"{client.seed} {w.sha256()}"
         if client.memory.get("of") != key:
             client.memory["of"], client.memory["own_adapter"] = key, self.train_own(client, w, w)

@@ -118,7 +118,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)
     model.train_mode()
-    # LoRA's dropout draws from torch's global generator: give it this client's own stream.
+    # LoRA's dropout draws from torch's global generator, so it gets this client's own seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(client.seed)
         for step in range(local.steps(n)):
@@ -185,7 +185,7 @@ def _start(job: Job, rows: Rows) -> str:
 
 
 def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], Tensor]:
-    """The clipped sum of a linear head: row i's gradient is e_i (x_i, 1)^T, of norm ||e_i|| sqrt(||x_i||^2 + 1)."""
+    """:func:`sums` for a linear head: row i's gradient is e_i (x_i, 1)^T, of norm ||e_i|| sqrt(||x_i||^2 + 1)."""
     x, labels = rows.tensors["features"].float(), rows.labels
     if labels is None:
         raise ValueError("a head is trained on labelled rows")

@@ -34,7 +34,7 @@ _kept = threading.local()
 
 
 def _scratch(*sizes: int) -> tuple[Any, ...]:
-    """Uninitialised flat vectors of these sizes; a thread reuses those of its last call if the sizes are equal."""
+    """Uninitialised flat vectors of these sizes; a thread reuses the vectors of its last call if the sizes agree."""
     if getattr(_kept, "sizes", None) != sizes:
         _kept.sizes, _kept.scratch = sizes, tuple(map(aligned_empty, sizes))
     return _kept.scratch  # type: ignore[no-any-return]
