@@ -1,4 +1,4 @@
-"""The settings of `fedfm pretrain` and `fedfm distil`, which train in one place: [data], [model] and one more table."""
+"""The settings of central training, `fedfm pretrain` and `fedfm distil`: [data], [model] and one more table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class CentralTraining(Generic[S]):
-    """The complete settings of a training in one place, with all defaults filled in.
+    """The complete settings of a central training, with all defaults filled in.
 
     Attributes:
         section: name of the training's own table, and of its command.
@@ -80,7 +80,7 @@ class CentralTraining(Generic[S]):
 
 
 def _alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
-    """Functions that each check one table of a training in one place; ``cls`` is the class of the table ``section``."""
+    """Functions that each check one table of a central training; ``cls`` is the class of the table ``section``."""
 
     def tables(found: Mapping[str, Any]) -> None:
         refuse_unknown(found, {"data", "model", section}, "")
@@ -98,7 +98,7 @@ def _alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None]
 
 
 def _check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
-    """Check the tables [data] and [model] of a training in one place; messages call the training ``noun``.
+    """Check the tables [data] and [model] of a central training; messages call the training ``noun``.
 
     Raises:
         InputError: a value is out of bounds, or a key is only for experiments with clients.

@@ -1,4 +1,4 @@
-"""Training in one place, into a model's folder: the steps that pretraining and distillation share.
+"""Central training of a model into a folder: the steps that pretraining and distillation share.
 
 A training that was killed resumes with the same bits: the seed determines an epoch's order of rows, and every epoch
 ends with a checkpoint.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fedfm.linalg.params import Params
 
-_PIECE = 1 << 15  # entries that torch adds on one thread: bits must not depend on the number of threads
+_PIECE = 1 << 15  # entries that torch adds on one thread: rounding must not depend on the number of threads
 
 
 class RunningMean:

@@ -2,7 +2,7 @@
 
 With a frozen backbone a client trains a softmax regression on cached features. Call overhead dominates the time of a
 small head, so all steps of a client are one call (:mod:`fedfm.linalg.kernels.softmax_sgd`). Update rules other than
-plain SGD step in Python, on gradients from the same kernel. A client's bits do not depend on other clients.
+plain SGD step in Python, on gradients from the same kernel. A client's result does not depend on other clients.
 
 With several epochs over fewer rows than features, SGD runs in the span of the client's rows, since it moves W only
 along their features x_i. So W_t = s_t W_0 + A_t^T X, where A_t (n, C) has one coefficient for each row and class, and

@@ -75,7 +75,7 @@ class Flat:
                     tensor.grad = None
 
     def pieces(self, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (place, gradient) for pieces of ``size`` entries. All pieces use the same memory, and each tensor's own
+        """Yield (slice, gradient) for pieces of ``size`` entries. All pieces use the same memory, and each tensor's own
         gradient is freed once it is copied.
         """
         stage, at, filled = torch.empty(size, dtype=self.p.dtype, device=self.p.device), 0, 0
@@ -96,7 +96,7 @@ class Flat:
             yield slice(at, at + filled), stage[:filled]
 
     def _pieces(self) -> Iterator[tuple[Tensor, slice]]:
-        """Each trained tensor and its place."""
+        """Each trained tensor and its slice of the vectors."""
         at = 0
         for tensor in self._live:
             yield tensor, slice(at, at + tensor.numel())
@@ -109,7 +109,7 @@ class Flat:
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def places(self, names: Collection[str]) -> list[slice]:
-        """The places of these tensors; names of tensors that are not trained here are skipped."""
+        """The slices of these tensors in the vectors; names of tensors that are not trained here are skipped."""
         return [piece for name, (_, piece) in zip(self.names, self._pieces(), strict=True) if name in names]
 
     def bound(self, live: dict[str, Tensor]) -> bool:

@@ -16,7 +16,7 @@ PIECE = 1 << 20  # entries that Adam updates at once, as its roots need extra me
 
 
 def places(layout: Layout, names: Iterable[str]) -> list[slice]:
-    """The places of these tensors in the float32 vector (P,) of a layout."""
+    """The slices of these tensors in the float32 vector (P,) of a layout."""
     return [slice(*layout.slots[name][1:3]) for name in names]
 
 
@@ -24,7 +24,7 @@ class Rule:
     """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``.
 
     Args:
-        no_weight_decay: places of biases and norms in a vector (P,); they get no weight decay unless it applies to all.
+        no_weight_decay: slices of biases and norms in a vector (P,); they get no weight decay unless it applies to all.
     """
 
     def __init__(self, local: Local, like: Tensor, no_weight_decay: Sequence[slice] = ()) -> None:
@@ -54,7 +54,7 @@ class Rule:
             return
         assert self.m is not None
         assert self.v is not None
-        rows = p.dim() == 2 and self.decay is not None  # each client of a cohort has the same places without decay
+        rows = p.dim() == 2 and self.decay is not None  # all clients of a cohort have the same slices without decay
         for row in range(len(p)) if rows else [...]:
             flats: list[Any] = [None if x is None else x[row].view(-1) for x in (p, g, self.m, self.v)]
             flats.append(self.decay)
@@ -63,7 +63,7 @@ class Rule:
                 self._step(*pieces)
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
-        """One step on a vector (P,), from pieces (place, gradient) of :data:`PIECE` entries; the last may be
+        """One step on a vector (P,), from pieces (slice, gradient) of :data:`PIECE` entries; the last piece may be
         shorter.
         """
         self.t += 1

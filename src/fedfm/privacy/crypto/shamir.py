@@ -49,7 +49,7 @@ def combine(shares: Mapping[int, int], threshold: int) -> int:
 
 
 def _interpolate(points: list[tuple[int, int]], at: int) -> int:
-    """Lagrange's polynomial through the points, at one place."""
+    """The value of Lagrange's polynomial through ``points`` at the abscissa ``at``."""
     total = 0
     for x, y in points:
         above, below = y, 1

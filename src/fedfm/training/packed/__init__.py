@@ -5,8 +5,8 @@ layers and a trained linear head, float32, without dropout. The passes use oneDN
 input of the lowest adapted layer is cached, and the last layer computes only the token that the model reads. All other
 models use :mod:`fedfm.training.loop`.
 
-Kernels ``exact`` train one client at a time, so a client's bits do not depend on other clients. ``fast`` packs several
-clients into one batch; ``fast_bf16`` also multiplies by frozen weights in bfloat16.
+The kernels ``exact`` train one client at a time, so a client's result does not depend on other clients, not even in the
+last bits. ``fast`` packs several clients into one batch; ``fast_bf16`` also multiplies by frozen weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 def predict(model: Model, rows: Rows) -> Tensor | None:
     """Logits (n, C) of the model, float32 with all kernels; None if the model or the rows are not supported.
 
-    The logits equal the module's within 1e-5. Their bits depend only on the rows, the rows' order and the parameters.
+    The logits equal the module's within 1e-5. They are bit for bit the same for the same rows, order and parameters.
     Logits of the same rows and parameters are cached.
     """
     found = _net(model, False, fresh=True) if takes(rows) else None

@@ -14,10 +14,10 @@ from fedfm.training.packed.linear import Linear, product
 
 
 class FlatLayout:
-    """The place of each trained tensor in a client's flat vector.
+    """The slice of each trained tensor in a client's flat vector.
 
-    It differs from the model's Params in two ways. All A of one linear map are adjacent, so that one product uses them
-    all. B is transposed, because products with r contiguous rows are three times as fast as with r columns.
+    The layout differs from the model's Params in two ways. All A of one linear map are adjacent, so that one product
+    uses them all. B is transposed, because products with r contiguous rows are three times as fast as with r columns.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class FlatLayout:
         return {n: vector[..., start:stop].view(*front, *shape) for n, (start, stop, shape) in self.slots.items()}
 
     def places(self, names: Collection[str]) -> list[slice]:
-        """The places of these tensors in a client's vector."""
+        """The slices of these tensors in a client's vector."""
         return [slice(*self.slots[name][:2]) for name in names]
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:

@@ -95,7 +95,7 @@ class Batch:
 
 
 def _places(lengths: np.ndarray) -> Tensor:
-    """(b, T) places of each row's tokens; after a row's last token, the place after all rows."""
+    """(b, T) positions of each row's tokens in the batch; after a row's last token, the position after all rows."""
     at, starts = np.arange(lengths.max()), np.cumsum(lengths) - lengths
     return torch.from_numpy(np.where(at < lengths[:, None], starts[:, None] + at, lengths.sum()))
 

@@ -31,7 +31,7 @@ class Net:
         positions: tokens of an image, 0 for text.
         norm, pooler: the step between the last layer and the head: a normalisation, or BERT's dense map and tanh.
         mean: whether to pool by the mean over tokens; else the last layer computes only the first token.
-        flat: places of the trained tensors.
+        flat: the slices of the trained tensors in a flat vector.
         head: names of the head's weight (C, d) and bias (C,).
         frozen: the layers' weights; see :meth:`stale`.
         outside: all other frozen weights, used in place.

@@ -23,7 +23,7 @@ _ENTRIES = 1 << 18  # numbers in one layer's input, so that a layer's input and 
 
 
 class CachedLogits:
-    """Logits of a net. Batches depend only on the rows, so the bits depend only on rows and parameters."""
+    """Logits of a net. Batches depend only on the rows, so equal rows and parameters give bit for bit equal logits."""
 
     def __init__(self, net: Net) -> None:
         self.net = net
