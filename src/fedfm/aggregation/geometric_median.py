@@ -41,7 +41,7 @@ class GeometricMedian(Robust):
 
 
 def distances(x: Sequence[Params], v: Callable[[Tensor], Tensor]) -> Tensor:
-    """||v - x_k||, (m,). From each block (m, B), ``v`` computes its own part (B,)."""
+    """||v - x_k||, (m,). The function ``v`` computes the block (B,) of the vector v from the updates' block (m, B)."""
     total = torch.zeros(len(x), dtype=torch.float64)
     for block in blocks(x):
         total += (block - v(block)).square_().sum(1)

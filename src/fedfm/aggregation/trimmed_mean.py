@@ -2,8 +2,8 @@
 
 Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
 arXiv:1803.01498, Definition 2, Algorithm 1 option II. The clients' weights are ignored, because each client states its
-own weight. Unlike in the paper, trim * m is rounded up, so that small cohorts are trimmed, too. At least one value
-stays.
+own weight. Unlike in the paper, trim * m is rounded up, so that small cohorts are trimmed, too. At least one value of
+each coordinate is kept.
 """
 
 from __future__ import annotations

@@ -55,9 +55,7 @@ class Attackers:
             )
         chosen = seeds.generator(seed, "attackers").choice(len(clients), size=count, replace=False)
         self.names: tuple[ClientId, ...] = tuple(sorted(sorted(clients)[i] for i in chosen))
-        self._parts: dict[
-            int, tuple[Any, Any]
-        ] = {}  # by the id of a part of the run: the part, and the attackers' part in its place
+        self._parts: dict[int, tuple[Any, Any]] = {}  # id of a part of the run -> the part, and its copy for attackers
 
     def poison(self, client: ClientId, rows: Table) -> Table:
         """Change an attacker's training rows, in the same way at every call."""

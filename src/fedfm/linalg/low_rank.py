@@ -72,7 +72,7 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
         The factors (left (m, r'), right (r', n)) and all singular values (k,), descending, in float64, with
         r' = min(rank, k) and k = min(R, m, n). The left factor contains the singular values. The rows of the right one
         are orthonormal. In each row, the first entry of largest absolute value is positive, so that the factors are
-        unique. The squared error is the sum of the squares of the singular values behind the first r'.
+        unique. The squared error is the sum of the squares of the singular values after the first r'.
     """
     u, v = x[0].double(), x[1].double()
     q1, r1 = torch.linalg.qr(u)  # (m, min(m, R)), (min(m, R), R)

@@ -1,4 +1,4 @@
-"""The values of ``run.transport``: in which form messages carry trained parameters.
+"""The values of ``run.transport``: the forms in which messages carry trained parameters.
 
 :mod:`fedfm.linalg.quantised` computes these forms.
 """

@@ -1,1 +1,1 @@
-"""Compiled loops on NumPy arrays. Their modules import numba; callers import them just before they run a loop."""
+"""Compiled loops on NumPy arrays. These modules import numba, so callers import them just before they run a loop."""

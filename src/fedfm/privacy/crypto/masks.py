@@ -20,7 +20,7 @@ Words = NDArray[np.unsignedinteger[Any]]
 def add(vectors: Sequence[Words], key: bytes, *, negative: bool = False) -> None:
     """Add the stream of ``key`` to the vectors one after the other, in place; subtract it if ``negative``.
 
-    The counter starts at 0: a key must mask one message only.
+    The counter always starts at 0, so a key must mask one message only.
     """
     stream, block = Cipher(AES256(key), CTR(bytes(16))).encryptor(), bytearray(_BLOCK + 15)
     apply = np.subtract if negative else np.add
