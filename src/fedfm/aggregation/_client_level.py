@@ -328,7 +328,7 @@ class DistributedGaussian(CentralGaussian):
     In a cohort of n clients, secure aggregation unmasks no sum of fewer than t > ``threshold`` n clients. A share has
     the variance (z C)^2 / t. If all n clients stay, the noise has n / t times the stated variance.
 
-    The accounting is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). With shares of s >= 4096
+    The accounting is as for sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). With shares of s >= 4096
     steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal variable,
     whose probabilities at x standard deviations have a relative difference of (x^2 - 1) / (24 s^2) from those of a
     discrete Gaussian.

@@ -37,7 +37,7 @@ class Secure(Mean):
     ``benchmarks/secagg_compact.py`` compares the bounds of several runs.
 
     A client whose update is not finite, or above ``bound``, adds zeros with weight 0, since a refusal would disclose
-    something about its rows. The mean is then that of the other clients. If all clients add zeros, the run ends.
+    something about its rows. The mean is then over the other clients. If all clients add zeros, the run ends.
 
     A client that sends a false update is not detected. A server that deviates from the protocol can see a client's
     update only with the help of 2 t - h of the h clients that have shares of its seeds; t is more than ``threshold`` of

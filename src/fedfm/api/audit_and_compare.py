@@ -52,7 +52,7 @@ def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = N
     """Compare runs in a text table, and with ``out`` also on a page.
 
     Args:
-        runs: directories of runs. A list stands for its members, and a folder of several runs for these runs.
+        runs: directories of runs, lists of them, or folders that contain several runs.
 
     Raises:
         InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.

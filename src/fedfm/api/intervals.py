@@ -1,11 +1,11 @@
 """95 % intervals of the mean of a score over seeds.
 
-The interval is that of Student's t over the seeds, restricted to the values that the score can take.
+The interval is Student's t interval over the seeds, restricted to the values that the score can take.
 
 The fraction of correct rows is uncertain even if all seeds agree, because the number of test rows is finite. So its
-interval is at least as wide as that of Clopper and Pearson (1934) for the test rows of all seeds together, which is
-exact for independent rows. It is too narrow if all seeds have the same test rows, or if a class with few rows counts
-as much as a large one (``balanced_accuracy``, ``macro_f1``).
+interval is at least as wide as Clopper and Pearson's interval (1934) for the test rows of all seeds together. This
+interval is exact for independent rows. It is too narrow if all seeds have the same test rows, or if a class with few
+rows counts as much as a large class (``balanced_accuracy``, ``macro_f1``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
     It is (None, None) for one seed, for an infinite value, and for equal values, which determine no width.
 
     Args:
-        rows: number of test rows of all seeds together; 0: unknown.
+        rows: number of test rows of all seeds together; 0 if it is unknown.
 
     Example:
         >>> tuple(round(x, 3) for x in bounds("accuracy", [1.0, 1.0, 1.0], 54))

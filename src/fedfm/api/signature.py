@@ -176,7 +176,7 @@ def describe(found: Verified) -> str:
     lines = [f"{how:<8} {visible(name)}" for how, names in named.items() for name in names]
     lines.append(f"signed {visible(found.signed)} by the key {found.fingerprint}")
     if not found.genuine:
-        lines.append(f"{FILE} is not as the key signed it, so nothing above is certain")
+        lines.append(f"{FILE} differs from the file that the key signed, so nothing above is certain")
     if found.pinned_other:
         lines.append("This is not the key of --key.")
     elif found.trusted is None:

@@ -39,7 +39,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
         last: whether to load the model in ``last/``.
 
     Raises:
-        InputError: nothing is given, or the module is not that of the run.
+        InputError: nothing is given, or the module is not the run's.
     """
     if run.experiment.own_code:
         brings = brought_by(run.experiment)

@@ -148,7 +148,7 @@ def _foreign(cls: type) -> dict[str, Any]:
             keys[key]["properties"] = _with_defaults(_foreign(type(default))["properties"], plain_or_name(default))
         elif key in ("local", "base") and is_dataclass(default) and "name" in (table := plain_or_name(default)):
             keys[key]["default"] = table
-    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # not that of @dataclass
+    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # @dataclass wrote it
     about = "\n\n".join(filter(None, (inspect.getdoc(sys.modules[cls.__module__]), itself)))
     return {"description": about, "properties": keys, "x-paper": differences(cls)}
 

@@ -20,7 +20,7 @@ def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
 
     Args:
         names: all possible clients.
-        source: where the names come from, for the message; "": the clients are connected.
+        source: where the names come from, for the message; "" if the clients are connected.
 
     Raises:
         InputError: the message names the required number of clients, or the client.

@@ -146,7 +146,7 @@ def _of_fields(
 
 
 def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
-    """``value`` as the type ``hint``; an integer may stand for a float, nothing else is converted.
+    """``value`` as the type ``hint``. Integers are accepted for a float; nothing else is converted.
 
     Args:
         meaning: meaning of a table, for the message if the value is not a table.
@@ -181,7 +181,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
 
 
 def _refuse_wide(value: Any, path: str, deep: bool) -> None:
-    """Refuse a whole number of more than 64 bits, which TOML does not have and on which arithmetic may take long.
+    """Refuse a whole number of more than 64 bits. TOML has none, and arithmetic on such a number may take long.
 
     Args:
         deep: whether to look into lists and tables, which no other code checks.

@@ -96,7 +96,7 @@ def mix(
         weights: (L, M, K).
         vectors: K vectors of one layout; each is read once.
         layers: as in :func:`gram`.
-        onto: M vectors of the same layout, which may all be the same one; None: zero.
+        onto: M vectors of the same layout, which may all be the same vector; None means zero.
         threads: as in :func:`gram`.
         most: bytes of results in memory, as in :func:`fedfm.linalg.out_of_core.allocate`.
 

@@ -90,7 +90,7 @@ def code(x: Params, name: str, start: Params | None = None) -> Coded:
 
     Other tensors stay as they are. Biases and norms take few bytes, and a model is sensitive to their values; an error
     could even make a running variance negative. If ``start`` has a tensor of the same name and shape, the difference is
-    coded, provided that its largest absolute value is below that of the tensor.
+    coded, provided that its largest absolute value is below the tensor's.
 
     Args:
         name: the code, ``bfloat16`` or ``int8``.

@@ -30,7 +30,7 @@ class Releases:
     """Equal Gaussian releases about one unit; neighbours differ by one added or removed unit.
 
     Attributes:
-        noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0: no noise.
+        noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0 means no noise.
         times: number of releases.
         rate: q in (0, 1], the probability that a unit is in a release, by an independent coin for each.
     """

@@ -113,7 +113,7 @@ class PrivateSteps:
 
         Raises:
             ClientFault: E_REFUSED: all steps are spent, this round began from another start, a later round has begun,
-                or the number of rows is not that of the first round, for which the noise was chosen.
+                or the number of rows differs from the first round's, for which the noise was chosen.
         """
         if self._known.get("n", self._n) != self._n:
             raise RowsChanged(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-MOST = 20.0  # largest plausible epsilon; e^20, by which the odds of an attacker may then change, is half a billion
+MOST = 20.0  # largest plausible epsilon; beyond it, an attacker's odds may change by more than e^20, half a billion
 
 
 def of_delta(delta: float, count: int, what: str) -> str | None:

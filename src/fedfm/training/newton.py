@@ -48,7 +48,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows and labels of all C classes, each of which occurs.
+    """Rows and labels of C classes. Every class has at least one row.
 
     Attributes:
         blocks: the rows, with k values each.

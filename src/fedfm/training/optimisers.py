@@ -35,7 +35,7 @@ ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # value that replace
 class Local:
     """E epochs of mini-batch descent on one client's training rows; the optimiser's state is new in each round."""
 
-    adaptations: ClassVar[tuple[str, ...]] = ()  # the supported adaptations; empty: all
+    adaptations: ClassVar[tuple[str, ...]] = ()  # the supported adaptations; empty means all
 
     learning_rate: float = setting(0.1, "eta", gt=0, finite=True)
     epochs: int = setting(1, "E, passes over the client's rows per round", ge=1)

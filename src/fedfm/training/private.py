@@ -149,7 +149,7 @@ def sums(
 
     Args:
         most: largest number of rows that are computed at once.
-        only: names of the trained tensors; None: all.
+        only: names of the trained tensors; None trains all of them.
     """
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())

@@ -1,7 +1,7 @@
 """Fast training of LoRA in transformer classifiers on a CPU, with hand-written forward and backward passes.
 
 Supported: BERT, ViT, DeiT and I-JEPA classifiers with PEFT's LoRA (also with A frozen) on any linear maps of their
-layers and a trained linear head, float32, without dropout. The passes use oneDNN, and neither padding nor autograd. The
+layers and a trained linear head, float32, without dropout. The passes use oneDNN, without padding and autograd. The
 input of the lowest adapted layer is cached, and the last layer computes only the token that the model reads. All other
 models use :mod:`fedfm.training.loop`.
 

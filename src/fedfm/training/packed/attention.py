@@ -22,9 +22,9 @@ class _Group:
     """Sequences attended together, each padded to ``length`` positions.
 
     Attributes:
-        take: (S * length,) row of each position; a padded position takes a row whose gradient is zero; None: all rows.
+        take: (S * length,) row of each position; a padded position takes a row whose gradient is zero; None takes all.
         bias: (S, 1, 1, length): 0 at tokens, minus infinity at padding; None without padding.
-        sequences: (S,) index of each sequence; None: all sequences.
+        sequences: (S,) index of each sequence; None if the group has all sequences.
     """
 
     count: int

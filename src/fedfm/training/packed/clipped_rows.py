@@ -1,7 +1,7 @@
 """Sums of clipped gradients of single rows, for DP-SGD of the models that :mod:`fedfm.training.packed` supports.
 
-The backward pass is that of training, except that the gradient of a trained matrix is computed for each row. LoRA and
-heads are so small that the gradients of all rows fit into memory. The norms are computed from these gradients.
+The backward pass is the same as in training, except that the gradient of a trained matrix is computed for each row.
+LoRA and heads are so small that the gradients of all rows fit into memory. The norms are computed from these gradients.
 """
 
 from __future__ import annotations

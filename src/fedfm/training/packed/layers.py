@@ -46,8 +46,8 @@ class Layer:
     """Frozen weights and adapters of one layer.
 
     Attributes:
-        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` the map of
-            the queries (d -> d) and that of keys and values (d -> 2d).
+        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` two maps: of
+            the queries (d -> d), and of keys and values (d -> 2d).
         before: whether to normalise before attention and MLP (ViT), not after adding their outputs (BERT).
         first_only: whether the model reads only each sequence's first token of this layer's output.
         lowest: whether no layer below is trained, so that no gradient leaves this layer.
@@ -79,7 +79,7 @@ class Layer:
     ) -> tuple[Tensor, Any]:
         """(N, d) -> (N, d), or (S, d) with ``first_only``, one row for each of the S sequences.
 
-        ``segments`` say which of the N rows belong to which client, and ``firsts`` which of the S rows.
+        ``segments`` assign the N rows to clients, and ``firsts`` assign the S rows.
         """
         normed, n1 = self.norm_1.forward(x) if self.before else (x, None)
         o, residual, attended = self._attend(normed, x, shape, segments, firsts)
