@@ -148,8 +148,8 @@ def test_dropouts_at_several_messages_of_one_sum(tmp_path):
         ("keys", 3, 0.5, "2 clients sent keys, but a sum that hides them needs 3"),
         ("give", 3, 0.5, "2 clients sent a masked update, but a sum that hides them needs 3"),
         ("give", 2, 0.67, "3 clients sent a masked update, but a sum that hides them needs 4"),
-        ("unmask", 3, 0.5, r"the masks of c0. stay in the sum: 2 shares came, 3 are needed"),
-        ("unmask", 2, 0.67, r"the masks of c0. stay in the sum: 3 shares came, 4 are needed"),
+        ("unmask", 3, 0.5, r"the masks of c0. stay in the sum: 2 shares arrived, 3 are needed"),
+        ("unmask", 2, 0.67, r"the masks of c0. stay in the sum: 3 shares arrived, 4 are needed"),
         ("consent", 2, 0.5, "0 of 2 clients gave a valid reply to aggregate.SecAgg_unmask"),
     ],
 )

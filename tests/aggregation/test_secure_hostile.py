@@ -68,7 +68,7 @@ def test_one_client_named_both_alive_and_dead_is_revealed_by_nobody(half, tmp_pa
 def test_without_dropouts_nobody_reveals_the_masks_of_a_client_as_dropped_out(tmp_path):
     """The server skips the consent: it claims that c00 dropped out, or that c00 was in no cohort."""
     for value, reason in (
-        (side.DEAD, "1 signatures of the survivors came, 4 are needed"),
+        (side.DEAD, "1 signatures of the survivors arrived, 4 are needed"),
         (side.OUT, "for this cohort"),
     ):
         fed, link, method = federation(tmp_path / str(value), 5)
@@ -351,8 +351,8 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
         (changed("share", names=lambda n: [*n[:4], "c05"]), "or lacks this client"),
         (changed("share", published=lambda p: p.roll(1, 0)), "other keys of this client than its own"),
         (changed("keys", "c01", session="x"), "did not sign its keys for this agreement"),
-        (changed("hold", present=lambda p: p[:1], sealed=lambda s: s[:1]), "shares of 1 neighbours came, 3 are needed"),
-        (changed("hold", present=lambda p: p[::-1]), "shares came from clients that are not neighbours"),
+        (changed("hold", present=lambda p: p[:1], sealed=lambda s: s[:1]), "shares of 1 neighbours arrived, 3 are"),
+        (changed("hold", present=lambda p: p[::-1]), "shares are from clients that are not neighbours"),
         (changed("hold", sealed=lambda s: s.flip(0)), "do not fit their key and context"),
         (changed("give", **{"+told": None}), "the request lacks number and cohort of the sum"),
         (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 2)}), "the cohort lacks this client"),
@@ -363,7 +363,7 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
         (changed("unmask", status=lambda s: s * 2), "the list of survivors is not for a sum"),
         (changed("unmask", sum=16), "the list of survivors is not for a sum"),
         (changed("unmask", sum=1), "did not mask an update in sum 1 for this cohort"),
-        (changed("unmask", seals=SEALED), "seals of 0 survivors came, expected 5"),
+        (changed("unmask", seals=SEALED), "seals of 0 survivors arrived, expected 5"),
         (changed("unmask", seals=lambda s: s.flip(0)), "did not mask an update in sum 0 for this cohort"),
     ],
 )

@@ -142,10 +142,10 @@ class Member:
             ClientFault: too few shares arrived, or a share cannot be decrypted as one from its sender to this client.
         """
         if len(self.holds) != 1 or len(present) + 1 < self.threshold:
-            raise refusal(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
+            raise refusal(f"shares of {len(present)} neighbours arrived, {self.threshold - 1} are needed")
         around = {self.names[p]: p for p in self.agreement.around(self.holds[0])}
         if list(present) != sorted(around.keys() & set(present)):
-            raise refusal("shares came from clients that are not neighbours")
+            raise refusal("shares are from clients that are not neighbours")
         for other, data in zip(present, sealed, strict=True):
             try:
                 share = keys.unseal(self._channel(around[other], other, name), data, *self._route(other, name))
@@ -213,7 +213,7 @@ class Member:
         _enough(client, status.count(ALIVE), max(least_of(share, sum(cohort)), 2))
         signers = witnesses(self.holds, status)
         if len(signers) != len(seals):
-            raise refusal(f"seals of {len(seals)} survivors came, expected {len(signers)}")
+            raise refusal(f"seals of {len(seals)} survivors arrived, expected {len(signers)}")
         for p, seal in zip(signers, seals, strict=True):
             said = self.agreement.statement("masked", i, cohort, seal[:KEY])
             if not keys.verify(self.agreement.card(p).identity, seal[KEY:], *said):
@@ -255,7 +255,7 @@ class Member:
             if not keys.verify(identity, signature, *self.agreement.statement("survivors", digest)):
                 raise refusal(f"{name} signed another list of survivors")
         if DEAD in status and len(signatures) + 1 < self.threshold:
-            raise refusal(f"{len(signatures) + 1} signatures of the survivors came, {self.threshold} are needed")
+            raise refusal(f"{len(signatures) + 1} signatures of the survivors arrived, {self.threshold} are needed")
         once(client, f"{self.tag}-reveal-{i}", f"shares for sum {i}")
         return [
             bytes.fromhex(held)[KEY * (2 * i + (status[p] == DEAD)) :][:KEY]

@@ -40,7 +40,7 @@ def combine(shares: Mapping[int, int], threshold: int) -> int:
         ValueError: there are fewer shares than ``threshold``, or they do not lie on one polynomial.
     """
     if len(shares) < threshold:
-        raise ValueError(f"{len(shares)} shares came, {threshold} are needed")
+        raise ValueError(f"{len(shares)} shares arrived, {threshold} are needed")
     points = list(shares.items())
     base = points[:threshold]
     if any(_interpolate(base, x) != y for x, y in points[threshold:]):
