@@ -107,7 +107,7 @@ class SecAgg(Transport):
 
     @property
     def _terms(self) -> str:
-        """Digest of the settings. Signatures and encrypted shares cover it: they fail between different settings."""
+        """Digest of the settings. Signatures and encrypted shares cover it, so they are invalid for other settings."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()
 
     def why_missing(self, metric: str) -> str:
@@ -238,7 +238,7 @@ class SecAgg(Transport):
             session = self._agree(fed)
         i, agreement = session.used, session.agreement
         fed.process_memory[MEMORY] = session
-        session.used, session.broken = i + 1, True  # set to False below if all messages succeed
+        session.used, session.broken = i + 1, True  # broken becomes False below if all messages succeed
         wanted = set(asked)
         cohort = bytes(p in session.shares_at and name in wanted for p, name in enumerate(agreement.names))
         n = sum(cohort)

@@ -26,7 +26,7 @@ from fedfm.models import precision
 from fedfm.models.model import Model
 
 SCHEDULES = ("constant", "linear", "cosine", "steps")
-DROPS = (0.5, 0.8)  # schedule "steps": parts of the run after which eta is divided by ten
+DROPS = (0.5, 0.8)  # schedule "steps": fractions of the run after which eta is divided by ten
 DECAYS = ("weights", "all")  # the parameters that weight decay affects
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # value that replaces the logit of an absent class
 
@@ -57,7 +57,7 @@ class Local:
         0, "rows on the device at once: the gradients of a batch's parts are summed; 0: the complete batch", ge=0
     )
     max_grad_norm: float | None = setting(
-        None, "largest norm of the loss's gradient, to which a longer one is clipped [no clipping]", gt=0, finite=True
+        None, "the norm to which the gradient of a batch's loss is clipped [no clipping]", gt=0, finite=True
     )
     schedule: str = setting(
         "constant",
@@ -68,8 +68,8 @@ class Local:
     warmup: float = setting(0.0, "share of all steps, at the beginning, in which eta rises from 0", ge=0, lt=1)
     warmup_steps: float = setting(
         0.0,
-        "instead of warmup, as in transformers: number of a client's warm-up steps over all rounds, or, below 1, their "
-        "share of all its steps; the first step has eta = 0",
+        "instead of warmup, as in transformers: number of a client's warm-up steps over all rounds; a value below 1 is "
+        "their share of all the client's steps; the first step has eta = 0",
         ge=0,
         finite=True,
     )
@@ -221,7 +221,7 @@ class Adaptive(Local):
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
     betas: tuple[float, ...] = setting(
         (0.9, 0.999),
-        "decay of the means of gradients and of squares",
+        "decay rates of the running means of gradients and of their squares",
         ge=0,
         lt=1,
         least=2,
