@@ -18,7 +18,7 @@ _SHOWN = 12  # largest number of clients that are named
 
 
 def check(args: Namespace) -> int:
-    """``fedfm check``."""
+    """Run ``fedfm check``; return the exit code."""
     from dataclasses import asdict
 
     from fedfm.config.toml import to_toml

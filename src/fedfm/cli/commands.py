@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 
 
 def pretrain(args: Namespace) -> int:
-    """``fedfm pretrain``."""
+    """Run ``fedfm pretrain``; return the exit code."""
     from fedfm.api.pretrain import ABOUT, pretrain
     from fedfm.api.pretrain_spec import Pretraining
     from fedfm.config.toml import parse_override
@@ -28,7 +28,7 @@ def pretrain(args: Namespace) -> int:
 
 
 def audit(args: Namespace) -> int:
-    """``fedfm audit``."""
+    """Run ``fedfm audit``; return the exit code."""
     from fedfm.audits.audit import Audited, choose, duration_text, perform_within
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import open_finished
@@ -77,7 +77,7 @@ def audit(args: Namespace) -> int:
 
 
 def report(args: Namespace) -> int:
-    """``fedfm report``."""
+    """Run ``fedfm report``; return the exit code."""
     from fedfm.reports import client_weights, compare, renewal
     from fedfm.runtime.runs_below import each_run
 
@@ -95,7 +95,7 @@ def report(args: Namespace) -> int:
 
 
 def sign(args: Namespace) -> int:
-    """``fedfm sign``."""
+    """Run ``fedfm sign``; return the exit code."""
     from fedfm.api.signature import sign
 
     found = sign(args.run, args.key)
@@ -104,7 +104,7 @@ def sign(args: Namespace) -> int:
 
 
 def verify(args: Namespace) -> int:
-    """``fedfm verify``."""
+    """Run ``fedfm verify``; return the exit code."""
     from fedfm.api.signature import describe, verify
 
     found = verify(args.run, args.key)
@@ -113,7 +113,7 @@ def verify(args: Namespace) -> int:
 
 
 def compare(args: Namespace) -> int:
-    """``fedfm compare``."""
+    """Run ``fedfm compare``; return the exit code."""
     from fedfm.reports import compare
     from fedfm.reports.read import read
     from fedfm.runtime.runs_below import each_run
@@ -130,7 +130,7 @@ def compare(args: Namespace) -> int:
 
 
 def predict(args: Namespace) -> int:
-    """``fedfm predict``."""
+    """Run ``fedfm predict``; return the exit code."""
     from fedfm.api.predict import by_row, check_out, predict, write
 
     if args.out is not None:
@@ -173,7 +173,7 @@ def predict(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    """``fedfm export``."""
+    """Run ``fedfm export``; return the exit code."""
     from fedfm.api.predict import export
 
     tell(export(args.run, args.to, args.out, args.client, last=args.last))
@@ -181,7 +181,7 @@ def export(args: Namespace) -> int:
 
 
 def join(args: Namespace) -> int:
-    """``fedfm join``."""
+    """Run ``fedfm join``; return the exit code."""
     from fedfm.api.join import join
 
     result = join(args.run, args.data, args.client)
@@ -195,7 +195,7 @@ def join(args: Namespace) -> int:
 
 
 def listing(args: Namespace) -> int:
-    """``fedfm list``."""
+    """Run ``fedfm list``; return the exit code."""
     from fedfm.config import catalogue
 
     print(catalogue.listing(args.kind))
@@ -203,7 +203,7 @@ def listing(args: Namespace) -> int:
 
 
 def show(args: Namespace) -> int:
-    """``fedfm show``."""
+    """Run ``fedfm show``; return the exit code."""
     from fedfm.config import catalogue
 
     print(catalogue.method(args.method))
@@ -211,7 +211,7 @@ def show(args: Namespace) -> int:
 
 
 def schema(args: Namespace) -> int:
-    """``fedfm schema``."""
+    """Run ``fedfm schema``; return the exit code."""
     from fedfm.config import catalogue
 
     text = to_json(catalogue.schema(args.of), indent=1)
@@ -230,7 +230,7 @@ def schema(args: Namespace) -> int:
 
 
 def app(args: Namespace) -> int:
-    """``fedfm app``."""
+    """Run ``fedfm app``; return the exit code."""
     from fedfm.engines.flower.app_writer import write
 
     tell(write(args.folder, args.experiment))
@@ -238,7 +238,7 @@ def app(args: Namespace) -> int:
 
 
 def doctor(args: Namespace) -> int:
-    """``fedfm doctor``."""
+    """Run ``fedfm doctor``; return the exit code."""
     from fedfm.cli.doctor import examine
 
     lines = examine()

@@ -10,7 +10,7 @@ from fedfm.cli.running import experiment_of, hint_on_stop, run_once, summary, te
 
 
 def run(args: Namespace) -> int:
-    """``fedfm run``."""
+    """Run ``fedfm run``; return the exit code."""
     experiment = experiment_of(args)
     progress = watch()
     if args.tune or args.seeds or args.baselines:
@@ -21,7 +21,7 @@ def run(args: Namespace) -> int:
 
 
 def resume(args: Namespace) -> int:
-    """``fedfm resume``."""
+    """Run ``fedfm resume``; return the exit code."""
     from fedfm.api import execute
     from fedfm.config.toml import parse_override
 

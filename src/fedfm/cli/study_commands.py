@@ -61,7 +61,7 @@ def _study(args: Namespace, call: Callable[[], T], progress: Bar) -> T:
 
 
 def demo(args: Namespace) -> int:
-    """``fedfm demo``."""
+    """Run ``fedfm demo``; return the exit code."""
     from fedfm.api import studies
 
     progress = watch()

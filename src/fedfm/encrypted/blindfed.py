@@ -46,7 +46,7 @@ class ServerState:
 
     Attributes:
         w: (theta, eta), adapters and head.
-        figures: measurements of the encrypted forward pass, for the result.
+        figures: measurements of the encrypted forward pass, which the run's result reports.
     """
 
     w: Params
@@ -66,7 +66,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     paper_tables: ClassVar[Mapping[str, Any]] = {"distil": Recipe()}
 
-    rounds: int = setting(50, "T, rounds of averaging after the encrypted forward pass; 0 evaluates the start", ge=0)
+    rounds: int = setting(50, "T, rounds of averaging after the encrypted forward pass; 0 trains nothing", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(learning_rate=0.05, batch_size=16), "client optimiser: E, B, eta")
     drops: bool = setting(
@@ -76,7 +76,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     )
     protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
     encryption: str = setting(
-        "ckks", "ckks, or clear: a simulation in which the server sees the rows", choices=("ckks", "clear")
+        "ckks", "ckks, or clear (a simulation in which the server sees the rows)", choices=("ckks", "clear")
     )
     foundation: str = setting(
         "",
@@ -88,23 +88,21 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     rank: int = setting(8, "r, rank of the side adapters", ge=1, le=65_536)
     released: str = setting(
         "class",
-        "disclosed activations of each block: class (class token or mean), grid (also the means of four quadrants), "
-        "tokens "
-        "(all, through a secret projection)",
+        "activations of each block that clients receive: class (the class token or the mean over tokens), grid (also "
+        "the means of four quadrants), tokens (all tokens, through a secret projection)",
         choices=RELEASED,
     )
     projection: int = setting(32, 'number of values per token for released = "tokens"', ge=1, le=65_536)
     labels: str = setting(
         "permuted",
-        "permuted protocol: the server returns the labels in its order (permuted) or only the loss (loss_only, as "
-        "printed, which allows no training)",
+        "permuted protocol: the server returns the labels in its own order (permuted), or only the loss (loss_only, as "
+        "the paper describes; it allows no training)",
         choices=("permuted", "loss_only"),
     )
     link: str = setting(
         "fast",
-        "speed of the network to the clients: slow uses a larger ring, with a third of the messages, more bytes and "
-        "more "
-        "computation per message",
+        "speed of the network to the clients: slow uses a larger ring, which needs a third of the messages, but more "
+        "bytes and more computation per message",
         choices=("fast", "slow"),
     )
     predict: bool = setting(
@@ -120,7 +118,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def ring(self) -> int:
-        """Degree of the ciphertexts' ring."""
+        """The degree of the ciphertexts' ring."""
         return RINGS[self.link]
 
     # --- server half --------------------------------------------------------------------------------------------------
@@ -135,10 +133,10 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         return ServerState(w, figures)
 
     def run_forward_pass(self, fed: Federation) -> dict[str, float]:
-        """Steps 1 to 4 of the protocol: the encrypted forward pass of all rows of all clients. It happens only once."""
+        """Run steps 1 to 4 of the protocol once: the encrypted forward pass of all rows of all clients."""
         if self.encryption == "clear":
             return permuted_clear.run(self, fed) if self.protocol == "permuted" else clear.run(self, fed)
-        from fedfm.encrypted.protocol import masked  # imported here, since they need TenSEAL
+        from fedfm.encrypted.protocol import masked  # imported here, since these modules need TenSEAL
         from fedfm.encrypted.protocol import permuted as permuted_passes
 
         return permuted_passes.run(self, fed) if self.protocol == "permuted" else masked.run(self, fed)
@@ -159,7 +157,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @cached_property
     def scheduled_local(self) -> Local:
-        """The client optimiser, with the paper's schedule if no other one is set."""
+        """Return the client optimiser, with the paper's schedule if no other schedule is set."""
         return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
 
     def view(self, client: Client) -> Client:
@@ -167,19 +165,17 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def open(self, client: Client, told: Hello) -> Opened:
-        """Step 1: receive the format that rows must have; return the client's numbers of rows, and its keys."""
+        """Step 1: receive the format that rows must have; return the client's row counts and its keys."""
         return self.client_half.open(client, told)
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2: send a batch of rows in the client's own order. With ``go_on`` the server already has the rows'
-        states.
-        """
+        """Step 2: send a batch of rows in the client's own order; with ``go_on`` the server has the rows' states."""
         return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Step 4: store disclosed activations, which all rounds use; returns the number of rows."""
+        """Step 4: store disclosed activations, which all rounds use; return the number of rows."""
         return self.client_half.keep(client, batch, block, states)
 
     @on_client(kind="query", varying=("message",))
@@ -191,27 +187,27 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
-        """Permuted, step 1: send a batch of rows and labels. With ``go_on`` the server already has the rows' states."""
+        """Permuted, step 1: send a batch of rows and labels; with ``go_on`` the server has the rows' states."""
         return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted, step 3: store the states of all tokens, which are in a secret order, and return them encrypted."""
+        """Permuted, step 3: store the states of all tokens, which arrive in a secret order; return them encrypted."""
         return self.client_half.turn(client, batch, block, states)
 
     @on_client(kind="query", varying=("orders", "labels"))
     def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
-        """Permuted, steps 4 and 6: store the orders from each block to the next, and labels in the last order."""
+        """Permuted, steps 4 and 6: store the orders from each block to the next, and the labels in the last order."""
         return self.client_half.align(client, batch, orders, labels)
 
     @on_client(kind="query")
     def predicted(self, client: Client, w: Params) -> int:
-        """With ``predict``: store the predictions for the client's rows; returns their number."""
+        """With ``predict``: store the predictions for the client's rows; return their number."""
         return predictions.keep(client, self.view(client), w)
 
     @cached_property
     def client_half(self) -> ClientHalf:
-        """The client half of the protocol for all clients of this process."""
+        """Return the client half of the protocol for all clients of this process."""
         return ClientHalf(self.protocol, self.encryption)
 
     # --- what the method needs and promises ---------------------------------------------------------------------------
@@ -223,7 +219,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The messages of the protocol."""
+        """The client halves that the protocol calls."""
         renewed = ("refresh",) if self.encryption == "ckks" else ()
         if self.protocol == "permuted":
             return ("open", "labelled", "turn", "align", *renewed)
@@ -231,9 +227,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The secrets are for the orders and for key agreements. Rows to predict have no labels, so there are no
-        scores.
-        """
+        """Secrets are needed for the orders and for key agreements. Rows to predict have no labels, so no scores."""
         encrypted = self.encryption == "ckks"
         orders = ("orders",) if self.protocol == "permuted" else ()
         return Traits(
@@ -298,7 +292,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def validate(self) -> None:
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
             raise InputError(
-                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and as trained the '
+                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and in trained the '
                 "folder of a finished run",
                 key="method.predict",
             )
@@ -317,8 +311,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         if self.labels == "loss_only" and self.encryption == "ckks":
             raise InputError(
                 'method.labels = "loss_only": under encryption, clients compute scores from the returned labels; '
-                "expected "
-                'encryption = "clear", or labels = "permuted"',
+                'expected encryption = "clear", or labels = "permuted"',
                 key="method.labels",
             )
         if self.labels == "loss_only" and self.rounds:

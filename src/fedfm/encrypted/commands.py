@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def distil(args: Namespace) -> int:
-    """``fedfm distil``."""
+    """Run ``fedfm distil``; return the exit code."""
     from fedfm.config.toml import parse_override
     from fedfm.encrypted.student.distil import ABOUT, distil
     from fedfm.encrypted.student.distil_spec import Distillation
@@ -42,26 +42,27 @@ def predict_remote(path: Path, file: Path, progress: Progress) -> dict[str, Any]
 
 _DISTIL_EXAMPLES = """examples:
   fedfm distil student.toml --out student              compares teacher and student on held-out rows, block by block
-  fedfm distil student.toml --out student              the same command continues after a kill, with the same bits
-  fedfm run exp.toml --set model.name=student          the student is a model like any other, with every adaptation
-  fedfm run exp.toml --set method.foundation=student   blindfed computes it on encrypted rows
+  fedfm distil student.toml --out student              continues after a kill; the result has the same bits
+  fedfm run exp.toml --set model.name=student          uses the student as an ordinary model, with any adaptation
+  fedfm run exp.toml --set method.foundation=student   computes the student on encrypted rows (blindfed)
 
 a distillation:
   [data]
-  path = "auxiliary.npz"                               # of any domain; all rows on one machine
+  path = "auxiliary.npz"                               # rows of any domain, all on this machine
   [model]
   name = "nano-vit"                                    # a ViT, DeiT, I-JEPA or BERT: built in, a folder, a hub id
   [distil]
-  epochs = [3, 15, 15]                                 # tame with exact functions; states, outputs with polynomials
+  epochs = [3, 15, 15]                                 # of the three stages: tame, states, outputs
 
-A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its scores, variances and row sums must
-stay in intervals where a polynomial of low degree is accurate. The first stage trains for that, and an interval that is
-too wide is refused. The folder has config.json with the polynomials and their intervals, model.safetensors, the image
-processor or tokenizer, and distil.json, which records how it was made. If the head is new for these classes, it is left
-out.
+A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its attention scores, variances and row
+sums must stay in intervals where a polynomial of low degree is accurate. The first stage, tame, trains the exact
+functions for that, and an interval that is too wide is refused. The other stages train with polynomials to match the
+teacher's states and outputs. The output folder has config.json with the polynomials and their intervals,
+model.safetensors, the image processor or tokenizer, and distil.json, which records how the student was made. The folder
+has no head if the teacher's head is new for these classes.
 
-If model.name is a polynomial student already, epochs = [0, 0, 0] trains nothing: it measures the intervals again on the
-rows of [data]. Use it for rows that differ from those of the distillation.
+If model.name is a polynomial student already, epochs = [0, 0, 0] trains nothing, but measures the intervals again on
+the rows of [data]. Use this for rows that differ from the rows of the distillation.
 """
 
 COMMANDS = (

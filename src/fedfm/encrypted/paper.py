@@ -1,4 +1,4 @@
-"""The settings of BlindFed's paper (arXiv:2502.01289, Section 3, Appendices D and E), for a ViT-B/16."""
+"""The settings in BlindFed's paper (arXiv:2502.01289, Section 3, Appendices D and E), which are for a ViT-B/16."""
 
 from __future__ import annotations
 

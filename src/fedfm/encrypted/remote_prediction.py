@@ -1,6 +1,6 @@
-"""Predict at the site of the rows, with a model that stays at its owner: one silo and a SuperLink on loopback.
+"""Predict rows at one silo with a model that stays at the server: a silo and a SuperLink on loopback.
 
-Between real sites, the owner submits the same experiment to the SuperLink, and a silo's file names the rows.
+Between real sites, the model's owner submits the same experiment to the SuperLink, and a silo's file names the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SILO = "holder"  # the silo's name
 
 
 def asking(run: Run) -> Experiment:
-    """The experiment in which silos predict with a finished BlindFed run.
+    """Return the experiment in which silos predict with a finished BlindFed run.
 
     Raises:
         InputError: the run has another method, or it did not encrypt rows.
@@ -36,7 +36,7 @@ def asking(run: Run) -> Experiment:
         )
     own: dict[str, Any] = dict.fromkeys(
         ("superlink", "folder", "roster", "identity")
-    )  # these settings are dropped, since the nodes are on loopback
+    )  # drops the settings of other machines, since the nodes are on loopback
     return replace(
         experiment,
         name=f"{experiment.name}-predicts"[:64],
@@ -46,7 +46,7 @@ def asking(run: Run) -> Experiment:
 
 
 def predict_remote(path: str | Path, file: str | Path, progress: Progress | None = None) -> dict[str, Any]:
-    """As :func:`fedfm.api.predict.predict`, but the rows are at a separate node, and the model is at the server.
+    """Predict as :func:`fedfm.api.predict.predict` does, with the rows at a separate node and the model at the server.
 
     Raises:
         InputError: the run cannot predict in this way, or there are no such rows.

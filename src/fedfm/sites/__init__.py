@@ -1,6 +1,6 @@
 """The sites wing: programs and files at an organisation, and at the server between organisations.
 
-It has the silo's own file, its identity, its ledger and its terms; kits, their processes and the certificate authority;
-and the folder that carries messages. The trunk imports nothing from here: it finds the commands by
-:mod:`fedfm.api.command_registry`, and a silo's file by :mod:`fedfm.runtime.site_policy`.
+It contains a silo's own file, its identity, its ledger and its terms; kits, their processes and the certificate
+authority; and the folder that carries messages. The packages that every run needs import nothing from here. They find
+the commands by :mod:`fedfm.api.command_registry`, and a silo's file by :mod:`fedfm.runtime.site_policy`.
 """

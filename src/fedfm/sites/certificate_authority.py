@@ -1,4 +1,4 @@
-"""A federation's own certificate authority: its key signs the server's certificate, and nothing else."""
+"""A federation's own certificate authority; its key signs only the server's certificate."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def issue(folder: Path, out: Path, hosts: Sequence[str], days: int) -> datetime.
 
 
 def _write_pair(private: Path, key: bytes, public: Path, certificate: bytes) -> None:
-    """Write a key and its certificate; on a full disk both stay as they were, since they only serve together."""
+    """Write a key and its certificate; a full disk leaves both old files, because a key needs its own certificate."""
     fresh = {path: path.with_name(f".{path.name}") for path in (private, public)}
     try:
         write_private(fresh[private], key)
@@ -98,10 +98,10 @@ def _write_pair(private: Path, key: bytes, public: Path, certificate: bytes) -> 
 
 
 def validity(path: Path) -> tuple[datetime.datetime, datetime.datetime]:
-    """First and last moment of a certificate's validity.
+    """Return the first and the last moment of a certificate's validity.
 
     Raises:
-        InputError: the file has no certificate.
+        InputError: the file is missing or contains no certificate.
     """
     from cryptography import x509
 

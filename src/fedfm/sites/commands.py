@@ -1,4 +1,4 @@
-"""Subcommands of sites: kits for machines, a silo's file, a folder for messages."""
+"""The subcommands ``fedfm provision``, ``fedfm start`` and ``fedfm silo``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 
 
 def provision(args: Namespace) -> int:
-    """``fedfm provision``."""
+    """Run ``fedfm provision``; return the exit code."""
     from fedfm.sites import federation_config, kits
 
     found = kits.provision(federation_config.load(args.federation), args.out, renew=args.renew)
@@ -25,7 +25,7 @@ def provision(args: Namespace) -> int:
 
 
 def start(args: Namespace) -> int:
-    """``fedfm start``."""
+    """Run ``fedfm start``; return the exit code."""
     from fedfm.sites import supervisor
 
     supervisor.start(args.kit, lambda text: tell(f"fedfm: {visible(text)}", sys.stderr))
@@ -33,7 +33,7 @@ def start(args: Namespace) -> int:
 
 
 def silo(args: Namespace) -> int:
-    """``fedfm silo``."""
+    """Run ``fedfm silo``; return the exit code."""
     if args.what == "serve":
         return _serve(args)
     if args.folder is not None or args.once:
@@ -54,7 +54,7 @@ def silo(args: Namespace) -> int:
 
 
 def _serve(args: Namespace) -> int:
-    """``fedfm silo serve``."""
+    """Run ``fedfm silo serve``; return the exit code."""
     if args.folder is None:
         raise InputError("silo serve: give the folder for the messages: --folder DIR")
     _offline(args.file)
@@ -65,8 +65,11 @@ def _serve(args: Namespace) -> int:
 
 
 def _offline(path: Path) -> None:
-    """Keep libraries offline, by variables that they read when imported, unless the silo's file allows downloads."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # the later reader reports the fault
+    """Set the environment variables that keep libraries offline, unless the silo's file allows downloads.
+
+    The libraries read these variables when they are imported.
+    """
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # silo_config.load reports the fault later
         if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -87,47 +90,48 @@ def _silo_arguments(parser: ArgumentParser) -> None:
         nargs="?",
         choices=("check", "show", "predictions", "serve"),
         default="check",
-        help="check file and rows; show its ledger; show predictions of runs; serve a folder's requests [check]",
+        help="check: test the silo's file and rows; show: print its ledger; predictions: print the predictions of its "
+        "runs; serve: answer the requests in a folder [check]",
     )
-    parser.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers; or a kit's folder")
+    parser.add_argument("file", type=Path, help="the silo's file, silo.toml; or a kit's folder")
     parser.add_argument(
         "experiment", type=Path, nargs="?", help="check: compare the kit with the needs of this experiment"
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder for the messages")
-    parser.add_argument("--once", action="store_true", help="serve: answer the present requests, and end")
+    parser.add_argument("--once", action="store_true", help="serve: answer the requests that are there, and end")
 
 
 _PROVISION_EXAMPLES = """examples:
-  fedfm provision federation.toml --out kits           kits/server, kits/hospital-a, ...; kits/authority stays here
+  fedfm provision federation.toml --out kits           makes kits/server, kits/hospital-a, ...; keep kits/authority here
   fedfm provision federation.toml --out kits           again, with more silos: adds their kits, keeps all keys
   fedfm provision federation.toml --out kits --renew   a new certificate for the server, before the old one ends
 
 a federation's file:
-  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0" for all on this machine
+  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0" if all run on this machine
   silos = ["hospital-a", "hospital-b"]
-  classes = ["benign", "malignant"]                    as agreed, in order
-  models = ["/srv/models/bert-small"]                  that the silos load, besides the built-in ones
+  classes = ["benign", "malignant"]                    as the federation agreed, in order
+  models = ["/srv/models/bert-small"]                  models that the silos load, in addition to the built-in ones
   days = 365                                           validity of the server's certificate
   proxy = false                                        true: the server is behind NGINX, see server/nginx.conf
 """
 _START_EXAMPLES = """examples:
-  fedfm start kits/server                              SuperLink, and admission of the silos; ends with Ctrl-C
-  fedfm start kits/hospital-a                          a silo; it connects again after every pause of the network
+  fedfm start kits/server                              starts Flower's SuperLink, and admits the silos; Ctrl-C ends it
+  fedfm start kits/hospital-a                          starts a silo; it connects again when the network is back
   kits/hospital-a/start.sh                             the same
 """
 _SILO_EXAMPLES = """examples:
-  fedfm silo check kits/hospital-a exp.toml            classes, model, clock, ports, certificates, policy: what differs
-  fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
-  fedfm silo show silo.toml                            what left, by run; what is left of each budget
+  fedfm silo check kits/hospital-a exp.toml            tests policy, classes, model, certificates, clock and ports
+  fedfm silo check silo.toml                           tests the file and its rows; also: fedfm silo silo.toml
+  fedfm silo show silo.toml                            lists by run what the silo sent, and the rest of each budget
   fedfm silo serve silo.toml --folder /mnt/shared      answers requests that come as files, until Ctrl-C
-  fedfm silo serve silo.toml --folder /media/stick/fedfm --once    answers what is there, and ends
+  fedfm silo serve silo.toml --folder /media/stick/fedfm --once    answers the requests that are there, and ends
 
 a silo's file, in the folder of its rows:
   name = "north"
   data = "rows.csv"
   label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
-  classes = ["benign", "malignant"]                    as the federation agreed [those of the rows]
-  models = ["/srv/models/bert-small"]                  that experiments may name, besides the built-in ones
+  classes = ["benign", "malignant"]                    as the federation agreed [the classes of the rows]
+  models = ["/srv/models/bert-small"]                  that experiments may name, in addition to the built-in ones
   methods = ["my_methods:Cautious"]                    the same for code from outside fedfm
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing

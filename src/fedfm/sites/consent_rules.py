@@ -21,7 +21,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     """Refuse an experiment that exposes more than the silo allows, or guarantees less than it requires.
 
     Args:
-        rows: training rows of the silo; None: before they are read.
+        rows: number of training rows of the silo; None if the rows are not read yet.
 
     Raises:
         InputError: the experiment does not meet a term; the message lists all such terms with their keys.
@@ -48,7 +48,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
 def _unmet_requirements(
     wanted: Requirements, experiment: Experiment, costs: ReleaseCosts
 ) -> Iterator[tuple[str, str, Any]]:
-    """(key, the experiment's value, the required value) of each requirement that is not met."""
+    """Yield (key, the experiment's value, the required value) for each requirement that is not met."""
     privacy, aggregation = experiment.privacy, experiment.aggregation
     release = costs.release
     hidden = isinstance(aggregation, Secure)

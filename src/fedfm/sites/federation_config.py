@@ -1,9 +1,9 @@
-"""A federation's file: the server's address and the silos; ``fedfm provision`` makes a kit for each from it.
+"""A federation's file: the server's address and the silos. ``fedfm provision`` makes the kits from it.
 
 server = "fed.example.org:8443"         # port 0 on loopback means a free port
 silos = ["hospital-a", "hospital-b"]
 classes = ["benign", "malignant"]       # as the federation agreed, in order
-models = ["bert-small"]                 # loaded by the silos, besides the built-in ones
+models = ["bert-small"]                 # models that the silos load, in addition to the built-in ones
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FederationFile:
     models: tuple[str, ...] = setting((), "folders and hub ids that the silos load, in addition to the built-in models")
     allow: tuple[str, ...] = setting(
         ("mean", "scores"),
-        "initial allow of the silos' files: mean, reply, scores, reveal",
+        "the value of allow in the silos' new files: mean, reply, scores, reveal",
         choices=("mean", "reply", "scores", "reveal"),
     )
     days: int = setting(365, "days for which the server's certificate is valid", ge=1, le=3650)
@@ -71,7 +71,7 @@ class FederationFile:
 
     @property
     def port(self) -> int:
-        """The server's port; 0: any free one."""
+        """The server's port; 0 means any free port."""
         return self._split()[1]
 
     @property
@@ -110,7 +110,7 @@ def _read(table: Mapping[str, Any]) -> FederationFile:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address in a host text, including the short forms that systems accept ("0", "127.1")."""
+    """Return the IP address that a host's text means, also in the short forms that systems accept ("0", "127.1")."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(host)
         mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
@@ -126,7 +126,7 @@ def _is_local_name(host: str) -> bool:
 
 
 def _unreachable(host: str) -> str:
-    """Why no silo can connect to a host; "" if it may be reachable."""
+    """Return the reason why no silo can connect to a host; "" if the host may be reachable."""
     address = _address(host)
     if address is None:
         return ""
@@ -142,7 +142,7 @@ def _unreachable(host: str) -> str:
 
 
 def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
-    """(key, message) of faults in values that are each within their bounds."""
+    """Yield (key, message) for each fault that the bounds of single values do not exclude."""
     if not found.silos:
         yield "silos", 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
     lower = [alike(name) for name in found.silos]  # some file systems ignore case

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class FileContents:
-    """The contents of some files. Name a file before it is parsed, so that no change is missed."""
+    """The contents of some files. Add a file before it is parsed, so that no later change is missed."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known: dict[Path, bytes | None] = {}
@@ -18,7 +18,7 @@ class FileContents:
         self._known |= {path: _content(path) for path in paths}
 
     def find_changes(self) -> list[str]:
-        """Names of the files that have other contents now, or can be read no longer."""
+        """Return the names of the files that have changed or cannot be read any more."""
         return [path.name for path, content in self._known.items() if _content(path) != content]
 
 

@@ -1,7 +1,7 @@
 """A silo that answers requests which come as files in a folder: ``fedfm silo serve``.
 
-The same code as at a SuperNode (client host, policy, budgets and log) decides on answers and on entries in the ledger.
-The numbers of answered requests are stored in the run's folder at the silo.
+The code that a SuperNode runs (client host, policy, budgets and log) also decides here which requests are answered, and
+which entries the ledger gets. The number of the newest request is stored in the run's folder at the silo.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fedfm.sites.request_log import SiloLog
 if TYPE_CHECKING:
     from fedfm.engines.flower.client_host import ClientHost
 
-_POLL = (0.1, 2.0)  # seconds between two looks into the folder: first and longest
+_POLL = (0.1, 2.0)  # seconds between two readings of the folder: shortest and longest
 _MOST = 1000  # largest number of log lines about old requests
-_STATE = "letters.json"  # number and digest of the newest request, in the run's folder at the silo
+_STATE = "letters.json"  # file with number and digest of a run's newest request, in the run's folder at the silo
 
 
 class SiloDesk:
@@ -46,9 +46,9 @@ class SiloDesk:
     def __init__(self, path: Path, root: Path, tell: Callable[[str], None] = lambda text: None) -> None:
         self._path, self._root, self._tell = path.resolve(), root.resolve(), tell
         self._log = SiloLog(self._path.parent / ".fedfm", self._path)
-        self._site: tuple[Path, ClientHost] | None = None  # of the run that was answered last
+        self._site: tuple[Path, ClientHost] | None = None  # folder and host of the run that was answered last
         self._old: set[tuple[str, int]] = set()
-        self._wrong: list[str] = []  # what is wrong with the silo's file, as the log has it
+        self._wrong: list[str] = []  # faults of the silo's file that the log has already
         self._load()
 
     def _load(self) -> None:
@@ -75,7 +75,11 @@ class SiloDesk:
         self._files = files
 
     def _reload(self) -> bool:
-        """Read the silo's file again if it, its key or its roster changed; returns whether letters may be answered."""
+        """Read the silo's file again if this file, the key or the roster changed.
+
+        Returns:
+            Whether requests may be answered: the file is valid.
+        """
         if changed := self._files.find_changes():
             try:
                 self._load()
@@ -94,7 +98,7 @@ class SiloDesk:
         self._tell(text)
 
     def answer(self) -> int:
-        """Answer the present requests; returns the number of letters written."""
+        """Answer the requests that are in the folder; return the number of answers written."""
         if not self._reload():
             return 0
         newest: dict[str, tuple[Header, Content]] = {}
@@ -104,7 +108,7 @@ class SiloDesk:
         return sum(self._answer(header, content) for header, content in newest.values())
 
     def _fresh(self, header: Header) -> bool:
-        """Whether to open a request: no newer one has arrived, and its reply is not in the folder."""
+        """Return whether to open a request: no newer request has arrived, and its reply is not in the folder."""
         number = _state(self._folder(header.run)).get("number", 0)
         old = header.run, header.number
         if header.number < number and old not in self._old and len(self._old) < _MOST:
@@ -134,17 +138,17 @@ class SiloDesk:
             self._note(f"run {header.run[:100]}: {handler[:100]} is not answered: {fault}")
             head, data = client_stub.fault_halves(fault, content.head, content.data)
         if not self._replies.put(header.run, header.number, Content({"request": asked}, head, data)):
-            return False  # the folder is absent: the answer is computed again, with the same bits
+            return False  # the folder is absent: a later call computes the same answer again
         self._replies.drop(header.run, header.number)
         self._tell(f"run {header.run}: answered request {header.number}, {handler}")
         return True
 
     def _site_of(self, folder: Path) -> ClientHost:
-        """The client host of a run; rows and model stay in memory between the run's requests."""
+        """Return the client host of a run; its rows and model stay in memory between the run's requests."""
         from fedfm.engines.flower import client_host
 
         if self._site is None or self._site[0] != folder:
-            self._site = None  # frees the rows of the last run before those of another are read
+            self._site = None  # frees the rows of the last run before the rows of another run are read
             try:
                 here, _ = client_host.of_folder(folder)
             except (InputError, OSError) as error:
@@ -157,7 +161,7 @@ class SiloDesk:
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    """Number and digest of a run's newest request; empty before the first.
+    """Read number and digest of a run's newest request; the result is empty before the first request.
 
     Raises:
         InputError: the file is damaged.
@@ -172,7 +176,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Answer a folder's requests until the process is stopped, or with ``once`` until all are answered.
+    """Answer the requests in a folder until the process is stopped, or with ``once`` until all are answered.
 
     Args:
         path: the silo's file.

@@ -1,7 +1,7 @@
 """A silo's permanent identity, and the roster of the other silos' identities.
 
     identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
-    roster = "roster.toml"      # or .json: of each silo its name and the public key that `fedfm silo check` prints
+    roster = "roster.toml"      # or .json: for each silo, the public key that `fedfm silo check` prints there
 
 The silos agree on the roster without the server. With it, a silo detects a server that impersonates or invents silos.
 """
@@ -16,7 +16,7 @@ from fedfm.runtime.rosters import Identity, key_in, roster_in
 
 
 class Signer(Protocol):
-    """The keys of a silo's file that concern its identity."""
+    """The settings of a silo's file that concern its identity."""
 
     @property
     def name(self) -> str:
@@ -24,23 +24,23 @@ class Signer(Protocol):
 
     @property
     def identity(self) -> str:
-        """The file of its key; empty: each run has a new key."""
+        """The path of the silo's private key; if empty, the silo makes a new key for each run."""
 
     @property
     def roster(self) -> str:
-        """The file with the others' public keys; empty: none."""
+        """The path of the file with the other silos' public keys; empty if there is no roster."""
 
 
 def files(silo: Signer) -> list[Path]:
-    """The files of key and roster that a silo's file names."""
+    """Return the paths of the key file and the roster that a silo's file names."""
     return [Path(text) for text in (silo.identity, silo.roster) if text]
 
 
 def of(silo: Signer, *, create: bool = False) -> Identity:
-    """Read the files that a silo's file names.
+    """Read the key and the roster that a silo's file names.
 
     Args:
-        create: make the key if its file is absent.
+        create: make a key if its file is absent.
 
     Raises:
         InputError: a file is absent, open to others or malformed, or the roster has another key of this silo.

@@ -27,7 +27,8 @@ def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
     """Check a kit, or a silo's file, against an experiment; without an experiment check only the kit.
 
     Returns:
-        ``name``, ``fits``, and ``checks``: lines with ``what``, ``status`` (ok, differs, note) and ``found``.
+        ``name``; ``fits``, whether no check failed; and ``checks``, a list of dicts. Each dict has ``what`` (the thing
+        checked), ``status`` (ok, differs, note) and ``found`` (the result in words).
 
     Raises:
         InputError: there is no kit, or the experiment is not valid.
@@ -47,7 +48,7 @@ def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The result of :func:`examine` as text, one line per check."""
+    """Format the result of :func:`examine` as text, one line per check."""
     lines = [f"{found['name']}: {line['status']:<7} {line['what']}: {line['found']}" for line in found["checks"]]
     count = sum(line["status"] == DIFFERS for line in found["checks"])
     verdict = "fits" if found["fits"] else f"{count} {'thing differs' if count == 1 else 'things differ'}"
@@ -108,7 +109,7 @@ def _valid(begin: datetime.datetime, end: datetime.datetime, now: datetime.datet
 
 
 def _server_seen(kit: Kit) -> Iterator[Line]:
-    """Checks of the server from this machine: address, certificate, clock."""
+    """Check the server's address, certificate and clock from this machine."""
     found = server_seen.look(kit.server, kit.folder / "ca.crt")
     if found.problem:
         yield _line("server", DIFFERS, found.problem)
@@ -185,7 +186,7 @@ def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
 
 
 def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
-    """Compare the silo's class names with the experiment's, if these are known on this machine."""
+    """Compare the silo's class names with the experiment's, if the experiment's are known on this machine."""
     from fedfm.data.load import load_table
 
     try:
@@ -195,7 +196,7 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
         return _line("rows", DIFFERS, "; ".join(lines_of(error, 500)))
     spec = needed.data
     theirs = spec.classes or None
-    if theirs is None and not needed.own_code:  # a function that a server names is never imported
+    if theirs is None and not needed.own_code:  # never import a function that the server names
         with contextlib.suppress(InputError):
             theirs = load_table(spec, seed=needed.run.seed, task=needed.model.task).classes
     if theirs is None:
@@ -213,10 +214,10 @@ def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
 
 
 def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> str:
-    """Compare the silo's copy of the model with the experiment's pinned fingerprint, if it has one.
+    """Compare the silo's copy of the model with the fingerprint that the experiment pins, if it pins one.
 
     Args:
-        notices: receives the notices that a run writes into the silo's log.
+        notices: list to which the function adds the notices that a run would write into the silo's log.
     """
     federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
     mine = own_rows.classes_of(silo.rows, federated.table)

@@ -1,7 +1,7 @@
-"""Kits: a folder for the server and one for each silo, with all that their machines need in addition to fedfm.
+"""Kits: one folder for the server and one for each silo, with all files that a machine needs in addition to fedfm.
 
-``authority/`` stays on the machine that makes the kits: its key signs the server's certificate. A second call with the
-same file adds new silos, and keeps all existing keys.
+``authority/`` stays on the machine that makes the kits, because its key signs the server's certificate. A second call
+with the same federation file adds kits for new silos, and keeps all existing keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
         renew: make a new certificate for the server, with the same authority and a new key.
 
     Returns:
-        ``out``, ``server`` (host:port), ``valid_until``, and the names of the kits ``made`` and ``kept``.
+        ``out``, ``server`` (host:port), ``valid_until``, the names of the kits ``made`` and ``kept``, ``renewed``, and
+        ``notices``.
 
     Raises:
         InputError: ``out`` has other files or another server's kits, or another process makes kits there.
@@ -55,7 +56,7 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
         loopback_keys.write_secret(server / "superexec.secret")
         (server / NODES).mkdir(exist_ok=True)
         _write(kit, out, kit_templates.of_server(kit))
-    if not (server / OPERATOR).exists():  # lost, or removed for a new one
+    if not (server / OPERATOR).exists():  # the file was lost, or the operator removed it to get a new secret
         loopback_keys.write_secret(server / OPERATOR)
     (made if old is None else kept).append(SERVER)
     ports = _ports(federation, out, port)
@@ -90,7 +91,7 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
 
 
 def render(found: dict[str, Any]) -> str:
-    """The result of :func:`provision` as text, with the next steps."""
+    """Format the result of :func:`provision` as text, with the next steps."""
     out, silos = Path(found["out"]), [name for name in (*found["made"], *found["kept"]) if name != SERVER]
     lines = [f"made: {', '.join(found['made']) or 'nothing'}"]
     if found["kept"]:
@@ -120,7 +121,7 @@ def _check_folder(out: Path) -> None:
 
 
 def _address(federation: FederationFile, old: Kit | None, out: Path) -> tuple[str, int]:
-    """(host:port for the silos, port of the SuperLink)."""
+    """Return the address (host:port) for the silos, and the port of the SuperLink."""
     host = f"[{federation.host}]" if ":" in federation.host else federation.host
     if old is not None:
         known = old.server.rpartition(":")
@@ -138,7 +139,7 @@ def _address(federation: FederationFile, old: Kit | None, out: Path) -> tuple[st
 
 
 def _ports(federation: FederationFile, out: Path, server: int) -> Any:
-    """Ports of the silos' processes: none is used by another kit, and on loopback none by another program."""
+    """Yield ports for the silos' processes: ports that no other kit uses, and on loopback no other program."""
     used = {server, *(load(path.parent).port for path in out.glob(f"*/{FILE}"))}
     port = federation.first_port
     while True:
@@ -150,7 +151,7 @@ def _ports(federation: FederationFile, out: Path, server: int) -> Any:
 
 
 def free(port: int) -> bool:
-    """Whether a port of loopback is free."""
+    """Whether a port on loopback is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -161,7 +162,7 @@ def free(port: int) -> bool:
 
 
 def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
-    """``count`` different free ports on loopback."""
+    """Return ``count`` different free ports on loopback."""
     probes, found = [], list[int]()
     try:
         while len(found) < count:
@@ -177,13 +178,13 @@ def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
 
 
 def _is_begun(kit: Kit, federation: FederationFile) -> bool:
-    """Whether a folder has nothing but files of a kit that was stopped before it was complete."""
+    """Whether a folder has only files of its own kit: an earlier call was stopped before the kit was complete."""
     names = {"node.key", "node.pub", "ca.crt", *kit_templates.of_silo(kit, federation)}
     return all(path.name in names or path.name.startswith(f".{FILE}.") for path in kit.folder.iterdir())
 
 
 def _write(kit: Kit, out: Path, files: dict[str, str]) -> None:
-    """The files of a kit; ``kit.json`` comes last, so that a kit that has it is complete."""
+    """Write the files of a kit; ``kit.json`` is written last, so that a kit with this file is complete."""
     (kit.folder / "ca.crt").write_bytes((out / AUTHORITY / "ca.crt").read_bytes())
     for name, text in files.items():
         path = kit.folder / name

@@ -1,12 +1,13 @@
-"""A silo's ledger: everything that left it, in all runs, and the lifetime budgets that it enforces.
+"""A silo's ledger: the list of all messages that left the silo in all runs, and the lifetime budgets that it enforces.
 
-One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves. So a crash may count a
-message that did not leave, but it never misses one that left. A crash within an entry leaves an incomplete last line:
-that message did not leave, and the next process removes the line. A mark in the silo's own folder says how long the
-file was: from an older copy, which lacks lines, nothing leaves.
+The ledger is one JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves. So after a
+crash the ledger may count a message that did not leave, but it never lacks a message that left. A crash while an entry
+is written leaves an incomplete last line: its message did not leave, and the next process removes the line. Another
+file in the silo's own folder, the mark, records how long the ledger was. If the ledger is shorter than that, it is an
+older copy, and the silo sends no message.
 
-A refusal that depends on rows is an answer, and has a line as well. Budgets are checked before rows are read, so that a
-refusal by a budget does not show whether there would have been an answer.
+A refusal that depends on rows is an answer, so it has a line as well. Budgets are checked before rows are read, so that
+a refusal because of a budget does not show whether there would have been an answer.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ ONCE = ("scores", "reveal")  # words for which a silo answers one question per (
 
 @dataclass(frozen=True)
 class Cost:
-    """The privacy that one release spends; the silo computes it from the experiment.
+    """The privacy cost of one release; the silo computes it from the experiment.
 
     Attributes:
-        unit: whose presence is hidden, client or record; "": none.
+        unit: whose presence the noise hides, client or record; "" if there is no noise.
         relation: the neighbouring relation, as in :class:`fedfm.privacy.accountant.Spent`.
-        noise_multiplier: z, standard deviation of the noise over the sensitivity; 0: no noise, no bound.
+        noise_multiplier: z, standard deviation of the noise over the sensitivity; 0 means no noise and no bound.
         rate: probability with which a unit is in each of the ``times`` Gaussian mechanisms of the release.
         by: who adds the noise: "silo", or "server", which the silo cannot check.
     """
@@ -66,13 +67,14 @@ class Entry:
     Attributes:
         run, experiment: the run's folder, and the SHA-256 of its experiment's text.
         exposes: hello, mean, reply, scores or reveal.
-        part: the rows' part, test or val; "": the handler has no such argument.
-        form: its form for the server: plain or masked.
+        part: the part of the rows that the question names, test or val; "" if the handler has no such argument.
+        form: the form in which the server receives the message: plain or masked.
         bytes: size of the message, as Flower serialises its records.
         asked: SHA-256 of the question (handler and payload, without round and call).
         sha256: SHA-256 of the answer without round and call.
-        fault: code of a failure that may depend on rows. The answer reports it, or is an empty part of a masked sum.
-        epsilon: of this release alone, at the budget's delta; None: no bound.
+        fault: code of a failure that may depend on rows; "" if there was none. The answer is then a refusal with this
+            code, or an empty part of a masked sum.
+        epsilon: the epsilon of this release alone, at the budget's delta; None if nothing bounds it.
     """
 
     time: str
@@ -96,27 +98,28 @@ class Entry:
 class Totals:
     """Sums over entries.
 
-    An answer that equals an earlier one to the same question in its run discloses nothing new: it counts as a message
-    and as bytes only. The same answer to another question discloses at least one bit, even if it is a refusal.
+    If a silo repeats an answer to the same question in the same run, it discloses nothing new: the repetition counts
+    as a message and as bytes only. The same answer to another question discloses at least one bit, even if it is a
+    refusal.
 
     Attributes:
         rounds: number of rounds. A round calls each handler once for each part of the rows. If a server repeats a round
             with other parameters, the silo counts one more round. Scores before the first round belong to the first
-            round. The messages of secure aggregation make no round.
+            round. The messages of secure aggregation do not count as a round.
         faults: number of answers that were refusals, or empty parts of a masked sum.
-        again: number of answers to a second question for a mean in one round, which an honest server asks only after a
-            stop.
-        releases: number of answers by cost.
+        again: number of answers to a second question for a mean in one round. An honest server asks a second one only
+            after the run was stopped and resumed.
+        releases: number of answers for each cost.
     """
 
     def __init__(self) -> None:
         self.messages = self.bytes = self.rounds = self.faults = self.again = 0
         self.releases: Counter[Cost] = Counter()
         self._seen: set[tuple[str, str, str]] = set()
-        self._questions: dict[tuple[str, int, str, str], str] = {}  # the first, by run, round, handler and part
+        self._questions: dict[tuple[str, int, str, str], str] = {}  # first question by _place
         self._asked: set[tuple[str, str]] = set()
-        self._answers: Counter[tuple[str, int, str, str]] = Counter()  # by run, round, handler and part
-        self._most: Counter[tuple[str, int]] = Counter()  # by run and round: most answers of one handler and part
+        self._answers: Counter[tuple[str, int, str, str]] = Counter()  # number of answers by _place
+        self._most: Counter[tuple[str, int]] = Counter()  # by run and round, the largest of these numbers
 
     def add(self, entry: Entry) -> None:
         """Count one entry."""
@@ -154,7 +157,7 @@ class Totals:
         return self._answers[_place(entry)] == self._most[_round(entry)]
 
     def epsilon(self, delta: float, more: Cost = NOTHING) -> float:
-        """The epsilon of all releases and one more; the epsilons of different units are added."""
+        """Return the epsilon of all releases and of one more; the epsilons of different units are added."""
         units: dict[tuple[str, str], dict[tuple[float, float], int]] = {}
         for cost, count in (self.releases + Counter([more])).items():
             if cost.times:
@@ -172,12 +175,12 @@ def _place(entry: Entry) -> tuple[str, int, str, str]:
 
 
 def _round(entry: Entry) -> tuple[str, int]:
-    """The round to which an answer belongs; scores of the start model belong to the first."""
+    """Return the run and the round of an answer; scores of the start model belong to round 1."""
     return entry.run, max(entry.round, 1) if entry.exposes == "scores" else entry.round
 
 
 class Unusable(ClientFault):
-    """The ledger is damaged, or an older copy, or cannot be written: nothing leaves."""
+    """The ledger is damaged, or an older copy, or cannot be written, so the silo sends no message."""
 
     def __init__(self, what: str) -> None:
         super().__init__(E_REFUSED, f"the silo's ledger {what}: nothing leaves")
@@ -187,9 +190,9 @@ class Ledger:
     """A silo's ledger, shared by the workers of all its runs.
 
     Args:
-        path: the file; its folder exists.
+        path: the ledger's file; its folder exists.
         budget: the limits of the entries' sums.
-        mark: a file elsewhere that says how long the ledger was, so that an older copy is refused; None: no such file.
+        mark: another file that records how long the ledger was, so that an older copy is refused; None for no mark.
     """
 
     def __init__(self, path: Path, budget: Budget, mark: Path | None = None) -> None:
@@ -198,7 +201,7 @@ class Ledger:
         self._totals, self._sha256 = Totals(), hashlib.sha256()
 
     def admit(self, entry: Entry) -> None:
-        """Check before rows are read whether an answer may leave; a repeated answer always may.
+        """Check before rows are read whether an answer may leave. An answer to a repeated question always may.
 
         Args:
             entry: the answer's entry, as far as it is known.
@@ -218,8 +221,9 @@ class Ledger:
         """Write an entry to the disk; its message may leave only after this method returns.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written; or it
-                is another answer to a question of another round, since the client's own model or its rows changed.
+            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written. Also
+                if a repeated question has another answer now and its round already answered another question: the
+                client's own model or its rows changed.
         """
         with self._current() as file:
             if (why := self._exceeded_budget(entry)) is not None:
@@ -229,7 +233,7 @@ class Ledger:
             self._append(file, entry)
 
     def _refuse_second(self, entry: Entry) -> None:
-        """Refuse an answer where only one question is answered, and another one was.
+        """Refuse the answer to a second question, if its word of exposure admits only one question per round.
 
         Raises:
             ClientFault: E_REFUSED.
@@ -243,10 +247,10 @@ class Ledger:
 
     @contextmanager
     def _current(self) -> Iterator[int]:
-        """The open file, locked; all of its lines are counted.
+        """A context with the file open and locked, in which all lines of the file are counted.
 
         Raises:
-            Unusable: it is damaged, or an older copy, or cannot be written.
+            Unusable: the file is damaged, or an older copy, or cannot be written.
         """
         try:
             with self._alone() as file:
@@ -259,7 +263,7 @@ class Ledger:
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
-        """The open file, locked."""
+        """A context with the file open and locked."""
         new = not self.path.exists()
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -271,7 +275,7 @@ class Ledger:
             os.close(file)
 
     def _catch_up(self, file: int) -> None:
-        """Count what other processes entered; remove a last line without its end."""
+        """Count the entries that other processes wrote; remove an incomplete last line."""
         status = os.fstat(file)
         if self._file != (status.st_dev, status.st_ino) or status.st_size < self._at:
             self._file, self._at = (status.st_dev, status.st_ino), 0
@@ -279,7 +283,7 @@ class Ledger:
         lines, end, torn = os.pread(file, status.st_size - self._at, self._at).rpartition(b"\n")
         if not self._at and lacks_lines(lines + end, self._mark):
             raise Unusable("lacks lines that it had, as an older copy does")
-        for entry in [*_entries(lines, self.path)]:  # if one is wrong, none is counted
+        for entry in [*_entries(lines, self.path)]:  # reads all lines first: if one is damaged, none is counted
             self._totals.add(entry)
         self._at += len(lines) + len(end)
         self._sha256.update(lines + end)
@@ -287,7 +291,7 @@ class Ledger:
             os.ftruncate(file, self._at)
 
     def _exceeded_budget(self, entry: Entry) -> str | None:
-        """The budget that the entry would exceed, in words; None: none."""
+        """Describe the budget that the entry would exceed; None if it exceeds none."""
         totals, budget = self._totals, self.budget
         if budget.bytes is not None and totals.bytes + entry.bytes > budget.bytes:
             return _over("bytes", totals.bytes, entry.bytes, budget.bytes)
@@ -313,7 +317,7 @@ class Ledger:
         self._at += len(line)
         self._totals.add(entry)
         self._sha256.update(line)
-        if self._mark is not None:  # without sync: a mark that is too short admits this ledger
+        if self._mark is not None:  # no sync: after a power failure the mark may be too short, which does no harm
             text = json.dumps({"size": self._at, "sha256": self._sha256.hexdigest()})
             with contextlib.suppress(NotWritten, OSError):
                 self._mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -325,12 +329,15 @@ def _over(key: str, spent: float, more: float, limit: float) -> str:
 
 
 def mark_of(folder: Path, path: Path) -> Path:
-    """The file in a silo's own folder that says how long the ledger at ``path`` was."""
+    """Return the path of the mark: the file in a silo's own folder that records how long the ledger was."""
     return folder / "ledgers" / f"{hashlib.sha256(str(path).encode(errors='surrogateescape')).hexdigest()[:32]}.json"
 
 
 def lacks_lines(content: bytes, mark: Path | None) -> bool:
-    """Whether a ledger's content lacks lines that it had: an older copy does, an absent ledger begins at zero."""
+    """Whether a ledger's content lacks lines that the ledger had before, as an older copy does.
+
+    An absent ledger lacks none: it begins at zero.
+    """
     if mark is None or not content:
         return False
     try:
@@ -342,13 +349,13 @@ def lacks_lines(content: bytes, mark: Path | None) -> bool:
 
 
 def epsilon_alone(cost: Cost, delta: float) -> float | None:
-    """The epsilon of one release alone; None if it has no bound."""
+    """Return the epsilon of one release alone; None if nothing bounds it."""
     epsilon = epsilon_of([Releases(cost.noise_multiplier, cost.times, cost.rate)], delta)
     return epsilon if epsilon < math.inf else None
 
 
 def entries(path: Path) -> list[Entry]:
-    """The entries in order, without an incomplete last line, whose message did not leave.
+    """Read a ledger's entries in order, without an incomplete last line, whose message did not leave.
 
     Raises:
         InputError: a line is damaged.
@@ -368,5 +375,5 @@ def _entries(lines: bytes, path: Path) -> Iterator[Entry]:
 
 
 def now() -> str:
-    """The present time in the ledger's form."""
+    """Return the present time in the format of the ledger."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

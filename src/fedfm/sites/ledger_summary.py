@@ -1,4 +1,4 @@
-"""Summary of a silo's ledger: what left it, by run and in total, and the rest of its budgets."""
+"""Summary of a silo's ledger: the messages that left the silo, by run and in total, and the rest of its budgets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = ("run", "method", "rounds", "messages", "bytes", "epsilon", "what the se
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Output of ``fedfm silo show``.
+    """Return the output of ``fedfm silo show``.
 
     Args:
         path: the silo's file.
@@ -53,7 +53,7 @@ def _firsts(left: Sequence[Entry]) -> list[Entry]:
 
 
 def _sums(budget: Budget, left: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over entries; ``epsilon`` is None if some entry has no bound."""
+    """Return sums over entries; ``epsilon`` is None if nothing bounds the epsilon of some entry."""
     totals = Totals()
     for entry in left:
         totals.add(entry)
@@ -79,7 +79,7 @@ def _rest(limit: float, spent: float | None) -> float:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The result of :func:`report` as text."""
+    """Format the result of :func:`report` as text."""
     if not found["runs"]:
         return f"{found['name']}: nothing has left ({found['ledger']})"
     rows = [_HEAD, *(_row(one["run"], one["method"], one) for one in found["runs"])]

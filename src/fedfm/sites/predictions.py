@@ -1,4 +1,4 @@
-"""Predictions of runs at a silo, in the silo's own folder."""
+"""The predictions that runs stored in a silo's own folder (``fedfm silo predictions``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUNS = ".fedfm/runs"  # next to the silo's file: see fedfm.engines.flower.clien
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Output of ``fedfm silo predictions``: by run, the oldest first, one record per row.
+    """Return the output of ``fedfm silo predictions``: for each run, the oldest first, one record per row.
 
     Raises:
         InputError: the silo's file is wrong.
@@ -32,7 +32,7 @@ def report(path: Path) -> dict[str, Any]:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The result of :func:`report` as text."""
+    """Format the result of :func:`report` as text."""
     lines = []
     for run in found["runs"]:
         lines.append(f"{visible(run['run'])}: {len(run['predictions'])} rows")

@@ -1,4 +1,4 @@
-"""The privacy cost of one release, computed from the experiment's [privacy] and never from the server's messages."""
+"""The privacy cost of one release. A silo computes it from the experiment's [privacy], never from server messages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class ReleaseCosts:
 
     Attributes:
         mechanism: "own" if the method has its own mechanism and the silo adds the noise; else the name of the mechanism
-            in [privacy]; "" if there is none.
+            in [privacy]; "" if nothing bounds the cost of a release.
         release: the cost of an answer that [privacy] covers.
 
     Args:
-        rows: number of training rows of the silo, on which the noise of DP-SGD depends; None: before they are read.
+        rows: number of training rows of the silo, on which the noise of DP-SGD depends; None if the rows are not read
+            yet.
     """
 
     def __init__(self, experiment: Experiment, rows: int | None = None) -> None:
@@ -45,7 +46,7 @@ class ReleaseCosts:
             one = mechanism.one_round(mechanism.batch_size if rows is None else rows)
             release = Cost("record", "add_remove", one.noise_multiplier, one.rate, one.times, "silo")
         times = 1 if mine else method.rounds
-        if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # answers share noise, so each costs more
+        if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # shared noise: one answer costs more
             release = replace(release, noise_multiplier=mechanism.noise_of_one_answer)
             times = -(-times // mechanism.period)
         self.mechanism, self.release = mechanism_name if release else "", release or UNBOUNDED
@@ -53,14 +54,14 @@ class ReleaseCosts:
         self._hidden = isinstance(experiment.aggregation, Secure)
 
     def of(self, handler: str) -> Cost:
-        """The cost of an answer of this handler; an answer that [privacy] does not cover has no bound."""
+        """Return the cost of an answer of this handler; nothing bounds an answer that [privacy] does not cover."""
         kind = handler.partition(".")[0]
         if kind == "train" or (kind == "query" and self._asks):
             return self.release
         return NOTHING if kind == "aggregate" and self._hidden else UNBOUNDED
 
     def epsilon(self, delta: float) -> float:
-        """The epsilon of the complete experiment."""
+        """Return the epsilon of the complete experiment."""
         one = self.release
         return epsilon_of([Releases(one.noise_multiplier, one.times * self._times, one.rate)], delta)
 

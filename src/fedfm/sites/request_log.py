@@ -1,9 +1,10 @@
 """A silo's log of servers' requests, and the limit on experiments that do not fit.
 
-The answer to a hello discloses whether the experiment fits the silo's rows. So after :data:`MISFITS` different hellos
-that do not fit, the silo answers no hello until its owner changes ``silo.toml``. The same limit, with a separate count,
-holds for runs that the silo agreed to and that no longer fit when its rows are read again. Otherwise a server could get
-agreement to many experiments, and learn from changed rows how many of them still fit.
+A hello is the first request of a run. The answer to it discloses whether the experiment fits the silo's rows. So after
+:data:`MISFITS` different hellos that do not fit, the silo answers no hello until its owner changes ``silo.toml``. The
+same limit, with a separate count, holds for runs that the silo agreed to and that no longer fit when its rows are read
+again. Without this second limit, a server could make the silo agree to many experiments, and learn something about
+changed rows from the experiments that no longer fit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class SiloLog:
 
     Args:
         folder: the silo's own folder.
-        silo: the silo's file; a change of it resets the count.
+        silo: path of the silo's file; when this file changes, the count starts again at zero.
     """
 
     def __init__(self, folder: Path, silo: Path) -> None:
@@ -45,13 +46,14 @@ class SiloLog:
             complain(f"{error}: {text}")
 
     def asks(self, question: str, of: str = HELLOS) -> None:
-        """Count an experiment as a misfit until :meth:`fits` removes it, so that a crash in between counts too.
+        """Count an experiment as a misfit until :meth:`fits` removes it. So a crash in between counts as a misfit too.
 
         Args:
-            of: hellos, or runs that the silo agreed to and whose rows are read again.
+            question: text that identifies the experiment.
+            of: the count: HELLOS, or RUNS for runs that the silo agreed to and whose rows are read again.
 
         Raises:
-            ClientFault: E_REFUSED, too many did not fit.
+            ClientFault: E_REFUSED, too many experiments did not fit.
         """
         with self._alone():
             misfits = self._misfits()

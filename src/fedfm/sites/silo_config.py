@@ -2,19 +2,19 @@
 
     name = "hospital-a"
     data = "/srv/fedfm/train.csv"           # csv, jsonl(.gz), parquet, npz, txt or an image folder
-    label = "diagnosis"                     # columns, as in [data]; shown: text, image, label, label_name, split, ...
-    classes = ["benign", "malignant"]       # as the federation agreed; absent: exactly those of the rows
-    models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, besides the built-in models
+    label = "diagnosis"                     # name of a column, as in [data]; also text, image, label_name, split, ...
+    classes = ["benign", "malignant"]       # as the federation agreed; default: exactly the classes of the rows
+    models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, as well as built-in models
     methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
-    device = "cuda:1"                       # where the model is; absent: where the experiment says
+    device = "cuda:1"                       # the model's device; default: the device that the experiment names
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
-    allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
-    ledger = "silo.ledger.jsonl"            # lists what left; this is the default
+    allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; default: all
+    ledger = "silo.ledger.jsonl"            # the file that lists all messages that left; this is the default
     predict = "new.npz"                     # rows without labels, for runs that predict
-    identity = "silo.key"                   # the key that signs for the silo, see fedfm.sites.identity
+    identity = "silo.key"                   # file of the key that signs for the silo, see fedfm.sites.identity
     roster = "roster.toml"                  # the other silos' public keys
-    server = "64 hexadecimal digits"        # the server's public key, where messages come as files
+    server = "64 hexadecimal digits"        # the server's public key, for `fedfm silo serve`
 
     [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
@@ -29,8 +29,9 @@
 
 The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
 model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
-means, of which the server sees what the aggregation shows. The server gets neither single replies nor the silo's
-accuracy on its own test rows. With ``allow = []`` the silo takes part in nothing. See :mod:`fedfm.privacy.policy`.
+means only; the aggregation decides whether the server sees more than the mean. The server gets neither single replies
+nor the silo's accuracy on its own test rows. With ``allow = []`` the silo answers no request. See
+:mod:`fedfm.privacy.policy`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-_ENDLESS = "has no limit on answers: budget.rounds or budget.epsilon sets one"
+_ENDLESS = "has no limit on answers: budget.rounds or budget.epsilon can set one"
 
 
 def _column(name: str) -> Any:
@@ -91,16 +92,16 @@ class _File:
     )
     allow: tuple[str, ...] = setting(
         WORDS,
-        "what requests may expose: mean (its update, in a mean), reply (single replies, which the server sees), "
-        "scores (metrics on its rows), reveal (its own final model)",
+        "what requests may expose: mean (the silo's update, in a mean), reply (single replies, which the server sees), "
+        "scores (metrics on the silo's rows), reveal (the silo's own final model)",
         choices=WORDS,
     )
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
     allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
     require: Requirements = setting(Requirements, "what every experiment must promise")
-    budget: Budget = setting(Budget, "limits of what the silo discloses in its lifetime, over all runs")
+    budget: Budget = setting(Budget, "limits on the answers that the silo gives in its lifetime, over all runs")
     predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
-    ledger: str = setting("", "the file that lists what left [next to this file, with the suffix .ledger.jsonl]")
+    ledger: str = setting("", "the list of all messages that left [next to this file, with the suffix .ledger.jsonl]")
     identity: str = setting("", "the file of the key that signs for the silo under secagg [a new key in each run]")
     roster: str = setting(
         "", "a TOML or JSON file with public keys by silo, agreed without the server [keys are trusted on first use]"
@@ -112,7 +113,7 @@ class _File:
         words="64 hexadecimal digits",
     )
     classes: tuple[str, ...] | None = setting(
-        None, "class names that the federation agreed on, in order [those of the rows]"
+        None, "class names that the federation agreed on, in order [the classes of the rows]"
     )
     models: tuple[str, ...] = setting(
         (), "folders and hub ids that experiments may name, in addition to the built-in models"
@@ -133,7 +134,7 @@ class _File:
 
     @property
     def rows(self) -> OwnRows:
-        """The settings of its rows and models."""
+        """The settings of the silo's rows and models."""
         columns = {name: getattr(self, name) for name in COLUMNS}
         return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, columns)
 
@@ -163,7 +164,7 @@ def _read(table: Mapping[str, Any]) -> Silo:
         check_fields(silo, "")
     with faults:
         check_list(silo.classes or (), "classes")
-    # The policy reports more about wrong words of exposure.
+    # Policy reports wrong words of exposure in more detail, so the plain bounds of these two keys are left out.
     faults.found += [fault for fault in bounds.found if fault.key not in ("allow", "allow_by_method")]
     faults.refuse()
     return silo
@@ -210,7 +211,7 @@ def admit_methods(silo: Silo, path: Path) -> None:
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
+    """Return the output of ``fedfm silo check``: name, rows, classes, and the requests that the policy allows."""
     from fedfm.data.similar_names import spellings
 
     silo = load(path)
@@ -243,7 +244,7 @@ def report(path: Path) -> dict[str, Any]:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The result of :func:`report` as text."""
+    """Format the result of :func:`report` as text."""
     rows = found["rows"]
     policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
     runs = ["built-in methods", *found["methods"]] if found["allow_methods"] is None else found["allow_methods"]

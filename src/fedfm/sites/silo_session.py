@@ -1,4 +1,4 @@
-"""A silo in one run: the limits of its file, its agreement to the run, its log and its ledger."""
+"""A silo in one run: the limits that its file sets, its agreement to the run, its log and its ledger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.request_log import RUNS, SiloLog
 from fedfm.sites.unanswered import Unanswered
 
-_FRAME = '{"m":{"round":"i","call":"i","body":'  # start of a reply's head, before the answer; see codec.envelope
+_FRAME = '{"m":{"round":"i","call":"i","body":'  # how the head of a reply starts, before the answer; see codec.envelope
 _REFUSAL = 1 << 10  # largest number of bytes of a refusal
 
 
@@ -82,7 +82,7 @@ class SiloSession:
         }
 
     def reload(self) -> bool:
-        """Read the silo's file again if it, its key or its roster changed; returns whether one did.
+        """Read the silo's file again if this file, the key or the roster changed; return whether one of them did.
 
         Raises:
             ClientFault: E_REFUSED, the file is missing or wrong.
@@ -99,7 +99,7 @@ class SiloSession:
         return True
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
-        """The silo's rows and model, if the experiment exposes no more than the policy allows.
+        """Load the silo's rows and model, if the experiment exposes no more than the policy allows.
 
         Raises:
             InputError: the experiment does not fit the silo.
@@ -124,7 +124,7 @@ class SiloSession:
             self.log.asks(self._question(classes))
 
     def agree(self, classes: Sequence[str], what: str) -> None:
-        """Take part in the run from now on."""
+        """Record that the silo takes part in the run from now on; ``what`` describes the run for the log."""
         self.classes = tuple(classes)
         text = json.dumps({**self._site_file, "classes": list(classes)})
         storage.write_atomic(self._folder / "site.json", text.encode(), 0o600)
@@ -133,7 +133,9 @@ class SiloSession:
 
     @contextlib.contextmanager
     def rereading(self) -> Iterator[None]:
-        """A context that reads an agreed run's rows again; it counts the run if it no longer fits, or the process dies.
+        """A context in which the rows of a run that the silo agreed to are read again.
+
+        It counts the run as a misfit if the run no longer fits, or if the process dies.
 
         Raises:
             ClientFault: E_REFUSED, too many runs no longer fit.
@@ -178,7 +180,7 @@ class SiloSession:
 
         Args:
             reply: head and data.
-            fault: code of the failure, if the reply is an empty part of a masked sum in its place.
+            fault: code of the failure, if the reply is an empty part of a masked sum in place of a refusal.
 
         Raises:
             ClientFault: E_REFUSED, a budget does not allow the reply, or the ledger cannot be written.
@@ -193,7 +195,7 @@ class SiloSession:
         try:
             self.ledger.enter(entry)
         except ClientFault as over:
-            if question.handler != HELLO:  # this refusal reveals that there was an answer, so it counts as one
+            if question.handler != HELLO:  # this refusal reveals that there was an answer, so it counts as an answer
                 with contextlib.suppress(ClientFault):
                     self._enter_refusal(question, over, experiment)
             raise
@@ -201,7 +203,7 @@ class SiloSession:
             self._unanswered.end()
 
     def _entry(self, question: Question, experiment: Experiment) -> Entry:
-        """The ledger entry of an answer, before the answer is computed."""
+        """Return the ledger entry of an answer, as far as it is known before the answer is computed."""
         handler = question.handler
         hello, kind = handler == HELLO, handler.partition(".")[0]
         cost = NOTHING if hello else ReleaseCosts(experiment, self._rows).of(handler)
@@ -235,7 +237,7 @@ class SiloSession:
         self.ledger.enter(entry)
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """The fault that the silo reports after its rows were read. It is an answer, so it enters the ledger."""
+        """Enter a fault after rows were read into the ledger, as an answer; return the fault that the silo reports."""
         try:
             if depends_on_rows(fault) and self._entry(question, experiment).cost != NOTHING:
                 self._enter_refusal(question, fault, experiment)

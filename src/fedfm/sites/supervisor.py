@@ -29,11 +29,11 @@ from fedfm.sites.kits import free
 from fedfm.sites.request_log import SiloLog
 
 _POLL = 0.2
-_LOOK = 3.0  # seconds between looks at certificate and silos
+_LOOK = 3.0  # seconds between checks for a new certificate and new keys of silos
 _PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
-_NOT_ADMITTED = "[code: 2004]"  # Flower's error for a key that it cannot activate
-_REPEAT = 600.0  # seconds after which the end of the same process is reported again
-_STEADY = 60.0  # seconds; a process that ran longer restarts without a longer pause
+_NOT_ADMITTED = "[code: 2004]"  # Flower's error for a node whose key is not registered or already in use
+_REPEAT = 600.0  # seconds before the same report about a process that ended is repeated
+_STEADY = 60.0  # seconds; a process that ran longer than this restarts after the first pause again
 
 
 def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> None:
@@ -108,16 +108,16 @@ class _Supervisor:
 
     def __init__(self, kit: Kit, tell: Callable[[str], None]) -> None:
         self._kit, self._listener = kit, tell
-        self._state = kit.folder / ".fedfm"  # for a silo also its runs and its log
+        self._state = kit.folder / ".fedfm"  # a silo's folder also holds its runs and its log
         self._state.mkdir(mode=0o700, exist_ok=True)
         self._children = Children(self._state / "logs", self._environment())
         self._commands = self._server() if kit.serves else self._silo()
         self._due = dict.fromkeys(self._commands, 0.0)
         self._pause = dict.fromkeys(self._commands, _PAUSES[0])
         self._began: dict[str, float] = {}
-        self._said: dict[str, tuple[str, float]] = {}  # by process: the last report of its end, and its time
+        self._said: dict[str, tuple[str, float]] = {}  # last report of an end, and its time, by process
         self._certificate = self._stamp()
-        self._admitted: dict[str, bytes] = {}  # by name: the public key
+        self._admitted: dict[str, bytes] = {}  # public keys by the silo's name
         self._control: Control | None = None
         self._looked = 0.0
         self._hopeful: Callable[[], bool] = lambda: True  # whether a node may try to connect
@@ -161,7 +161,7 @@ class _Supervisor:
             return view.over(node, run)
 
     def _tell(self, text: str) -> None:
-        """Report a line, and write it into a silo's log."""
+        """Report a line; in a silo's kit, write it into the silo's log as well."""
         self._listener(text)
         if not self._kit.serves:
             self._note(text)
@@ -195,14 +195,14 @@ class _Supervisor:
             self._admit()
 
     def _port_conflict(self, name: str) -> str:
-        """What to do if another program uses the port of this process; "" if none does."""
+        """Describe the conflict if another program uses the port of this process; "" if none does."""
         port, remedy = self._kit.port, "end it" if self._kit.serves else "end it, or change port in kit.json"
         if name not in ("superlink", "supernode") or free(port):
             return ""
         return f"another program listens at port {port} of this machine: {remedy}"
 
     def _cause(self, name: str) -> str:
-        """Why a process ended, from its log."""
+        """Return the reason why a process ended, from its log."""
         text = self._children.tail(name, 40)
         if name == "supernode" and _NOT_ADMITTED in text:
             return (
@@ -225,14 +225,14 @@ class _Supervisor:
             return ()
         try:
             return tuple((self._kit.folder / name).stat().st_mtime_ns for name in ("server.pem", "server.key"))
-        except OSError:  # they are being replaced
+        except OSError:  # the files are being replaced
             return self._certificate
 
     def _admit(self) -> None:
-        """Register the silos' public keys that are in the kit, once the SuperLink answers; a silo has one key."""
+        """Register the silos' public keys that are in the kit, one per silo, once the SuperLink answers."""
         try:
             files = {path.stem: path.read_bytes() for path in sorted((self._kit.folder / NODES).glob("*.pub"))}
-        except OSError:  # they are being replaced
+        except OSError:  # the files are being replaced
             return
         if files == self._admitted:
             return
@@ -277,7 +277,7 @@ class _Supervisor:
             RunError: the SuperLink does not answer.
         """
         with tempfile.TemporaryDirectory() as folder:
-            authority = Path(folder) / "ca.crt"  # and no secret next to it
+            authority = Path(folder) / "ca.crt"  # Control finds no secret next to this copy
             authority.write_bytes((self._kit.folder / "ca.crt").read_bytes())
             with contextlib.closing(Control(self._kit.local, authority)) as stranger:
                 try:
@@ -324,7 +324,7 @@ class _Supervisor:
 
 
 def _key(data: bytes) -> bytes:
-    """A public key, in PEM or ssh-keygen's format, in one normal form."""
+    """Convert a public key from PEM or ssh-keygen's format to one normal form."""
     from cryptography.hazmat.primitives import serialization
 
     text = data.strip()

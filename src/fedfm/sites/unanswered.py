@@ -1,9 +1,9 @@
-"""Marks of the questions that a silo works on: if its process dies, the question counts as an answer.
+"""Marks of the questions that a silo works on. If its process dies, the ledger counts the question as answered.
 
-Whether a process dies may depend on rows: a server can ask a question that exceeds the memory only if a row has some
-length. So a locked mark is on the disk from before rows are read until the answer is in the ledger. A mark without a
-lock belongs to a process that died. If the same question comes again, the silo still answers it. Before any other
-question, the mark becomes a line of the ledger.
+Whether a process dies may depend on rows: a server can ask a question that needs too much memory only if a row has some
+length. So before rows are read, the silo writes a mark for the question and locks it. It removes the mark when the
+answer is in the ledger. A mark without a lock belongs to a process that died. If the same question comes again, the
+silo still answers it. Before the silo answers any other question, the mark becomes a line of the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedfm.core.text import to_json
 from fedfm.errors import E_DIED, ClientFault
 from fedfm.sites.ledger import Entry, Ledger, Unusable
 
-_DIED = hashlib.sha256(E_DIED.encode()).hexdigest()  # in place of the answer's digest
+_DIED = hashlib.sha256(E_DIED.encode()).hexdigest()  # stands in the ledger in place of the answer's digest
 
 
 class Unanswered:
@@ -53,26 +53,26 @@ class Unanswered:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             try:
                 self._held.write(to_json(asdict(entry)).encode())
-                self._held.flush()  # no sync: a power failure does not depend on rows
+                self._held.flush()  # no sync: only a power failure could lose the mark, and it does not depend on rows
             except OSError:
                 self.end()
                 raise
 
     def end(self) -> None:
-        """Remove this process's mark, once the answer or refusal is in the ledger, or if it depends on no row."""
+        """Remove this process's mark, once the answer or refusal is in the ledger, or if it depends on no rows."""
         if self._held is not None:
             held, self._held = self._held, None
             Path(held.name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # closing tries again to write what a full disk refused
+            with contextlib.suppress(OSError):  # closing writes the buffer again, which a full disk refuses again
                 held.close()
 
     def settle(self, ledger: Ledger, question: Entry) -> None:
-        """Enter the marks of processes that died into the ledger, except this question's own.
+        """Enter the marks of processes that died into the ledger, except a mark of this same question.
 
-        A line above a budget is not written, since then nothing else is answered either.
+        If a mark's line would exceed a budget, it is not written: the silo then refuses other questions as well.
 
         Raises:
-            Unusable: the ledger takes no line; the marks stay.
+            Unusable: the ledger cannot be written; the marks stay.
         """
         for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
             if path == self._path(question):
@@ -92,9 +92,9 @@ class Unanswered:
 
 
 def _dead(file: BinaryIO) -> Entry | None:
-    """The entry of a mark whose process died; this process now has the lock.
+    """Return the entry of a mark whose process died, and lock the mark for this process.
 
-    None: the mark's process lives, or it died before it wrote the mark, and so before it read rows.
+    The result is None if the mark's process lives, or if it died before it wrote the mark, and so before it read rows.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,7 @@ from fedfm.runtime.run_directory import Run
 SENT = "Can a client match the states of a block with those of the next one from what the server sends?"
 SEEN = "Could a client match these states from their values alone, without the relative orders?"
 BATCH = 64  # samples in a batch; a random guess is right for 1 in 64
-LINE = 0.5  # with more than this fraction of the pairs, a block can be fitted as well as with all pairs
+LINE = 0.5  # an attacker that matches more than this fraction can fit a block as well as with all pairs
 
 
 class BlockOrder(Audit):
@@ -63,7 +63,7 @@ class BlockOrder(Audit):
 
 
 def _pair_by_orders(blocks: np.ndarray, orders: np.ndarray) -> Finding:
-    """Match by the relative orders, with which the client brings all states into the last order (step 4)."""
+    """Match states by the relative orders, with which the client sorts all states like the last ones (step 4)."""
     pi = [torch.from_numpy(order) for order in orders]
     lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
     steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]

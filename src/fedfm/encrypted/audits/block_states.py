@@ -1,4 +1,4 @@
-"""States (block outputs) of rows of a BlindFed run, for audits: of one client's rows, or of rows of another kind."""
+"""States (block outputs) in a BlindFed run, for audits: for one client's rows, or for rows that no client has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.runtime.partitioned import Partitioned
 
-MOST, OTHERS = 1000, 300  # most rows of a client, and number of rows of another kind
+MOST, OTHERS = 1000, 300  # largest number of rows of a client, and number of rows that no client has
 _AT_ONCE = 128
 
 
@@ -29,8 +29,8 @@ class States:
     Attributes:
         patches: (n, T, F), the client's input, which it encrypts.
         blocks: (n, L, T, d), the outputs of all blocks.
-        released: (n, L, P, d'), the part that the protocol discloses, divided by the blocks' scales.
-        labels: (n,), or None.
+        released: (n, L, P, d'), the part of the states that the protocol discloses, divided by the blocks' scales.
+        labels: (n,), or None if the rows have no labels.
     """
 
     patches: Tensor
@@ -42,13 +42,13 @@ class States:
         return len(self.patches)
 
     def take(self, index: slice) -> States:
-        """The states of some of the rows."""
+        """Return the states of some of the rows."""
         labels = None if self.labels is None else self.labels[index]
         return States(self.patches[index], self.blocks[index], self.released[index], labels)
 
 
 def side_model(population: Partitioned) -> SideModel:
-    """The server's model of a BlindFed run."""
+    """Return the server's model of a BlindFed run."""
     model = population.model
     if not isinstance(model, SideModel):
         raise RunError("the population has no model with released states")
@@ -56,20 +56,20 @@ def side_model(population: Partitioned) -> SideModel:
 
 
 def largest_client(population: Partitioned) -> ClientId:
-    """The client with the most training rows."""
+    """Return the client with the most training rows."""
     rows = population.federated.clients
     return max(sorted(rows), key=lambda c: len(rows[c].train))
 
 
 def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -> States:
-    """States of a client's ``train`` or ``test`` rows, in random order, for at most :data:`MOST` rows."""
+    """Compute states of a client's ``train`` or ``test`` rows, in random order, for at most :data:`MOST` rows."""
     index = getattr(population.federated.clients[client], part)
     index = seeds.generator(seed, "audit", "block_states", client, part).permutation(index)[:MOST]
     return _states(population, population.federated.table, index)
 
 
 def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
-    """States of squares from the two photographs in scikit-learn, which are not rows of any client."""
+    """Compute states of squares from the two photographs in scikit-learn, which are not rows of any client."""
     rng = seeds.generator(seed, "audit", "photographs")
     files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
     photographs = [np.asarray(Image.open(file)) for file in files]

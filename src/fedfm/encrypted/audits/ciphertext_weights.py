@@ -1,4 +1,4 @@
-"""Can a client compute the model's weights from ciphertexts? It could if the server added no encryption of zero."""
+"""Can a client compute the model's weights from ciphertexts? It could if the server did not add encryptions of zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import MissingExtra
 
 QUESTION = "Do the server's encrypted messages disclose the weights of a linear layer to the owner of the key?"
-INPUTS, OUTPUTS = 32, 8  # size of the part of the embedding under attack; solving it takes a second
+INPUTS, OUTPUTS = 32, 8  # size of the part of the embedding that is attacked; solving for it takes a second
 BITS = 20  # bits of the weights as integers
 LINE = 0.5
 
@@ -45,17 +45,17 @@ class CiphertextWeights(Audit):
         bare = matrix_product(integers, x, client.ring)
         hidden = server.ring.add(bare, server.zeros(len(bare), parameters.limbs))
         with_zero, without = (_share_found(out, x, integers, parameters) for out in (hidden, bare))
-        says = f"{with_zero:.0%} of {integers.size} weights of the embedding are found exactly. Without the encryption "
-        says += f"of zero that the server adds to what it sends they would be {without:.0%}."
+        says = f"{with_zero:.0%} of {integers.size} weights of the embedding are found exactly. The server adds an "
+        says += f"encryption of zero to each message; without it, {without:.0%} of the weights would be found."
         detail = {"without_encryption_of_zero": without}
         name, contradicts = "weights.by_ciphertext", with_zero > LINE
         return [Finding(name, QUESTION, with_zero, None, None, LINE, COUNT, says, contradicts, detail)]
 
 
 def _share_found(out: np.ndarray, x: np.ndarray, integers: np.ndarray, parameters: Parameters) -> float:
-    """Fraction of the weights that the attacker finds, modulo one prime.
+    """Return the fraction of the weights that the attacker finds, modulo one prime.
 
-    The polynomials may be in evaluation form: this transform is linear, so the same equations hold.
+    The polynomials may be in evaluation form: the transform to this form is linear, so the same equations hold.
     """
     guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
     return float((guess == integers).mean())

@@ -1,6 +1,4 @@
-"""Measure the error of encrypted computation, for each block and the logits, and check that bad messages are
-refused.
-"""
+"""Measure the error of encrypted computation, for each block and the logits; check that bad messages are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from fedfm.runtime.run_directory import Run
 ERROR = "How far are disclosed activations under encryption from those in the clear?"
 LOGITS = "How far are the logits of encrypted rows from those computed in the clear, end to end?"
 REFUSED = "Are encrypted rows refused if they are damaged, altered, repeated, or made for another session or key?"
-ROWS = 16  # number of rows in the batch; a batch takes the same time for any number
+ROWS = 16  # number of rows in the batch; the time of a batch does not depend on it
 MOST = 1e-2  # largest error that a run may have
 ALL = VerdictRule(("estimate < bound",), ("estimate >= bound",))
 
@@ -70,8 +68,8 @@ def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
     worst = float((encrypted - clear).abs().max())
     same = float((encrypted.argmax(1) == clear.argmax(1)).double().mean())
     says = (
-        f"The logits of the trained adapters differ by at most {worst:.1e}, where those in the clear have a standard "
-        f"deviation of {float(clear.std()):.2g}; {same:.0%} of the rows get the same class."
+        f"The logits of the trained adapters differ by at most {worst:.1e}; the logits in the clear have a standard "
+        f"deviation of {float(clear.std()):.2g}. {same:.0%} of the rows get the same class."
     )
     detail = {"same_class": round(same, 4)}
     return Finding("encryption.logits", LOGITS, worst, None, None, MOST, COUNT, says, False, detail)

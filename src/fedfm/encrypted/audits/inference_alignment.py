@@ -12,9 +12,10 @@ from fedfm.audits.inference.rates import Array
 
 
 def align(before: Array, after: Array) -> Array:
-    """For each sample before the block, the position of its state after the block.
+    """Return for each sample before the block the position of its state after the block.
 
-    The cosines of the centred states are computed for all pairs. The best assignment follows from these cosines.
+    The function computes the cosines of the centred states for all pairs, and finds the assignment with the largest
+    sum of cosines.
 
     Args:
         before, after: (n, T, d), or (n, d); each is centred over the samples.
@@ -47,7 +48,7 @@ def shuffle(states: Array, seed: int) -> tuple[Array, Array]:
 
 
 def aligned_shares(mixed: Array, orders: Array) -> list[float]:
-    """For each block and the next one, the fraction of the samples that :func:`align` matches: (L - 1,).
+    """Return for each block and the next one the fraction of the samples that :func:`align` matches: (L - 1,).
 
     Args:
         mixed, orders: from :func:`shuffle`.
@@ -60,7 +61,7 @@ def aligned_shares(mixed: Array, orders: Array) -> list[float]:
 
 
 def _directions(x: Array) -> Array:
-    """Centred vectors of length 1: (n, ...) -> (n, D)."""
+    """Flatten and centre the vectors, and scale each to length 1: (n, ...) -> (n, D)."""
     flat = x.reshape(len(x), -1).astype(np.float64)
     flat = flat - flat.mean(0)
     return np.asarray(flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12))

@@ -17,13 +17,13 @@ Loss = Callable[[Array], float]  # -log p (n, C) -> mean loss
 
 
 def labels_by_loss(loss: Loss, count: int, classes: int, bits: int = 20) -> tuple[Array, int]:
-    """Labels (n,), and the number of queries that they took.
+    """Return the labels (n,), and the number of queries that the attack took.
 
     Args:
         loss: answers a query: it takes -log p (n, C) and returns the mean of the entries that the labels select.
         count: n, number of labels.
-        classes: C >= 2.
-        bits: number of bits of the sum that an answer discloses.
+        classes: C >= 2, number of classes.
+        bits: number of bits of the sum that one answer discloses.
 
     Example:
         >>> y = np.array([3, 0, 9, 9, 1])

@@ -13,7 +13,7 @@ from fedfm.audits.inference.rates import Array
 
 
 def solve_modulo(rows: Array, right: Array, prime: int) -> Array:
-    """The solution X of ``rows`` X = ``right`` modulo a prime, with entries in (-prime/2, prime/2).
+    """Return the solution X of ``rows`` X = ``right`` modulo a prime, with entries in (-prime/2, prime/2).
 
     Args:
         rows: (n, n) integers in [0, prime).
@@ -40,7 +40,7 @@ def solve_modulo(rows: Array, right: Array, prime: int) -> Array:
 
 
 def weights_of(inputs: Array, outputs: Array, prime: int) -> Array:
-    """Integer weights (m, n) from second polynomials modulo one prime.
+    """Compute integer weights (m, n) from second polynomials modulo one prime.
 
     Args:
         inputs: (n, N), second polynomials of the encrypted inputs, N >= n.

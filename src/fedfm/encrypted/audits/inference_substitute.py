@@ -70,12 +70,12 @@ def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int,
 def fit_student(
     patches: Tensor, released: Tensor, read: nn.Module, *, heads: int, hidden: int, dim: int, seed: int, steps: int
 ) -> nn.Module:
-    """Train a student whose states approximate the disclosed ones.
+    """Train a student whose states approximate the disclosed states.
 
     Args:
         patches: (n, T, F).
         released: (n, L, P, d), the disclosed states.
-        read: maps the student's states (n, L, T, d) to the form of the disclosed ones (n, L, P, d), e.g. by the mean
+        read: maps the student's states (n, L, T, d) to the form of the disclosed states (n, L, P, d), e.g. by the mean
             over tokens.
         dim: width of the student's blocks.
     """
@@ -89,8 +89,9 @@ def fit_student(
 
 
 def update_error(block: nn.Module, before: Tensor, after: Tensor) -> float:
-    """Squared error of a block's update, divided by the squared update: 0 for a copy, 1 for a block that adds
-    nothing.
+    """Return the relative squared error of a block's update (output minus input).
+
+    The error is 0 for a copy of the true block, and 1 for a block whose output equals its input.
     """
     with torch.no_grad():
         wrong = (block(before) - after).square().sum()
@@ -98,13 +99,13 @@ def update_error(block: nn.Module, before: Tensor, after: Tensor) -> float:
 
 
 def likeness(true: Tensor, guess: Tensor) -> float:
-    """Mean cosine between two sets of features (n, d), after each set is centred."""
+    """Return the mean cosine between two sets of features (n, d), after each set is centred."""
     a, b = (x.double() - x.double().mean(0) for x in (true, guess))
     return float(F.cosine_similarity(a, b, dim=1).mean())
 
 
 def agreement(fit: tuple[Tensor, Tensor], true: Tensor, guess: Tensor, classes: int) -> float:
-    """Fraction of rows for which a ridge classifier predicts the same class from true and from substitute features.
+    """Return the fraction of rows to which a ridge classifier gives the same class from true and substitute features.
 
     Args:
         fit: true features (m, d) and labels (m,), to which the classifier is fitted.

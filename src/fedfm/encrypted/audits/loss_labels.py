@@ -44,7 +44,7 @@ class LossLabels(Audit):
 
         def loss(chosen: np.ndarray) -> float:
             exact = float(chosen[np.arange(len(truth)), truth].mean())
-            step = chosen.max() / len(truth) / 2**BITS  # the answer is rounded to this step
+            step = chosen.max() / len(truth) / 2**BITS  # the answer is rounded to a multiple of this step
             return round(exact / step) * step if step else exact
 
         guess, queries = labels_by_loss(loss, len(truth), len(table.classes), BITS)

@@ -16,7 +16,7 @@ QUESTION = "Do the states that a client received depend on other clients' rows?"
 
 
 class OtherClients(Audit):
-    """Finds the largest difference between a client's states and those computed in the clear from its rows alone."""
+    """Finds the largest difference between the states that a client received and its rows' states in the clear."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -32,12 +32,12 @@ class OtherClients(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         far = float(replay.run.manifest["result"]["details"]["max_error"])
         says = (
-            f"At the end of the run the states of every client were compared with those that its rows alone give, "
-            f"computed in the clear: they differ by at most {far:.1e}, the error of the encryption. "
+            f"At the end of the run, the states that each client received were compared with states computed in the "
+            f"clear from its rows alone. They differ by at most {far:.1e}, the error of the encryption. "
         )
         says += (
             "They contain nothing of other clients' rows. The adapters' mean is not part of this comparison."
             if far <= MOST
-            else "They contain something besides the client's own rows."
+            else "They depend on something other than the client's own rows."
         )
         return [Finding("states.other_clients", QUESTION, far, None, None, MOST, COUNT, says, far > MOST)]

@@ -14,7 +14,7 @@ from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Did the server receive anything of the clients' rows except ciphertexts and hidden sums?"
-SMALL = 10_000  # numbers of rows and scores may take this many bytes in the clear; a 32 x 32 image has 3,072 bytes
+SMALL = 10_000  # bytes in the clear that row counts and scores may take; a 32 x 32 image has 3,072 bytes
 HIDDEN = ("encrypted", "masked")
 
 
@@ -29,7 +29,7 @@ class ServerView(Audit):
 
 
 def examine(run: Run) -> Finding:
-    """The finding of a run's messages.jsonl."""
+    """Return the finding for a run's messages.jsonl."""
     forms, clear, largest = Counter[str](), Counter[str](), 0
     for _, line, _ in logs.lines(run.path / "messages.jsonl"):
         if line is None or line["to"] != "server":

@@ -1,4 +1,4 @@
-"""Can one client compute a substitute of BlindFed's foundation model from what it has after the protocol?
+"""Can one client compute a substitute of BlindFed's foundation model from the states that the protocol discloses to it?
 
 The "permuted" protocol discloses the states of all tokens. :mod:`fedfm.encrypted.audits.block_order` matches states
 before and after a block. So the client fits each block, and connects the fitted blocks. The "masked" protocol discloses
@@ -91,8 +91,8 @@ class SubstituteModel(Audit):
         before = sum(few) / len(few)
         says = (
             f"Blocks fitted from the pairs of one client's {len(own)} rows have a relative squared error of "
-            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0: a copy; 1: as good as no block). From "
-            f"{len(quarter)} rows it is {before:.3f} on the other rows."
+            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 means a copy, 1 as good as no block). "
+            f"If the blocks are fitted from {len(quarter)} rows, the error on the other rows is {before:.3f}."
         )
         detail = {"rows": len(own), "by_block": _round(inside), "by_block_outside": _round(outside)}
         detail |= {"fewer_rows": len(quarter), "by_block_from_fewer_rows": _round(few)}
@@ -137,7 +137,8 @@ class SubstituteModel(Audit):
         few = features(made[SHARES[0]])
         near, far = (round(inference_substitute.likeness(_feature(s), few(s)), 4) for s in (held, others))
         more = {f"cosine{where}_from_{SHARES[0]:g}_of_the_rows": c for where, c in (("", near), ("_outside", far))}
-        says = f"{finding.says} From {_share_of(own)} rows the cosines are {near:.2f} and {far:.2f}."
+        says = f"{finding.says} If the student is trained on {_share_of(own)} rows, the cosines are {near:.2f} and "
+        says += f"{far:.2f}."
         return Finding(**{**vars(finding), "says": says, "detail": {**finding.detail, **more}})
 
     def _likeness(
@@ -147,22 +148,25 @@ class SubstituteModel(Audit):
         classes = len(replay.population.federated.table.classes)
         near, far = (inference_substitute.likeness(_feature(s), features(s)) for s in (held, others))
         says = (
-            f"From {len(own)} rows: the substitute's features have a cosine of {near:.2f} with the model's on the "
-            f"client's other rows, and of {far:.2f} on photographs. {NOT_PROMISED}"
+            f"A substitute is fitted to {len(own)} rows. Its features have a cosine of {near:.2f} with the model's on "
+            f"the client's other rows, and of {far:.2f} on photographs. {NOT_PROMISED}"
         )
         detail: dict[str, Any] = {"rows": len(own), "cosine": round(near, 4), "cosine_outside": round(far, 4)}
         if own.labels is not None:
             fit = (_feature(own), own.labels)
             for key, states in (("agreement", held), ("agreement_outside", others)):
                 detail[key] = round(inference_substitute.agreement(fit, _feature(states), features(states), classes), 4)
-            says += f" A head on them agrees in {detail['agreement']:.0%} and {detail['agreement_outside']:.0%}."
+            says += (
+                f" A classifier gives both kinds of features the same class for {detail['agreement']:.0%} of the other "
+                f"rows, and for {detail['agreement_outside']:.0%} of the photographs."
+            )
         return Finding(name, question, near, None, None, ALIKE, ALIKE_FEATURES, says, False, detail)
 
 
 class _Released(nn.Module):
-    """Maps a student's states to the form of the disclosed ones: selects positions, and divides by the blocks' scales.
+    """Maps a student's states to the form of disclosed states: selects positions, and divides by the blocks' scales.
 
-    If the protocol projects by a secret matrix, the student learns a matrix of its own.
+    If the protocol projects the states by a secret matrix, the student learns a matrix of its own.
     """
 
     def __init__(self, model: SideModel) -> None:
@@ -181,24 +185,24 @@ class _Flat(nn.Module):
     """States with tokens and features in one axis: (n, L, T, d) -> (n, L, 1, T d)."""
 
     def forward(self, states: Tensor) -> Tensor:
-        """Flatten."""
+        """Flatten the last two axes."""
         return states.flatten(2, 3)[:, :, None]
 
 
 def _share_of(own: States, share: float = SHARES[0]) -> int:
-    """The number of rows in a fraction of a client's rows."""
+    """Return the number of rows in a fraction of a client's rows."""
     return max(int(share * len(own)), FEW // 2)
 
 
 def _shape(replay: Replay) -> tuple[int, int]:
-    """Number of heads and width of the MLP of the true model; an attacker can find them by trial."""
+    """Return the true model's number of heads and MLP width; an attacker can find them by trial."""
     backbone, _, _ = side_model(replay.population).frozen_parts
     config: Any = backbone.module.config
     return int(config.num_attention_heads), int(config.intermediate_size)
 
 
 def _feature(states: States) -> Tensor:
-    """The features: the first position that the last block discloses, (n, d')."""
+    """Return the features: the first position that the last block discloses, (n, d')."""
     return states.released[:, -1, 0]
 
 

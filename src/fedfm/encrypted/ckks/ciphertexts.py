@@ -18,7 +18,7 @@ from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
 SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum whose operands have slightly different scales
-_EXACT_FACTOR = 16  # a product with an integer up to this costs no level
+_EXACT_FACTOR = 16  # a product with an integer up to this number costs no level
 _LEAST_BITS = 16  # smallest number of bits that a factor has at the scale of a narrow prime
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
@@ -28,7 +28,7 @@ class KeyOperations(Protocol):
     """Operations that need public keys.
 
     Attributes:
-        floor: number of primes that a ciphertext must keep; with fewer it cannot be refreshed.
+        floor: number of primes that a ciphertext must keep, so that it can still be refreshed.
         refresh: returns fresh ciphertexts of the same values; None if there is no client that could do this.
     """
 
@@ -46,18 +46,18 @@ class KeyOperations(Protocol):
         """Rotate the slots: the value of slot i + steps moves to slot i."""
 
     def zeros(self, count: int, limbs: int) -> Residues:
-        """Fresh encryptions of zero, (count, 2, limbs, N)."""
+        """Return fresh encryptions of zero, (count, 2, limbs, N)."""
 
 
 class Ciphertexts:
     """``count`` ciphertexts with the same level and the same scale.
 
-    Operands are numbers and other ciphertexts (one, or the same number of them). They can be added, subtracted and
-    multiplied. A product of two ciphertexts is relinearised and rescaled. The operand with more levels drops some of
-    them. An operand with too few levels for a product is first refreshed in place, if the evaluator has a client.
+    An array can be added to, subtracted from and multiplied by a number, a single ciphertext, or an array of the same
+    length. A product of two ciphertexts is relinearised and rescaled. The operand with more levels drops the surplus.
+    An operand with too few levels for a product is first refreshed in place, if the evaluator has a client.
 
-    *Guarantee*: scales are tracked exactly. In a sum they may differ by 2^-10 of their value, which bounds the relative
-    error of the second operand.
+    *Guarantee*: scales are tracked exactly. The scales of two summands may differ by a factor of up to 1 + 2^-10, which
+    bounds the relative error of the second operand.
 
     Attributes:
         limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
@@ -93,7 +93,7 @@ class Ciphertexts:
 
     @property
     def residues(self) -> Residues:
-        """The limbs as int64, sharing their memory."""
+        """The limbs as int64; the two arrays share their memory."""
         return self.limbs.view(np.int64)
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Ciphertexts:
     __rmul__ = __mul__
 
     def square(self) -> Ciphertexts:
-        """The square of each ciphertext. It costs one level."""
+        """Return the square of each ciphertext; this costs one level."""
         return self * self
 
     def plus(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
@@ -155,7 +155,7 @@ class Ciphertexts:
         return self._like(out)
 
     def times(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
-        """Multiply each ciphertext by one number; ``numbers`` is (count,). It costs one level."""
+        """Multiply each ciphertext by one number, which costs one level; ``numbers`` is (count,)."""
         if numbers.shape != (len(self),):
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         if not (np.isfinite(numbers).all() and numbers.all()):
@@ -168,7 +168,7 @@ class Ciphertexts:
         return x.evaluator.rescale(x._scale_by(factors, scale))
 
     def at(self, limbs: int) -> Ciphertexts:
-        """The same values, with only this number of primes."""
+        """Return ciphertexts of the same values with only the first ``limbs`` primes."""
         if limbs > self.level + 1:
             raise InputError(f"{self.level + 1} primes are left, but {limbs} are needed; refresh the ciphertexts")
         return self if limbs == self.level + 1 else self._like(self.residues[:, :, :limbs])
@@ -178,7 +178,7 @@ class Ciphertexts:
         return self.evaluator.rotate(self, steps) if steps % (self.evaluator.ring.degree // 2) else self
 
     def total(self) -> Ciphertexts:
-        """The sum of all ciphertexts, as one ciphertext."""
+        """Return the sum of all ciphertexts as one ciphertext."""
         parts = self.residues
         while len(parts) > 1:
             half = len(parts) // 2
@@ -190,19 +190,19 @@ class Ciphertexts:
         return self._like(parts)
 
     def refresh(self) -> Ciphertexts:
-        """Fresh ciphertexts of the same values.
+        """Return fresh ciphertexts of the same values.
 
         Raises:
-            InputError: the evaluator has no client that could refresh.
+            InputError: the evaluator has no client that could refresh them.
         """
         if self.evaluator.refresh is None:
             raise InputError(f"level {self.level} is too low for the next product, and no client can refresh it")
         return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
 
     def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
-        """Drop to the highest level at which a product with a plaintext is possible; refresh if there is none.
+        """Drop to the highest level that allows a product with a plaintext; refresh if there is none.
 
-        A narrow prime is enough if it has enough bits.
+        Rescaling after such a product may use a narrow prime, if this prime has enough bits.
         """
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         for attempt in range(2):
@@ -222,15 +222,15 @@ class Ciphertexts:
         raise InputError("the parameters have no level for a product with numbers")
 
     def plain_scale(self) -> float:
-        """The scale that a plaintext needs, so that the rescaled product has the parameters' scale."""
+        """Return the scale that a plaintext needs, so that the rescaled product has the parameters' scale."""
         parameters = self.evaluator.ring.parameters
         return parameters.scale * parameters.primes[self.level] / self.scale
 
     def renew_with(self, *others: Ciphertexts) -> None:
         """Refresh this array and others in place, in one message, if one of them has no level left for a product.
 
-        Arrays that have all levels are not sent. The client keeps the integer coefficients of a polynomial, so each
-        array keeps its own scale.
+        Arrays that have all levels are not sent. The client does not change the integer coefficients of a polynomial,
+        so each array keeps its own scale.
         """
         parts = list({id(part): part for part in (self, *others)}.values())
         spent = [part for part in parts if part.level + 1 < part.evaluator.ring.parameters.limbs]
@@ -247,7 +247,8 @@ class Ciphertexts:
     def over(self, number: float) -> Ciphertexts:
         """Divide by a positive number by changing the scale, which costs no level.
 
-        The plaintext scale of the next product is smaller by the same factor, and this restores the usual scale.
+        The scale is then larger by this factor. The next product with a plaintext restores the usual scale, because its
+        plaintext scale is smaller by the same factor.
         """
         return self._like(self.residues, self.scale * number)
 
@@ -276,7 +277,7 @@ class Ciphertexts:
         return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
     def _usual(self) -> Ciphertexts:
-        """Return to the parameters' scale if a narrow prime is left, since a mask hides values only up to its bound."""
+        """Return to the parameters' scale if a narrow prime is left: a mask hides values only up to its bound."""
         parameters, limbs = self.evaluator.ring.parameters, self.level + 1
         if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
             return self
@@ -286,7 +287,7 @@ class Ciphertexts:
         return self.evaluator.rescale(self._scale_by(np.full(len(self), round(scale), object), round(scale)))
 
     def _for_product(self) -> int:
-        """The largest number of primes at which a product of ciphertexts is possible; refresh if there is none."""
+        """Return the largest number of primes that allows a product of ciphertexts; refresh if there is none."""
         if not self._able():
             self._become(self.refresh())
         if not (able := self._able()):
@@ -294,7 +295,7 @@ class Ciphertexts:
         return able[0]
 
     def _able(self) -> list[int]:
-        """The numbers of primes at which a product of ciphertexts is possible, in descending order."""
+        """Return the numbers of primes that allow a product of ciphertexts, in descending order."""
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         return [n for n in range(self.level + 1, least, -1) if parameters.wide(n)]
 
@@ -304,7 +305,7 @@ class Ciphertexts:
 
 
 def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
-    """Both operands with the primes that they have in common."""
+    """Return both operands with the primes that they have in common."""
     if a.evaluator is not b.evaluator:
         raise InputError("ciphertexts of two evaluators")
     if len(a) != len(b) and 1 not in (len(a), len(b)):
@@ -314,7 +315,7 @@ def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertex
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Elementwise products with three polynomials each; :func:`relinearise_and_rescale` reduces these to two."""
+    """Return elementwise products of three polynomials each; :func:`relinearise_and_rescale` reduces these to two."""
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)
@@ -326,7 +327,7 @@ def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
 
 
 def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """The sum of a_i b_i as one ciphertext with three polynomials."""
+    """Return the sum of a_i b_i as one ciphertext with three polynomials."""
     if len(a) != len(b):
         raise InputError(f"{len(a)} and {len(b)} ciphertexts in an inner product")
     x, y = _factors(a, b)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-_LARGEST = 2.0**62  # bound of coefficients, which are stored as int64
+_LARGEST = 2.0**62  # coefficients are below this, so that int64 can store them
 
 
 @lru_cache(maxsize=4)
 def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.complex128]]:
-    """Indices of each slot's root and of the conjugate root among the odd powers of zeta; and powers of zeta."""
+    """Return the index of each slot's root among the odd powers of zeta, that of its conjugate, and powers of zeta."""
     exponent, exponents = 1, []
     for _ in range(degree // 2):
         exponents.append(exponent)
@@ -31,7 +31,7 @@ def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[
 
 
 def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDArray[np.int64]:
-    """Real slots (count, N / 2) -> integer coefficients (count, N) of ``scale`` times the polynomial.
+    """Encode real slots (count, N / 2) as integer coefficients (count, N) of ``scale`` times the polynomial.
 
     Raises:
         InputError: the number of slots is wrong, a value is not finite, or a coefficient is 2^62 or more.
@@ -51,29 +51,29 @@ def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDAr
 
 
 def decode(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.float64]:
-    """The inverse of :func:`encode` apart from rounding: (count, N) -> (count, N / 2)."""
+    """Invert :func:`encode`, apart from its rounding: (count, N) -> (count, N / 2)."""
     return np.ascontiguousarray(decode_complex(coefficients, scale).real)
 
 
 def decode_complex(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.complex128]:
-    """Slots with their imaginary parts, (count, N) -> (count, N / 2)."""
+    """Decode slots with their imaginary parts, (count, N) -> (count, N / 2)."""
     degree = coefficients.shape[1]
     at, _, powers = _places(degree)
     return np.asarray(np.fft.ifft(coefficients * powers, axis=1)[:, at] * (degree / scale))
 
 
 def to_residues(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Integer coefficients (count, N) -> evaluation form (count, limbs, N)."""
+    """Transform integer coefficients (count, N) to evaluation form (count, limbs, N)."""
     return ring.forward(modulo(coefficients, limbs, ring))
 
 
 def modulo(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Integer coefficients (count, N) modulo each prime, (count, limbs, N)."""
+    """Reduce integer coefficients (count, N) modulo each prime: (count, limbs, N)."""
     return np.stack([coefficients % q for q in ring.primes[:limbs]], axis=1)
 
 
 def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
-    """Evaluation form (count, limbs, N) -> centred integer coefficients (count, N).
+    """Transform evaluation form (count, limbs, N) to centred integer coefficients (count, N).
 
     Raises:
         InputError: a coefficient is 2^63 or more, because the key is wrong or the values exceed the modulus.
@@ -84,7 +84,7 @@ def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
         q = int(ring.primes[0])
         return np.where(x[:, 0] > q // 2, x[:, 0] - q, x[:, 0])
     before, half, digits = ring.mixed_radix(x)
-    # Sums modulo 2^64 are exact if the result fits into int64. It fits if its residues are the given ones.
+    # Sums modulo 2^64 are exact if the result fits into int64. It fits if it has the same residues as the input.
     whole = np.full(digits[:, 0].shape, (-half) % 2**64, np.uint64)
     for k in range(limbs):
         whole += digits[:, k].view(np.uint64) * np.uint64(before[k] % 2**64)

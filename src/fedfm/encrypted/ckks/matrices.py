@@ -19,11 +19,11 @@ _COLUMNS = 2048  # number of columns that are computed at a time, so that the pi
 def linear(
     weight: NDArray[np.floating[Any]], x: Ciphertexts, bias: NDArray[np.floating[Any]] | None = None
 ) -> Ciphertexts:
-    """W x + b for an array of n ciphertexts, rescaled: (m, n), (n,), (m,) -> (m,).
+    """Compute W x + b for an array of n ciphertexts, and rescale it: (m, n), (n,), (m,) -> (m,).
 
     The entries of W are rounded at the scale of a narrow prime. The residues are cut into pieces with so few bits that
-    a float64 matrix product with W is exact. The result of a zero row of W gets an encryption of zero, since anyone
-    could read it otherwise.
+    a float64 matrix product with W is exact. If a row of W is zero, an encryption of zero is added to its result, which
+    anyone could read otherwise.
 
     Raises:
         InputError: the shapes do not match, or an entry is not finite.
@@ -43,7 +43,7 @@ def linear(
 
 
 def matrix_product(rounded: NDArray[np.float64], x: Residues, ring: Ring) -> Residues:
-    """The exact product of integers and residues: (m, n), (n, polynomials, primes, N) -> (m, polynomials, primes, N).
+    """Multiply integers and residues exactly: (m, n), (n, polynomials, primes, N) -> (m, polynomials, primes, N).
 
     Raises:
         InputError: the sum of the magnitudes in a row is too large for exact pieces.

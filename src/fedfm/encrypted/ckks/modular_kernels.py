@@ -1,7 +1,8 @@
 """Compiled loops over residues: sums, products, number-theoretic transforms, matrix products in float64 pieces.
 
 Residues are int64 in [0, q) for primes q below 2^50. Quotients are computed in float64 and have an error of at most
-one: the product of two residues divided by q is below 2^50, and three roundings of 2^-53 change it by less than 1/2.
+one: the product of two residues, divided by q, is below 2^50, and three roundings with a relative error of 2^-53 change
+it by less than 1/2.
 Arrays of residues have the shape (..., primes, N); the functions here expect (rows, primes, N).
 """
 
@@ -12,7 +13,7 @@ import numpy as np
 from fedfm.linalg.kernels.jit import compile_cached, part
 
 LARGEST = 1 << 50  # primes are below this
-_PLAIN: set[str] = set()  # no relaxed floating-point arithmetic, since quotients must not err by more than one
+_PLAIN: set[str] = set()  # fastmath options: none, since relaxed arithmetic could make a quotient wrong by two
 _INT, _UINT, _FLOAT = np.int64, np.uint64, np.float64
 
 
@@ -23,12 +24,12 @@ def _reduce(r, q):  # type: ignore[no-untyped-def]
 
 
 def _times(v, w, ratio, q):  # type: ignore[no-untyped-def]
-    """Product of v and w modulo q, in [-q, 2 q); ``ratio`` is w / q."""
+    """Return the product of v and w modulo q, in [-q, 2 q); ``ratio`` is w / q."""
     return v * w - _INT(_FLOAT(v) * ratio) * q
 
 
 def _remainder(r, q, inverse):  # type: ignore[no-untyped-def]
-    """The remainder modulo q of any int64 with a magnitude below 2^62."""
+    """Return the remainder modulo q of any int64 with a magnitude below 2^62."""
     r = r - _INT(np.floor(_FLOAT(r) * inverse)) * q
     return reduce(r, q)
 
@@ -52,7 +53,7 @@ def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
-    """``factor`` (rows, primes) times a, plus ``shift`` (rows, primes), in each of the N coefficients."""
+    """Multiply a by ``factor`` (rows, primes) and add ``shift`` (rows, primes), in each of the N coefficients."""
     for row in range(a.shape[0]):
         for limb in range(a.shape[1]):
             q, w, c = primes[limb], factor[row, limb], shift[row, limb]
@@ -64,7 +65,7 @@ def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _dyadic(a, b, c, out, primes):  # type: ignore[no-untyped-def]
-    """The elementwise product of a and b, plus c."""
+    """Compute the elementwise product of a and b, plus c."""
     for row in range(a.shape[0]):
         for limb in range(a.shape[1]):
             q = primes[limb]
@@ -76,7 +77,7 @@ def _dyadic(a, b, c, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _tensor(a, b, out, primes):  # type: ignore[no-untyped-def]
-    """Sum of the products of ciphertexts: a, b (terms, 2, primes, N) -> out (3, primes, N), for at most 2^10 terms."""
+    """Sum products of ciphertexts: a, b (terms, 2, primes, N) -> out (3, primes, N), for at most 2^10 terms."""
     width = min(1024, a.shape[3])
     s0, s1, s2 = np.empty(width, _INT), np.empty(width, _INT), np.empty(width, _INT)
     for limb in range(a.shape[2]):
@@ -100,7 +101,7 @@ def _tensor(a, b, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
-    """Sum of products with plaintexts: a (terms, 2, primes, N), b (terms, primes, N) -> out (2, primes, N)."""
+    """Sum products with plaintexts: a (terms, 2, primes, N), b (terms, primes, N) -> out (2, primes, N)."""
     width = min(1024, a.shape[3])
     s = np.empty(width, _INT)
     for limb in range(a.shape[2]):
@@ -119,7 +120,7 @@ def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
-    """Negacyclic transform in place, by decimation in time; the output is in bit-reversed order."""
+    """Compute the negacyclic transform in place, by decimation in time; the output is in bit-reversed order."""
     size = x.shape[2]
     for row in range(x.shape[0]):
         for limb in range(x.shape[1]):
@@ -139,7 +140,7 @@ def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
 
 
 def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
-    """The inverse of :func:`forward`; ``shrink`` is 1 / N modulo each prime."""
+    """Invert :func:`forward`; ``shrink`` is 1 / N modulo each prime."""
     size = x.shape[2]
     for row in range(x.shape[0]):
         for limb in range(x.shape[1]):
@@ -163,8 +164,9 @@ def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
-    """Cut columns of x (rows, N), from ``start`` on, into float64 pieces of ``shift`` bits: out (pieces, rows,
-    width).
+    """Cut columns of x (rows, N), from ``start`` on, into float64 pieces of ``shift`` bits.
+
+    The output has the shape (pieces, rows, width).
     """
     low = (_INT(1) << shift) - 1
     for row in range(x.shape[0]):
@@ -194,8 +196,9 @@ def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
 
 
 def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
-    """Residues of integers given as words of ``bits`` bits (rows, words, N), lowest first, minus ``shift``
-    (primes,).
+    """Compute the residues of integers minus ``shift`` (primes,).
+
+    The integers are given as words of ``bits`` bits (rows, words, N), the lowest word first.
     """
     for row in range(out.shape[0]):
         for limb in range(out.shape[1]):
@@ -216,7 +219,7 @@ def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def]
-    """Garner's mixed-radix digits of x + ``half``, in place: x (rows, primes, N).
+    """Compute Garner's mixed-radix digits of x + ``half`` in place: x (rows, primes, N).
 
     ``products[l, k]`` is the product of the first k primes modulo prime l; ``inverses[l]`` is its inverse for k = l.
     """
@@ -238,7 +241,7 @@ def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def
 
 
 def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untyped-def]
-    """The number with these digits, minus ``half``, modulo other primes: out (rows, other primes, N)."""
+    """Compute the number with these digits, minus ``half``, modulo other primes: out (rows, other primes, N)."""
     for row in range(out.shape[0]):
         for limb in range(out.shape[1]):
             q, o = primes[limb], out[row, limb]
@@ -253,7 +256,7 @@ def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untype
 
 
 def _pack(x, bits, out):  # type: ignore[no-untyped-def]
-    """Pack residues (primes, N), which have ``bits[l]`` bits each, one after another into words of 64 bits."""
+    """Pack residues (primes, N) into words of 64 bits; each residue of prime l takes ``bits[l]`` bits."""
     at, room, word = 0, _UINT(64), _UINT(0)
     for limb in range(x.shape[0]):
         width = _UINT(bits[limb])
@@ -271,7 +274,7 @@ def _pack(x, bits, out):  # type: ignore[no-untyped-def]
 
 
 def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
-    """The inverse of :func:`pack`."""
+    """Invert :func:`pack`."""
     bit = _UINT(0)
     for limb in range(out.shape[0]):
         width = _UINT(bits[limb])

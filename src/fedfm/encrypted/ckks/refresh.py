@@ -1,4 +1,4 @@
-"""Refresh: the client encrypts ciphertexts that have no levels left again, without learning their content.
+"""Refresh: the client encrypts values again whose ciphertexts have no levels left, without learning the values.
 
 The server adds a mask r to the encrypted polynomial v; both have integer coefficients. The client decrypts v + r, keeps
 the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded, because slots are
@@ -7,8 +7,8 @@ never decoded.
 *Guarantee*: the client decrypts v + r, where r is uniform over M integers. For one ciphertext the statistical distance
 of v + r from r alone is at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
 distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale (Cauchy
-and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext discloses nothing more: a fresh
-encryption of zero under the client's public key hides the traces of the server's weights.
+and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext discloses nothing more, because the
+server adds a fresh encryption of zero under the client's public key. It hides the traces of the server's weights.
 
 *Assumes*: slots are at most ``bound`` in magnitude, and ring learning with errors is hard.
 """
@@ -31,14 +31,14 @@ from fedfm.encrypted.ckks.seal import ClientKeys
 from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
 
-MOST = 2.0**-40  # largest statistical distance of all that one client decrypts in a run
-# Each printed distance states this condition. No code can enforce it, since nobody can read a ciphertext's slots.
+MOST = 2.0**-40  # largest total statistical distance for the ciphertexts that one client decrypts in a run
+# The condition is printed with each distance. No code can check it, since the server cannot read a ciphertext's slots.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
 _AT_A_TIME = 64  # number of ciphertexts that are masked at a time, so that masks take little memory
 
 
 def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:
-    """Number b of bits for masks in [-2^(b-1), 2^(b-1)): the largest for which v + r is below half the modulus.
+    """Return the largest number b of bits for which v + r is below half the modulus, with r in [-2^(b-1), 2^(b-1)).
 
     Raises:
         InputError: not even one bit fits.
@@ -50,14 +50,17 @@ def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) ->
 
 
 def distance(parameters: Parameters, limbs: int, scale: float, bound: float) -> float:
-    """Statistical distance between one masked ciphertext and a mask alone, for slots up to ``bound`` in magnitude."""
+    """Return the statistical distance between a masked ciphertext and a mask alone, for slots up to ``bound``."""
     largest = math.sqrt(parameters.degree) * bound * scale
     return min(largest * 2.0 ** -mask_bits(parameters, limbs, scale, bound), 1.0)
 
 
 def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: float = MOST) -> int:
-    """The fewest primes that ciphertexts need, so that refreshing this number of them stays within the distance
-    ``most``.
+    """Return the number of primes that a ciphertext needs, so that refreshes stay within the distance ``most``.
+
+    Args:
+        ciphertexts: number of ciphertexts that will be refreshed.
+        bound: largest magnitude of their slots.
 
     Raises:
         InputError: there are not enough primes.
@@ -86,8 +89,8 @@ class DistanceLedger:
         most: the largest allowed distance in the run.
         spent: upper bound of the statistical distance so far.
         ciphertexts: number of ciphertexts that were refreshed so far.
-        keep: writes the ledger to permanent storage. It is called after every entry and before anything is sent, so
-            that a resumed run knows all entries.
+        keep: writes the ledger to disk. It is called after every entry and before the ciphertexts are sent, so that a
+            resumed run knows all entries.
     """
 
     most: float = MOST
@@ -99,7 +102,7 @@ class DistanceLedger:
         """Record ``count`` ciphertexts before they are sent.
 
         Raises:
-            RunError: the run would exceed ``most``; then nothing is recorded.
+            RunError: the run would exceed ``most``. In this case nothing is recorded.
         """
         if self.spent + count * each > self.most:
             raise RunError(
@@ -127,7 +130,7 @@ class Mask:
     used: bool = False
 
     def residues(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
-        """The mask's residues for the ciphertexts from start to stop, in evaluation form: (stop - start, limbs, N)."""
+        """Return the mask for the ciphertexts from start to stop, in evaluation form: (stop - start, limbs, N)."""
         words, degree = -(-self.bits // WORD), ring.degree
         size = 4 * words * degree
         counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4, so each mask begins at a block
@@ -152,7 +155,7 @@ class Masking:
         self.ledger: Spending = DistanceLedger() if ledger is None else ledger
 
     def hide(self, x: Ciphertexts) -> tuple[Ciphertexts, Mask]:
-        """Mask ciphertexts for the client; returns them, and the mask, which stays here.
+        """Mask ciphertexts; return the masked ones for the client, and the mask, which stays at the server.
 
         Raises:
             RunError: the run's statistical distance would exceed its limit.
@@ -179,11 +182,11 @@ class Masking:
 
 
 def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
-    """The client's half: encrypt the same integers again, with all primes.
+    """Decrypt masked ciphertexts at the client, and encrypt the same integers again with all primes.
 
     Args:
         masked: (count, 2, limbs, N).
-        second: second polynomials of the results, see :meth:`ClientKeys.encrypt_polynomials`.
+        second: second polynomials of the new ciphertexts, see :meth:`ClientKeys.encrypt_polynomials`.
     """
     limbs = client.parameters.limbs
     out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)

@@ -17,15 +17,15 @@ from fedfm.privacy.crypto import keys
 
 
 class RemoteRefresh:
-    """The server's side of a refresh. An evaluator's ``refresh`` is such an object.
+    """The server's side of a refresh; an object of this class is an evaluator's ``refresh``.
 
     Args:
         masking: masks ciphertexts; it has the bound of the values and the client's ledger.
-        channel: the channel to the client, as sender "server".
+        channel: the channel to the client, with "server" as sender.
         exchange: sends a message to the client and returns its answer.
 
     Attributes:
-        messages, bytes_down, bytes_up: totals so far; down means to the client.
+        messages, bytes_down, bytes_up: totals so far; "down" means from the server to the client.
     """
 
     def __init__(self, masking: Masking, channel: Channel, exchange: Callable[[bytes], bytes]) -> None:
@@ -51,7 +51,7 @@ class RemoteRefresh:
 
 
 def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -> bytes:
-    """The client's side of one refresh: fresh ciphertexts, whose second polynomials are sent as a seed.
+    """Answer one refresh at the client with fresh ciphertexts; a seed replaces their second polynomials.
 
     Args:
         limbs: the agreed number of primes in the server's message.
@@ -68,7 +68,7 @@ def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: 
 def encrypt_message(
     client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None
 ) -> bytes:
-    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None: all) into the client's next message."""
+    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None for all) into the client's next message."""
     parameters = client.parameters
     limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)

@@ -1,8 +1,9 @@
 """Rings of CKKS: parameters and their security, primes, number-theoretic transforms, exact changes of the modulus.
 
-A polynomial modulo X^N + 1 is an array (primes, N) of residues. It is in *evaluation form* (transformed, bit-reversed)
-unless a function says *coefficients*. Cheon, Kim, Kim, Song. Homomorphic encryption for arithmetic of
-approximate numbers. ASIACRYPT 2017.
+A polynomial modulo X^N + 1 is an array (primes, N) of residues. It is in *evaluation form* (transformed, bit-reversed),
+unless a function's docstring names *coefficients*.
+
+Cheon, Kim, Kim, Song. Homomorphic encryption for arithmetic of approximate numbers. ASIACRYPT 2017.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Parameters:
     Attributes:
         degree: N; a ciphertext has N / 2 slots.
         bits: size of each prime, in order; rescaling drops the last prime.
-        special: bits of the prime for key switching, at least as many as any other prime has.
+        special: size in bits of the prime for key switching; no other prime is larger.
         scale_bits: log2 of the scale of fresh ciphertexts. A prime with at least this number of bits is *wide*. The
             other primes are for products with plaintexts.
 
@@ -64,7 +65,7 @@ class Parameters:
 
     @cached_property
     def primes(self) -> tuple[int, ...]:
-        """All primes, the special one last. For each size they are the largest below 2^bits, in ascending order."""
+        """All primes, the special prime last; primes of one size are the largest below 2^bits, in ascending order."""
         sizes = (*self.bits, self.special)
         found = {b: iter(sorted(_primes(b, sizes.count(b), 2 * self.degree))) for b in set(sizes)}
         return tuple(next(found[b]) for b in sizes)
@@ -102,7 +103,7 @@ SLOW_LINK = Parameters(16384, (44, 37, 24, 37, 37, 37, 37, 37, 37, 24, 37), 44, 
 
 
 def _primes(bits: int, count: int, step: int) -> list[int]:
-    """The largest primes below 2^bits that are 1 modulo ``step``."""
+    """Return the largest primes below 2^bits that are 1 modulo ``step``."""
     found: list[int] = []
     q = (1 << bits) - step + 1
     while len(found) < count:
@@ -115,7 +116,7 @@ def _primes(bits: int, count: int, step: int) -> list[int]:
 
 
 def _is_prime(n: int) -> bool:
-    """The test of Miller and Rabin; these bases decide it for numbers below 3.3e24 (Sorenson, Webster 2015)."""
+    """Run the Miller-Rabin test; these bases make it exact for numbers below 3.3e24 (Sorenson, Webster 2015)."""
     odd, twos = n - 1, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
@@ -154,7 +155,7 @@ class Ring:
         return x
 
     def backward(self, x: Residues, first: int = 0) -> Residues:
-        """The inverse of :meth:`forward`, in place."""
+        """Invert :meth:`forward`, in place."""
         rows, at = self._rows(x), slice(first, first + x.shape[-2])
         modular_kernels.backward(
             rows, self._inverse_roots[at], self._inverse_ratios[at], self._shrink[at], self.primes[at]
@@ -162,14 +163,15 @@ class Ring:
         return x
 
     def add(self, a: Residues, b: Residues, sign: int = 1) -> Residues:
-        """Sum a + b, or difference with ``sign`` -1."""
+        """Return a + b, or a - b if ``sign`` is -1."""
         out = np.empty(a.shape, np.int64)
         modular_kernels.add(self._rows(a), self._rows(b), sign, self._rows(out), self.primes)
         return out
 
     def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
-        """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes). All leading axes of a are
-        rows.
+        """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes).
+
+        All axes of a before the last two count as rows.
         """
         rows = self._rows(a)
         out = np.empty(rows.shape, np.int64)
@@ -180,25 +182,28 @@ class Ring:
         return out.reshape(a.shape)
 
     def dyadic(self, a: Residues, b: Residues, plus: Residues) -> Residues:
-        """The elementwise product of a and b, plus ``plus``."""
+        """Return the elementwise product of a and b, plus ``plus``."""
         out = np.empty(a.shape, np.int64)
         modular_kernels.dyadic(*(self._rows(x) for x in (a, b, plus, out)), self.primes)
         return out
 
     def constant(self, value: int, limbs: int) -> Residues:
-        """An integer modulo each of the first ``limbs`` primes, (limbs,)."""
+        """Return an integer modulo each of the first ``limbs`` primes, (limbs,)."""
         return np.array([value % int(q) for q in self.primes[:limbs]], np.int64)
 
     def whole(self, words: Residues, minus: int, limbs: int) -> Residues:
-        """Residues of integer coefficients given as words of 30 bits: (rows, words, N) -> (rows, limbs, N)."""
+        """Return residues (rows, limbs, N) of the integers in ``words``, minus ``minus``.
+
+        Each integer is given as words of 30 bits: (rows, words, N).
+        """
         out = np.empty((len(words), limbs, self.degree), np.int64)
         modular_kernels.residues(words, WORD, self.constant(minus, limbs), out, self.primes)
         return out
 
     def lift(self, x: Residues, limbs: int) -> Residues:
-        """Residues of centred integers modulo further primes: coefficients (rows, l, N) -> (rows, limbs - l, N).
+        """Return centred integers modulo further primes: coefficients (rows, l, N) -> (rows, limbs - l, N).
 
-        With q the product of the first l primes, each integer is taken in [-q/2, q/2).
+        Each integer lies in [-q/2, q/2), where q is the product of the first l primes.
         """
         have = x.shape[-2]
         before, half, digits = self.mixed_radix(x)
@@ -208,9 +213,10 @@ class Ring:
         return out
 
     def mixed_radix(self, x: Residues) -> tuple[list[int], int, Residues]:
-        """Centred integers plus h = floor(q / 2) as sums of weighted digits: coefficients (rows, l, N).
+        """Write centred integers plus h = floor(q / 2) as sums of weighted digits: coefficients (rows, l, N).
 
-        Returns the weights (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
+        Returns:
+            The weights (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
         """
         have = x.shape[-2]
         half = self.parameters.modulus(have) // 2
@@ -230,7 +236,7 @@ class Ring:
 
 
 def _table(q: int, degree: int) -> tuple[Residues, Residues]:
-    """Powers of the least primitive 2N-th root of unity and of its inverse, (N,) each, in bit-reversed order."""
+    """Return powers of the least primitive 2N-th root of unity and of its inverse, (N,) each, in bit-reversed order."""
     order = 2 * degree
     some = next(w for g in range(2, q) if pow(w := pow(g, (q - 1) // order, q), degree, q) == q - 1)
     square = some * some % q

@@ -1,7 +1,7 @@
 """CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``. Only this module imports TenSEAL.
 
-The client makes all keys, and only the client has the secret one (:class:`ClientKeys`). The server gets the other keys
-as bytes and computes with them (:class:`ServerKeys`). Both expose ciphertexts as residues
+The client makes all keys, and only the client has the secret key (:class:`ClientKeys`). The server gets the other keys
+as bytes and computes with them (:class:`ServerKeys`). Both classes represent ciphertexts as residues
 (:mod:`~fedfm.encrypted.ckks.ciphertexts`).
 
 SEAL checks little: it decrypts with a wrong key, and accepts a ciphertext with a flipped bit. So bytes from outside
@@ -52,7 +52,7 @@ def _seal() -> Any:
 
 @lru_cache(maxsize=4)
 def ring_of(parameters: Parameters) -> Ring:
-    """The ring of these parameters; its tables are computed once."""
+    """Return the ring of these parameters; its tables are computed only once."""
     return Ring(parameters)
 
 
@@ -78,18 +78,18 @@ class _Library:
         self.direct = False
 
     def check_access(self, encryptor: Any) -> None:
-        """Check whether a pointer can access the residues. If not, streams are used, which are slower."""
+        """Check whether residues can be accessed by a pointer. If not, use streams, which are slower."""
         ciphertext = self.s.Ciphertext(self.context)
         encryptor.encrypt_zero(self.ids[2], ciphertext)
         self._version = self._stream_version(ciphertext)
         self.direct = _pointer_fits(ciphertext)
 
     def empty(self) -> Any:
-        """A SEAL ciphertext without content."""
+        """Make a SEAL ciphertext without content."""
         return self.s.Ciphertext(self.context)
 
     def read(self, ciphertext: Any) -> Residues:
-        """A copy of the ciphertext's residues, (polynomials, primes, N)."""
+        """Return a copy of the ciphertext's residues, (polynomials, primes, N)."""
         shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())
         if self.direct:
             return _view(ciphertext).copy()
@@ -97,7 +97,7 @@ class _Library:
         return np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64).reshape(shape)
 
     def write(self, residues: Residues, scale: float) -> Any:
-        """A SEAL ciphertext with these residues. It is valid until the next call for this shape."""
+        """Return a SEAL ciphertext with these residues, which is valid until the next call for the same shape."""
         key = residues.shape[:2]
         if key not in self._templates:
             self._templates[key] = self._from_stream(residues, scale)
@@ -158,7 +158,7 @@ class ServerKeys:
         self._public = library.read(public.data())
 
     def zeros(self, count: int, limbs: int) -> Residues:
-        """Fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
+        """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
         out = np.empty((count, 2, limbs, self.parameters.degree), np.int64)
         for start in range(0, count, _AT_A_TIME):
             piece = slice(start, min(start + _AT_A_TIME, count))
@@ -212,7 +212,7 @@ class ServerKeys:
         out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
         target, residues = self._library.empty(), x.residues
         for i in range(len(x)):
-            # SEAL checks only that a scale fits the modulus; the true scale is in Ciphertexts.
+            # SEAL only checks that the scale fits the modulus, so any small scale does; Ciphertexts has the true scale.
             apply(self._library.write(residues[i], 2.0), target)
             out[i] = self._library.read(target)
         return Ciphertexts(out.view(np.uint64), scale, self)
@@ -223,7 +223,7 @@ class ClientKeys:
 
     Args:
         parameters: the parameters that both sides agreed on.
-        secret: an earlier value of :attr:`secret`; None: new keys are made from the system's entropy.
+        secret: an earlier value of :attr:`secret`; None to make new keys from the system's entropy.
 
     Raises:
         InputError: the bytes are not a secret key for these parameters.
@@ -257,17 +257,17 @@ class ClientKeys:
         return dump(self._secret)
 
     def public(self, rotations: Iterable[int] = ()) -> bytes:
-        """Public, relinearisation and Galois keys, without the secret key. They are sent to the server once."""
+        """Return the public, relinearisation and Galois keys as bytes; the client sends them to the server once."""
         elements = sorted({galois_element(r, self.parameters.degree) for r in rotations} - {1})
         parts = [self._public, dump(self._generator.create_relin_keys())]
         parts.append(dump(self._generator.create_galois_keys(elements)) if elements else b"")
         return struct.pack(_KEYS, b"FFK1", *map(len, parts)) + b"".join(parts)
 
     def encrypt_polynomials(self, coefficients: Residues, second: Residues | None = None) -> Residues:
-        """Fresh ciphertexts of integer polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
+        """Encrypt integer polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
 
         ``second`` (count, limbs, N) becomes the second polynomials. These are uniform values that the receiver can
-        generate itself. They must never be used twice.
+        generate from a seed. The same values must never be used twice.
         """
         count, limbs, degree = coefficients.shape
         if second is None:
@@ -278,7 +278,7 @@ class ClientKeys:
         return np.ascontiguousarray(np.stack([self.ring.add(plain, masked, -1), second], axis=1))
 
     def encrypt(self, values: NDArray[np.floating[Any]]) -> Residues:
-        """Real slots (count, N / 2) -> fresh ciphertexts (count, 2, limbs, N)."""
+        """Encrypt real slots (count, N / 2) as fresh ciphertexts (count, 2, limbs, N)."""
         plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
         return self.encrypt_polynomials(encoding.modulo(plain, self.parameters.limbs, self.ring))
 
@@ -295,7 +295,7 @@ class ClientKeys:
         return encoding.decode(encoding.to_coefficients(self.decrypt_polynomials(residues), self.ring), scale)
 
     def decrypt_complex(self, residues: Residues, scale: float) -> NDArray[np.complex128]:
-        """As :meth:`decrypt`, for slots with imaginary parts."""
+        """Decrypt like :meth:`decrypt`, but to slots with imaginary parts."""
         return encoding.decode_complex(encoding.to_coefficients(self.decrypt_polynomials(residues), self.ring), scale)
 
     def _key_like(self, x: Residues) -> Residues:
@@ -303,12 +303,12 @@ class ClientKeys:
 
 
 def galois_element(steps: int, degree: int) -> int:
-    """The Galois element of the automorphism that rotates by ``steps`` slots."""
+    """Return the Galois element of the automorphism that rotates by ``steps`` slots."""
     return pow(3, steps % (degree // 2), 2 * degree)
 
 
 def dump(thing: Any) -> bytes:
-    """One of SEAL's objects as bytes."""
+    """Serialise one of SEAL's objects to bytes."""
     with tempfile.TemporaryFile() as file:
         thing.save(_path(file))
         file.seek(0)
@@ -316,7 +316,7 @@ def dump(thing: Any) -> bytes:
 
 
 def load(thing: Any, data: bytes, context: Any) -> None:
-    """The inverse of :func:`dump`. SEAL checks that the content matches the context.
+    """Load the bytes of :func:`dump` into an object; SEAL checks that the content matches the context.
 
     Raises:
         ValueError, RuntimeError: the content does not match.
@@ -328,7 +328,7 @@ def load(thing: Any, data: bytes, context: Any) -> None:
 
 
 def _path(file: Any) -> str:
-    """A path for an unnamed file: SEAL opens files by path, and secrets should not leave a file behind."""
+    """Return a path for an unnamed file: SEAL opens files by path, and secrets should not leave a file behind."""
     path = f"/proc/self/fd/{file.fileno()}"
     if not os.path.exists(path):
         raise RunError("encrypted inference needs /proc, through which it passes keys to SEAL without a named file")
@@ -336,7 +336,7 @@ def _path(file: Any) -> str:
 
 
 def _pointer_fits(ciphertext: Any) -> bool:
-    """Whether the object has the expected memory layout: compares its size, and values read by SEAL's own access."""
+    """Whether the object has the expected memory layout: its size and some values agree with SEAL's own access."""
     try:
         count = ciphertext.size() * ciphertext.coeff_modulus_size() * ciphertext.poly_modulus_degree()
         base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
@@ -350,7 +350,7 @@ def _pointer_fits(ciphertext: Any) -> bool:
 
 
 def _view(ciphertext: Any) -> Residues:
-    """A view of the residues in SEAL's memory. It is valid while the ciphertext exists and keeps its shape."""
+    """Return a view of the residues in SEAL's memory; it is valid while the ciphertext exists and keeps its shape."""
     base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
     address = ctypes.c_uint64.from_address(base + _DATA_AT).value
     shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())

@@ -19,7 +19,7 @@ def encode_slots(values: NDArray[np.floating[Any]], limbs: int, scale: float, ri
 
 
 def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts:
-    """Add a value of its own to each slot of each ciphertext: (count,), (count, N / 2) -> (count,).
+    """Add a separate value to each slot of each ciphertext: (count,), (count, N / 2) -> (count,).
 
     Raises:
         InputError: the number of ciphertexts or slots is wrong.
@@ -34,9 +34,9 @@ def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts
 
 
 def weighted_sum(x: Ciphertexts, plains: Residues, scale: float) -> Ciphertexts:
-    """The sum over i of x_i times plaintext i, slot by slot: (count,), (count, primes, N) -> one ciphertext.
+    """Return the sum over i of x_i times plaintext i, slot by slot: (count,), (count, primes, N) -> one ciphertext.
 
-    The result is not rescaled: its scale is that of x times ``scale``, the scale of the plaintexts.
+    The result is not rescaled: its scale is the scale of x times ``scale``, the scale of the plaintexts.
 
     Raises:
         InputError: the shapes do not match.

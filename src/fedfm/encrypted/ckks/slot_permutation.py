@@ -1,8 +1,8 @@
 """Reorder encrypted samples, in the same way for the slots of every token.
 
-Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). If position j gets the
-sample order[j], its value comes from the slot that is order[j] - j slots further on. So the result is a sum over the
-shifts k:
+Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). Position j gets the
+sample order[j], so its new value comes from the slot that is order[j] - j slots further on. The result is a sum over
+the shifts k:
 
     mask_k * (x rotated by k),   mask_k = 1 in the slots of positions j with order[j] - j = k, else 0.
 
@@ -31,29 +31,29 @@ from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.errors import InputError
 
 Order = NDArray[np.integer[Any]]
-Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # from the baby steps and a giant step it computes the masked sum
+Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # (x rotated by each baby step, giant step) -> their masked sum
 TOGETHER = math.sqrt(3)  # |a + i sqrt(2) b| is at most this times the larger of |a| and |b|
 
 
 def baby(layout: Packing) -> int:
-    """Number of baby steps, a power of two near the square root of the number of samples."""
+    """Return the number of baby steps, a power of two near the square root of the number of samples."""
     return 1 << (layout.samples.bit_length() // 2)
 
 
 def rotations(layout: Packing) -> set[int]:
-    """Rotation steps for which the client has to send keys."""
+    """Return the rotation steps for which the client has to send keys."""
     slots, b = layout.parameters.slots, baby(layout)
     return {1 % slots, b % slots, -b % slots} - {0}
 
 
 def giants(samples: int, layout: Packing) -> range:
-    """Giant steps for the shifts -(samples - 1) .. samples - 1."""
+    """Return the giant steps for the shifts -(samples - 1) .. samples - 1."""
     b = baby(layout)
     return range((1 - samples) // b, (samples - 1) // b + 1)
 
 
 def pair_features(x: Ciphertexts) -> Ciphertexts:
-    """Combine features in pairs a + i sqrt(2) b: (count,) -> (count / 2, rounded up,)."""
+    """Combine features in pairs a + i sqrt(2) b: (count,) -> (ceil(count / 2),)."""
     ring, limbs = x.evaluator.ring, x.level + 1
     units = np.zeros((2, ring.degree), np.int64)
     units[0, 0] = units[1, ring.degree // 4] = units[1, 3 * ring.degree // 4] = 1
@@ -63,16 +63,16 @@ def pair_features(x: Ciphertexts) -> Ciphertexts:
 
 
 def unpair_features(slots: NDArray[np.complex128], count: int) -> NDArray[np.float64]:
-    """The inverse of :func:`pair_features` for decrypted slots: (count / 2, N / 2) -> (count, N / 2)."""
+    """Invert :func:`pair_features` for decrypted slots: (ceil(count / 2), N / 2) -> (count, N / 2)."""
     parts = np.stack([slots.real, slots.imag / math.sqrt(2)], axis=1)
     return np.ascontiguousarray(parts.reshape(-1, slots.shape[1])[:count])
 
 
 def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -> dict[int, Residues]:
-    """For each giant step, an order's plaintext masks (baby steps, limbs, N).
+    """Return the plaintext masks of an order (baby steps, limbs, N), by giant step.
 
     Raises:
-        InputError: ``order`` is not an order, or has more samples than a ciphertext.
+        InputError: ``order`` is not a permutation, or has more samples than a ciphertext.
     """
     places, b = np.asarray(order), baby(layout)
     if places.ndim != 1 or len(places) > layout.samples or not np.array_equal(np.sort(places), np.arange(len(places))):
@@ -88,10 +88,10 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
 
 
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
-    """The ``weigh`` function for :func:`permute_samples`, from the plaintexts of :func:`masks`.
+    """Return the ``weigh`` function for :func:`permute_samples`, from the plaintexts of :func:`masks`.
 
-    It adds an encryption of zero to each sum. Otherwise anyone could read the sum for a shift that does not occur in
-    the order, and SEAL refuses such ciphertexts.
+    The function adds an encryption of zero to each sum. Without it, anyone could read the sum for a shift that does not
+    occur in the order, and SEAL refuses such ciphertexts.
     """
     zero = keys.zeros(1, next(iter(plains.values())).shape[1])
 

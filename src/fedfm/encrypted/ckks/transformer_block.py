@@ -5,7 +5,7 @@ product of its matrix with the array of ciphertexts. A rotation by j B slots mov
 since T B is the number of slots. Attention computes the score matrix by its T diagonals. Diagonal j is written as
 j = g b + i, with baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
 
-The block expects centred tokens, because the weights before both norms already subtract the norms' means.
+The block expects centred tokens: the weights before both norms already subtract the means, so the norms do not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Folding(Protocol):
         """(a, b), the affine map that is folded into the weights."""
 
     def evaluate_folded(self, u: Any, /) -> Any:
-        """The value."""
+        """Return the polynomial's value p(x) for u = a x + b."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a ciphertext holds tokens and samples.
+    """The order of tokens and samples in the slots of a ciphertext.
 
     Raises:
         InputError: the number of tokens is not a power of two, so that rotations would not be cyclic.
@@ -74,7 +74,7 @@ class Packing:
         return {step * self.samples for step in steps}
 
     def pack(self, x: Matrix) -> NDArray[np.float64]:
-        """(samples, tokens, features) -> (features, N / 2); in place of missing samples it copies the first one."""
+        """Arrange (samples, tokens, features) as (features, N / 2); copies of the first sample fill free slots."""
         samples, tokens, features = x.shape
         if tokens != self.tokens or not 1 <= samples <= self.samples:
             raise InputError(f"rows of shape {x.shape}: expected up to {self.samples} samples of {self.tokens} tokens")
@@ -82,7 +82,7 @@ class Packing:
         return np.ascontiguousarray(full.transpose(2, 1, 0)).reshape(features, -1)
 
     def unpack(self, slots: Matrix, samples: int) -> NDArray[np.float64]:
-        """The inverse of :meth:`pack`."""
+        """Invert :meth:`pack` for the first ``samples`` samples."""
         x = slots.reshape(len(slots), self.tokens, self.samples)
         return np.ascontiguousarray(x.transpose(2, 1, 0)[:samples].astype(np.float64))
 
@@ -130,31 +130,31 @@ class EncryptedBlock:
 
     @property
     def features(self) -> int:
-        """D."""
+        """Number d of features."""
         return len(self.weights["query"])
 
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
-        """Encrypted features (d,) -> (d,)."""
+        """Apply the block to encrypted features (d,) -> (d,)."""
         if len(x) != self.features:
             raise InputError(f"{len(x)} ciphertexts: expected {self.features}, one per feature")
         z = x + linear(self.weights["output"], self.attention(self.norm(x, 0)), self.weights["output_bias"])
         return z + self.mlp(self.norm(z, 1))
 
     def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
-        """Centred x divided by its standard deviation, for the norm with the index ``which``."""
+        """Return centred x divided by its standard deviation, for the norm with the index ``which``."""
         a, b = self.norms[which].fold
         variance = relinearise_and_rescale(inner(x, x)).over(len(x) / a)
         inverse: Ciphertexts = self.norms[which].evaluate_folded(variance + b if b else variance)
         return x * inverse
 
     def mlp(self, y: Ciphertexts) -> Ciphertexts:
-        """W_2 gelu(W_1 y + b_1) + b_2."""
+        """Return W_2 gelu(W_1 y + b_1) + b_2."""
         a, b = self.gelu.fold
         hidden = linear(self.weights["up"] * a, y, self.weights["up_bias"] * a + b)
         return linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
 
     def attention(self, y: Ciphertexts) -> Ciphertexts:
-        """The outputs of all heads, concatenated: (d,) -> (d,)."""
+        """Return the outputs of all heads, concatenated: (d,) -> (d,)."""
         a, b = self.exponential.fold
         tokens = self.layout.tokens
         query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
@@ -203,14 +203,14 @@ class EncryptedBlock:
         return concatenate(out)
 
     def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
-        """The attention weights: each diagonal times the inverse of its row sums."""
+        """Return the attention weights: each diagonal times the inverse of its row sums."""
         step, b = self.layout.samples, self.layout.baby
         turned = [inverses.rotate(-giant * step) for giant in self._giants]
         rows = [turned[g][[k]] for k in range(self.heads) for g in range(len(turned)) for _ in range(b)]
         return powers * concatenate(rows)
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
-        """The sums of the values, weighted by the attention weights."""
+        """Return the sums of the values, weighted by the attention weights."""
         step, b, out = self.layout.samples, self.layout.baby, []
         for head, values in zip(self._heads(weights), self._heads(value), strict=True):
             for f in range(len(values)):
@@ -225,7 +225,7 @@ class EncryptedBlock:
 
 
 def _times_whole(x: Ciphertexts, factor: int) -> Ciphertexts:
-    """Multiply by a power of two, by factors that cost no level."""
+    """Multiply by a power of two, as a product of small factors that cost no level."""
     for _ in range(round(math.log2(factor))):
         x = x * 2
     return x

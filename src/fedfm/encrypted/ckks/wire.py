@@ -1,8 +1,9 @@
 """Ciphertexts as bytes between one client and the server, with checks before any computation.
 
-CKKS has no integrity check: another key decrypts to noise, and a flipped bit gives another ciphertext. So a message
-states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share. The receiver states what it
-expects. Each residue takes as many bits as its prime. For fresh ciphertexts a seed replaces the second polynomials.
+CKKS has no integrity check: decryption with another key gives noise, and a flipped bit gives another valid ciphertext.
+So a message states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share. The receiver compares
+the message with the number, level and scale that it expects. Each residue takes as many bits as its prime. For fresh
+ciphertexts a seed replaces the second polynomials.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedfm.encrypted.ckks.ring import Parameters, Residues
 from fedfm.errors import E_FORMAT, E_ROUND, E_SHAPE, E_SIZE, E_VERSION, ClientFault, InputError
 from fedfm.privacy.crypto.keys import KEY
 
-SESSION = 16  # bytes of a session's name
+SESSION = 16  # length of a session's name in bytes
 _HEADER = struct.Struct("<4sBBB16sQIBBd32s32s")
 _MARK, _VERSION, _TAG = b"FFCT", 1, 32
 _SESSION_AT = 7  # number of bytes before the session in the header
@@ -29,7 +30,7 @@ Sender = Literal["client", "server"]
 
 
 class Channel:
-    """One side of a session. Messages are numbered in each direction, and each is accepted only once and in order.
+    """One side of a session. The messages of each direction are numbered; each is accepted only once and in order.
 
     Args:
         parameters: the parameters that both sides agreed on.
@@ -74,10 +75,10 @@ class Channel:
         return self._seal(_BYTES, 1, 1, 1.0, bytes(32), data)
 
     def unpack_keys(self, data: bytes) -> bytes:
-        """The inverse of :meth:`pack_keys`.
+        """Check and unpack a message of :meth:`pack_keys`.
 
         Raises:
-            ClientFault: as :meth:`unpack`.
+            ClientFault: for the reasons of :meth:`unpack`.
         """
         kind, *_ = self._unseal(data)
         if kind != _BYTES:
@@ -88,7 +89,7 @@ class Channel:
     def unpack(
         self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
     ) -> tuple[Residues, float]:
-        """Check and unpack the next message: its ciphertexts (count, 2, limbs, N), and their scale.
+        """Check the next message, and return its ciphertexts (count, 2, limbs, N) and their scale.
 
         ``limbs``, ``count`` and ``scale`` are the expected values; None accepts any value. ``note`` is the length in
         bytes of the note after the ciphertexts.
@@ -129,7 +130,7 @@ class Channel:
         return out, got_scale
 
     def _bytes(self, limbs: int) -> int:
-        """Length of a packed polynomial in bytes; N is a multiple of 64."""
+        """Return the length of a packed polynomial in bytes; N is a multiple of 64."""
         return sum(self.parameters.bits[:limbs]) * self.parameters.degree // 8
 
     def _seal(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
@@ -166,12 +167,12 @@ class Channel:
 
 
 def note_of(data: bytes, size: int) -> bytes:
-    """The note of a message. :meth:`Channel.unpack` must have accepted the message with this size of the note."""
+    """Return the note of a message that :meth:`Channel.unpack` has accepted with this size of the note."""
     return data[-_TAG - size : -_TAG]
 
 
 def session_of(data: bytes) -> bytes:
-    """The name of a message's session, not yet checked. It selects the channel that checks the message.
+    """Return the name of a message's session before the message is checked; it selects the channel that checks it.
 
     Raises:
         ClientFault: the message is too short.

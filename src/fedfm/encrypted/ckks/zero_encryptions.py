@@ -1,4 +1,4 @@
-"""Fresh encryptions of zero. Random polynomials are drawn here, since SEAL takes several times as long.
+"""Fresh encryptions of zero. This module draws the random polynomials itself, since SEAL takes several times as long.
 
 Errors are centred binomial sums of 42 bits, as in SEAL (standard deviation 3.24, above the 3.2 of the Homomorphic
 Encryption Standard). The factor of the public key is ternary. All bits come from an AES-256-CTR stream, whose key is
@@ -20,13 +20,13 @@ _HALF = 21  # number of bits in each of the two sums
 
 
 def words(count: int, degree: int) -> NDArray[np.uint64]:
-    """Uniform words of 64 bits, (count, N)."""
+    """Draw uniform words of 64 bits, (count, N)."""
     stream = Cipher(AES256(keys.entropy(32)), CTR(bytes(16))).encryptor().update(bytes(8 * count * degree))
     return np.frombuffer(stream, "<u8").astype(np.uint64, copy=False).reshape(count, degree)
 
 
 def errors(count: int, degree: int) -> NDArray[np.int64]:
-    """Coefficients of the errors, (count, N)."""
+    """Draw the coefficients of the errors, (count, N)."""
     found, mask = words(count, degree), np.uint64((1 << _HALF) - 1)
     plus = np.bitwise_count(found & mask).astype(np.int64)
     minus = np.bitwise_count((found >> np.uint64(_HALF)) & mask).astype(np.int64)
@@ -35,19 +35,19 @@ def errors(count: int, degree: int) -> NDArray[np.int64]:
 
 
 def ternary(count: int, degree: int) -> NDArray[np.int64]:
-    """Coefficients -1, 0 and 1, (count, N), with a bias of 2^-64, since 2^64 is not a multiple of three."""
+    """Draw coefficients -1, 0 and 1, (count, N); their bias is 2^-64, since 2^64 is not a multiple of three."""
     return (words(count, degree) % np.uint64(3)).astype(np.int64) - 1
 
 
 def spread(small: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Small integer coefficients (count, N) in evaluation form, (count, limbs, N)."""
+    """Transform small integer coefficients (count, N) to evaluation form, (count, limbs, N)."""
     negative = small < 0
     rows = [np.where(negative, small + q, small) for q in ring.primes[:limbs]]
     return ring.forward(np.stack(rows, axis=1))
 
 
 def public_zeros(public: Residues, count: int, limbs: int, ring: Ring) -> Residues:
-    """Encryptions of zero under a public key (2, primes, N): (count, 2, limbs, N)."""
+    """Make encryptions of zero (count, 2, limbs, N) under a public key (2, primes, N)."""
     degree = ring.degree
     out = np.empty((count, 2, limbs, degree), np.int64)
     factor = spread(ternary(count, degree), limbs, ring)
@@ -67,9 +67,10 @@ def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> 
 
 
 def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
-    """Uniform residues (count, limbs, N) that sender and receiver make from 32 public bytes. Use a seed only once.
+    """Make uniform residues (count, limbs, N) from a public seed of 32 bytes, at the sender and at the receiver.
 
-    They are words of an AES-256-CTR stream, each with as many bits as the prime. Words that are too large are skipped.
+    The residues are words of an AES-256-CTR stream, each with as many bits as the prime. Words that are too large are
+    skipped. Use a seed only once.
     """
     out = np.empty((count, limbs, parameters.degree), np.int64)
     for i in range(count):

@@ -26,7 +26,7 @@ from fedfm.encrypted.inference.operation_count import Count, count_operations
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import InputError
 
-_AGAIN = 4  # number of ciphertexts in a timed operation, and of repetitions
+_AGAIN = 4  # number of ciphertexts in a timed operation, and number of its repetitions
 _WIDE = 32  # number of ciphertexts in a timed product; a refresh of more ciphertexts is timed once only
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
@@ -39,20 +39,21 @@ class EncryptedPlan:
         ring_dimension: N.
         log_q: bits of all primes, including the special one.
         security_bits: the largest security level that log_q allows, by HomomorphicEncryption.org's tables.
-        depth: sequential multiplications in the deepest block.
-        levels: rescalings between two refreshes.
+        depth: number of sequential multiplications in the deepest block.
+        levels: number of rescalings between two refreshes.
         batch: number of rows in a ciphertext.
         batches: number of batches of all clients.
-        ciphertext_bytes: bytes of a ciphertext to the owner (seeded, all primes), back to the client (primes of a
-            refresh), and disclosed (one prime).
+        ciphertext_bytes: sizes in bytes of a ciphertext that the client sends (seeded, all primes), of a ciphertext
+            that the owner sends to be refreshed, and of a ciphertext of disclosed activations (one prime).
         key_bytes: bytes of a client's evaluation keys, which are sent once.
-        wide, narrow: refreshes per block with at least d ciphertexts, and with fewer; the maximum over the blocks.
+        wide, narrow: numbers of refreshes per block with at least d ciphertexts, and with fewer than d; the maximum
+            over the blocks.
         refreshed: number of ciphertexts refreshed per batch, over all blocks.
         messages: number of messages per batch over all blocks, including rows and disclosed activations.
-        bytes_per_batch: bytes of all messages of a batch; a batch with few rows takes as many as a full one.
+        bytes_per_batch: bytes of all messages of a batch; the number of rows in the batch does not change it.
         bytes_per_sample: bytes of all messages of the run, divided by its rows.
-        statistical_distance: what the masks spend for the client with the most rows; it must be at most 2^-40.
-        seconds_per_block: owner's and client's seconds for one batch, each on one core of this machine.
+        statistical_distance: distance that the masks spend for the client with the most rows; it must be at most 2^-40.
+        seconds_per_block: owner's and client's seconds per block for one batch, each on one core of this machine.
         seconds: seconds for all batches one after another on one core, for owner and clients together.
     """
 
@@ -76,15 +77,15 @@ class EncryptedPlan:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, and the condition on which the statistical distance depends."""
+        """Return the fields by name, and the condition on which the statistical distance depends."""
         return asdict(self) | {"statistical_distance_holds": HOLDS_WHILE}
 
     def table(self) -> str:
-        """For people."""
+        """Format the costs as a table of text."""
         up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
         shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
         owner, client = self.seconds_per_block
-        each = f"{self.bytes_per_sample / 1e6:,.2f} MB a row of this run"
+        each = f"{self.bytes_per_sample / 1e6:,.2f} MB for each row of this run"
         lines = [
             ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
             ("depth", f"{self.depth} per block, {self.levels} between refreshes"),
@@ -116,9 +117,9 @@ def plan(
     """Estimate the costs of the encrypted forward pass for these numbers of rows.
 
     Args:
-        rows: number of rows of each client, or numbers by part if the client's parts have separate batches.
+        rows: number of rows of each client, or one number per part if the client's parts have separate batches.
         projection: p, number of values per token, for ``released = "tokens"``.
-        permuted: number of classes, for the "permuted" protocol; 0: the "masked" protocol.
+        permuted: number of classes, for the "permuted" protocol; 0 for the "masked" protocol.
 
     Raises:
         InputError: the parameters have less than 128-bit security, or the run would exceed its statistical distance.
@@ -176,9 +177,10 @@ def plan(
 
 
 def _depth(folded: FoldedModel, number: int) -> int:
-    """Number of levels that a block takes.
+    """Return the number of levels that a block takes.
 
-    These are: norms (square and product), W_qkv, scores, exp, the inverse with its scales, products, W_o, and the MLP.
+    Levels are needed for norms (square and product), W_qkv, scores, exp, the inverse with its scales, products, W_o,
+    and the MLP.
     """
     layer = folded.blocks[number]
     known = [getattr(r, "depth", 0) for r in (*layer.norms, layer.exponential, layer.inverse, layer.gelu)]
@@ -189,7 +191,7 @@ def _depth(folded: FoldedModel, number: int) -> int:
 def _seconds(
     folded: FoldedModel, counts: Sequence[Count], layout: Packing, rotations: set[int], again: int
 ) -> tuple[tuple[float, float], int]:
-    """Seconds of owner and client for an average block, from timed operations; and bytes of the evaluation keys.
+    """Time operations; return seconds of owner and client for an average block, and bytes of the evaluation keys.
 
     ``again`` is the number of ciphertexts that the client sends back, over all blocks.
     """
@@ -233,10 +235,10 @@ def _seconds(
 def _refreshes(
     client: seal.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
 ) -> tuple[float, float]:
-    """Seconds per ciphertext of client and owner, in refreshes with these sizes and frequencies.
+    """Return client's and owner's seconds per ciphertext, in refreshes of these sizes (number of refreshes by size).
 
-    A ciphertext in a message of hundreds takes up to twice as long as one in a small message, because a large message
-    does not fit into the cache, and the system has to clear memory for it.
+    In a message of hundreds of ciphertexts, each takes up to twice as long as in a small message, because a large
+    message does not fit into the cache, and the system has to clear memory for it.
     """
     parameters, masking = client.parameters, Masking(bound)
     theirs = ours = 0.0
@@ -267,7 +269,7 @@ def _refreshes(
 
 
 def _returns(client: seal.ClientKeys) -> tuple[float, float]:
-    """Seconds of client and owner for a fresh ciphertext that the client sends."""
+    """Return client's and owner's seconds for a fresh ciphertext that the client sends."""
     parameters = client.parameters
     here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
 
@@ -285,7 +287,7 @@ def _returns(client: seal.ClientKeys) -> tuple[float, float]:
 
 
 def _measure_seconds(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
-    """CPU seconds per ciphertext, if ``work`` processes ``count`` of them; the minimum of several repetitions."""
+    """Return CPU seconds per ciphertext if ``work`` processes ``count`` of them; the minimum of several calls."""
     work()  # the first call compiles code and makes tables
     best = math.inf
     for _ in range(turns):

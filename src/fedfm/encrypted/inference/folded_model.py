@@ -1,4 +1,4 @@
-"""Interfaces of a model for encrypted inference. Affine maps are folded, and polynomials have intervals."""
+"""Interfaces of a model for encrypted inference; its affine maps are folded into weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fedfm.encrypted.inference.released_states import Numbers
 
 
 class FoldedLayer(Protocol):
-    """A block: the arguments of :class:`~fedfm.encrypted.ckks.transformer_block.EncryptedBlock`."""
+    """A block of the model: the arguments of :class:`~fedfm.encrypted.ckks.transformer_block.EncryptedBlock`."""
 
     @property
     def weights(self) -> Mapping[str, Numbers]:
-        """By name."""
+        """The weights and biases by name."""
 
     @property
     def heads(self) -> int:
@@ -34,7 +34,7 @@ class FoldedLayer(Protocol):
 
     @property
     def inverse_scales(self) -> Numbers:
-        """(heads,)."""
+        """Factors (heads,) of the row sums, before ``inverse`` is applied to them."""
 
     @property
     def gelu(self) -> Folding:
@@ -50,15 +50,15 @@ class FoldedModel(Protocol):
 
     @property
     def embedding(self) -> Numbers:
-        """(d, F)."""
+        """The weights (d, F) of the embedding."""
 
     @property
     def bias(self) -> Numbers:
-        """(d,)."""
+        """The bias (d,) of the embedding."""
 
     @property
     def positions(self) -> Numbers:
-        """(T, d)."""
+        """The position embeddings (T, d)."""
 
     @property
     def blocks(self) -> Sequence[FoldedLayer]:
@@ -82,7 +82,7 @@ class FoldedModel(Protocol):
 
 
 def block_of(layer: FoldedLayer, layout: Packing) -> EncryptedBlock:
-    """A block that computes on ciphertexts with this layout."""
+    """Make a block that computes on ciphertexts with this layout."""
     return EncryptedBlock(
         layout,
         layer.heads,

@@ -14,7 +14,7 @@ _SIZE = struct.Struct("<Q")
 
 
 def write(pipe: BinaryIO, kind: int, *parts: bytes) -> None:
-    """Send one frame; it states the sizes of its parts, which separate them."""
+    """Send one frame: its kind, and its parts with their sizes."""
     sizes = b"".join(_SIZE.pack(len(p)) for p in parts)
     pipe.write(_HEAD.pack(kind, len(parts)) + sizes)
     for part in parts:
@@ -23,7 +23,7 @@ def write(pipe: BinaryIO, kind: int, *parts: bytes) -> None:
 
 
 def read(pipe: BinaryIO) -> tuple[int, list[bytes]]:
-    """Read the next frame: its kind and its parts.
+    """Read the next frame; return its kind and its parts.
 
     Raises:
         EOFError: the other side has closed the pipe.

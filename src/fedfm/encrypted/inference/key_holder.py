@@ -20,19 +20,19 @@ from fedfm.linalg.kernels import buffers
 
 
 class OutOfRange(ClientFault):
-    """Disclosed activations are larger than any that the model can produce."""
+    """Disclosed activations are larger than the model can produce."""
 
 
 class KeyHolder:
     """The side with the rows. It makes all keys, encrypts, refreshes, and decrypts the disclosed activations.
 
-    Several sessions may be open. A message has its session's name in its header. A process that has lost its sessions
-    answers with a ``ClientFault``, and the owner begins another session.
+    Several sessions may be open. Each message has its session's name in its header. A process that has lost its
+    sessions answers with a ``ClientFault``, and the owner begins another session.
 
     Args:
         tokens: T, number of tokens of a sample.
         parameters: parameters of the encryption scheme.
-        secret: the secret key of an earlier key holder; None: a new key is made from the system's entropy.
+        secret: the secret key of an earlier key holder; None to make a new key from the system's entropy.
     """
 
     def __init__(self, tokens: int, parameters: Parameters, secret: bytes | None = None) -> None:
@@ -53,7 +53,7 @@ class KeyHolder:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The inverse of :meth:`to_bytes`.
+        """Load a key holder from the bytes of :meth:`to_bytes`.
 
         Raises:
             ClientFault, InputError: these bytes are not a saved key holder.
@@ -62,11 +62,11 @@ class KeyHolder:
         return cls(tokens, parameters, secret)
 
     def to_bytes(self) -> bytes:
-        """The secret key with its layout, for the key holder's own storage. Never send it."""
+        """Serialise the secret key and its layout, for the key holder's own storage. Never send these bytes."""
         return messages.make_header(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
 
     def public(self) -> bytes:
-        """Evaluation keys, which are sent once. Every call makes different keys, which are all valid."""
+        """Make evaluation keys, which are sent once. Every call makes different keys, which are all valid."""
         head = messages.make_header(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
         return head + self._keys.public(self.rotations)
 
@@ -78,14 +78,14 @@ class KeyHolder:
     def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
         """Open a session with this name (16 bytes), and the key that both sides agreed on.
 
-        ``counts``, from :meth:`counts`, continue a session of another process.
+        To continue a session of another process, give the numbers of its messages (:meth:`counts`) as ``counts``.
         """
         channel = Channel(self.layout.parameters, key, session, "client")
         channel.sent, channel.received = counts
         self._channels[session] = self._current = channel
 
     def counts(self, session: bytes) -> tuple[int, int]:
-        """Numbers of messages that this side has sent and received in a session."""
+        """Return the numbers of messages that this side has sent and received in a session."""
         channel = self._channel(session)
         return channel.sent, channel.received
 
@@ -94,7 +94,7 @@ class KeyHolder:
         self._channels.pop(session, None)
 
     def rows(self, x: Numbers) -> bytes:
-        """Encrypt rows (n, T, F), n at most N / 2 / T, in the session that was opened last.
+        """Encrypt rows (n, T, F), with n at most N / 2 / T, in the session that was opened last.
 
         Raises:
             InputError: the shape is wrong, or values are not finite.
@@ -113,8 +113,9 @@ class KeyHolder:
         return answer_refresh(self._keys, self._channel(session_of(message)), message, self._floor)
 
     def decrypt_released(self, message: bytes, samples: int) -> NDArray[np.float32]:
-        """Decrypt a block's disclosed activations, (samples, P, width), divided by its scale; zeros for rows out of
-        range.
+        """Decrypt a block's disclosed activations (samples, P, width), which are divided by the block's scale.
+
+        Rows that are out of range get zeros.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
@@ -141,9 +142,9 @@ class KeyHolder:
 
 
 def zero_out_of_range(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
-    """The states (samples, P, width), with zeros for rows that are not finite or exceed the model's largest value.
+    """Replace states (samples, P, width) by zeros in rows that are not finite or exceed the model's largest value.
 
-    For such a row, an argument of a polynomial left its interval, or the batch overflowed.
+    In such a row, an argument of a polynomial left its interval, or the batch overflowed.
 
     Raises:
         OutOfRange: in the first block all rows are affected, because the keys are wrong or the batch overflowed.

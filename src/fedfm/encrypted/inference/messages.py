@@ -12,9 +12,9 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
-SETS = (Parameters(), SLOW_LINK)  # keys contain the index of their parameter set, so new sets go to the end
-FLOORS = (3, 4)  # for each set: primes of a ciphertext before a refresh, so that 10^5 refreshes spend at most 2^-40
-RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one prime less
+SETS = (Parameters(), SLOW_LINK)  # append new sets: keys contain the index of their parameter set
+FLOORS = (3, 4)  # for each set, the primes that a refresh needs, so that 10^5 refreshes spend at most 2^-40
+RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one prime fewer
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
@@ -23,28 +23,28 @@ _CHECKPOINT = struct.Struct("<4sBHIBd")  # mark, parameters, blocks, count, prim
 
 
 def number_of(parameters: Parameters) -> int:
-    """The index of a parameter set.
+    """Return the index of a parameter set.
 
     Raises:
-        InputError: it is not one of :data:`SETS`.
+        InputError: the parameters are not one of :data:`SETS`.
     """
     if parameters not in SETS:
-        raise InputError("the encryption parameters must be those of degree 8192 or SLOW_LINK")
+        raise InputError("the encryption parameters must be Parameters() or SLOW_LINK")
     return SETS.index(parameters)
 
 
 def parameters_of(ring: int) -> Parameters:
-    """The parameter set of a ring of this degree."""
+    """Return the parameter set of the ring with this degree."""
     return next(parameters for parameters in SETS if parameters.degree == ring)
 
 
 def floor_of(parameters: Parameters) -> int:
-    """Number of primes that ciphertexts have when they are refreshed."""
+    """Return the number of primes that ciphertexts have when they are refreshed."""
     return FLOORS[number_of(parameters)]
 
 
 def rows_limbs(parameters: Parameters) -> int:
-    """Number of primes of encrypted rows; the embedding needs only one narrow prime."""
+    """Return the number of primes of encrypted rows; the embedding itself needs only one narrow prime."""
     return max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))
 
 
@@ -54,7 +54,7 @@ def make_header(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
 
 
 def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
-    """Parse the header of :func:`make_header`; returns parameters, tokens and the rest of the bytes.
+    """Parse the header of :func:`make_header`; return parameters, tokens and the rest of the bytes.
 
     Raises:
         ClientFault: the bytes begin with another header.
@@ -71,7 +71,7 @@ def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a later session continues: the states after some blocks, encrypted under the client's key.
+    """The states after some blocks, encrypted under the client's key; a later session continues from here.
 
     Attributes:
         blocks: number of blocks that are computed and whose activations are disclosed.
@@ -99,7 +99,7 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Checkpoint:
-        """The inverse of :meth:`to_bytes`.
+        """Load a checkpoint from the bytes of :meth:`to_bytes`.
 
         Raises:
             Lost: the bytes are damaged.

@@ -5,13 +5,12 @@ holder to refresh masked ciphertexts, and sends the disclosed activations of eve
 the holder, weights with the owner. Both sides are semi-honest.
 
 *What the owner sends*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`; the ledger sums their statistical
-distance), and disclosed activations. To a ciphertext of disclosed activations the owner adds an encryption of zero
-under the holder's public key, and uniform noise on every coefficient. The encryption of zero hides the second
-polynomial, which would reveal a linear layer's weights exactly; this relies on ring learning with errors. The noise
-gives **no** useful statistical distance. A precision of 1e-3 allows noise of 2^-14 per slot (rms), which is about the
-rounding of the computation itself; a distance of 2^-40 would need 2^40 times as much. So a holder sees the disclosed
-values with the rounding of the computation. This rounding depends on the weights, just like the disclosed values
-themselves.
+distance), and disclosed activations. The owner adds two things to each ciphertext of disclosed activations: an
+encryption of zero under the holder's public key, and uniform noise on every coefficient. The encryption of zero hides
+the second polynomial, which would reveal a linear layer's weights exactly; this relies on ring learning with errors.
+The noise gives **no** useful statistical distance. A precision of 1e-3 allows noise of 2^-14 per slot (rms), which is
+about as large as the rounding of the computation; a distance of 2^-40 would need noise that is 2^40 times as large. So
+a holder sees the disclosed values with this rounding, which depends on the weights, just like the values themselves.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FLOOD = 2.0**-14  # rms of the noise in a disclosed slot
 
 
 class ModelOwner:
-    """The side with the model, in one session with one key holder.
+    """The side that has the model, in one session with one key holder.
 
     Args:
         folded: the model.
@@ -104,9 +103,9 @@ class ModelOwner:
         Args:
             rows: the message from :meth:`KeyHolder.rows`; ignored if there is a checkpoint.
             exchange: sends a refresh to the holder and returns its answer.
-            release: sends the disclosed activations of blocks 0, 1, ...
+            release: sends the disclosed activations of a block; it is called for blocks 0, 1, ... in turn.
             start: the checkpoint of an earlier session of this batch.
-            save: stores a checkpoint, after the states of the checkpoint's last block were sent.
+            save: stores a checkpoint; it is called after the activations of the checkpoint's last block were sent.
 
         Raises:
             ClientFault: the holder's answer does not match the request.
@@ -123,15 +122,13 @@ class ModelOwner:
                 save(Checkpoint(number + 1, x.scale, x.residues, self.layout.parameters))
 
     def release(self, block: int, x: Ciphertexts) -> bytes:
-        """The message with the disclosed activations of a block, from its encrypted states (d,)."""
+        """Make the message with the disclosed activations of a block, from its encrypted states (d,)."""
         largest = float(self.folded.ranges[block] / self.folded.scales[block]) * self.kind.gain()
         chosen = self._select_released(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
         return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
 
     def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
-        """A message of ciphertexts that the holder may decrypt, after adding an encryption of zero and noise to
-        them.
-        """
+        """Add an encryption of zero and noise to ciphertexts for the holder; return them as a message."""
         out = chosen.residues.copy()
         ring = self.keys.ring
         out = ring.add(out, self.keys.zeros(len(out), out.shape[2]))
@@ -156,8 +153,9 @@ class ModelOwner:
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
 
     def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
-        """Select the disclosed values, divided by the block's scale. All other slots are zero, and one prime is
-        left.
+        """Select the disclosed values, and divide them by the block's scale.
+
+        In the result all other slots are zero, and one prime is left.
         """
         ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:
@@ -177,16 +175,16 @@ class ModelOwner:
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
 
     def _factor(self, x: Ciphertexts, largest: float) -> float:
-        """The scale of a plaintext for which products with slots up to ``largest`` fit into the last prime."""
+        """Return the scale of a plaintext for which products with slots up to ``largest`` fit into the last prime."""
         parameters = self.layout.parameters
         # Every coefficient must be below half the last modulus. It is at most the scale times the largest slot.
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """Rotate each ciphertext by the number of tokens that is its key in ``sums``, then add all ciphertexts.
+        """Rotate each ciphertext by the number of tokens that is its key in ``sums``, and add all of them.
 
-        All ciphertexts are rotated together by powers of two, bit by bit.
+        Rotations by a power of two are applied to sums, so that the ciphertexts share them.
         """
         for bit in range(self.layout.tokens.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}
@@ -197,7 +195,7 @@ class ModelOwner:
         return sums[0]
 
     def _noise(self, count: int, scale: float) -> NDArray[np.int64]:
-        """Uniform random coefficients, in evaluation form (count, 1, N); their slots have the rms :data:`FLOOD`."""
+        """Draw uniform random coefficients in evaluation form (count, 1, N); the slots have the rms :data:`FLOOD`."""
         parameters = self.layout.parameters
         reach = FLOOD * scale * math.sqrt(3 / parameters.degree)
         bits = max(1, round(math.log2(reach)) + 1)  # for uniform integers in [-2^(bits - 1), 2^(bits - 1))

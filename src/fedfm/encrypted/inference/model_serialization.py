@@ -1,4 +1,4 @@
-"""A folded model as bytes for worker processes: numpy arrays, and polynomials by their class names; no pickle."""
+"""Serialise a folded model for worker processes: numpy arrays, and polynomials by their class names; no pickle."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def model_bytes(folded: FoldedModel) -> bytes:
 
 
 def model_of(data: bytes) -> DecodedModel:
-    """The inverse of :func:`model_bytes`."""
+    """Load a folded model from the bytes of :func:`model_bytes`."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     about = json.loads(arrays.pop("about").tobytes())

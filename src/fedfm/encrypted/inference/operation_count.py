@@ -1,4 +1,4 @@
-"""Count the operations of an encrypted block by running it, without keys, on ciphertexts with few coefficients."""
+"""Count the operations of an encrypted block: run the block without keys on ciphertexts with few coefficients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Count:
     refreshes: list[int] = field(default_factory=list)
 
     def relinearise(self, x: Ciphertexts) -> Ciphertexts:
-        """Count relinearisations."""
+        """Count a relinearisation for each ciphertext."""
         if x.limbs.shape[1] == 2:
             return x
         return self._like("relinearise", x, x.level + 1, x.scale)
@@ -52,11 +52,11 @@ class Count:
         return self._like("rescale", x, x.level, x.scale / self.ring.parameters.primes[x.level])
 
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Count rotations."""
+        """Count a rotation for each ciphertext."""
         return self._like("rotate", x, x.level + 1, x.scale)
 
     def zeros(self, count: int, limbs: int) -> Residues:
-        """Anything."""
+        """Return placeholder residues; their values do not matter."""
         return np.ones((count, 2, limbs, self.ring.degree), np.int64)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Count:
         return self.ones(len(x), self.ring.parameters.limbs, x.scale)
 
     def ones(self, count: int, limbs: int, scale: float) -> Ciphertexts:
-        """Placeholder ciphertexts."""
+        """Return placeholder ciphertexts, whose residues are all one."""
         return Ciphertexts(self.zeros(count, limbs).view(np.uint64), scale, self)
 
     def _like(self, name: str, x: Ciphertexts, limbs: int, scale: float) -> Ciphertexts:
@@ -99,7 +99,7 @@ def count_operations(
 
 
 def count_permutation(count: Count, features: int, layout: Packing) -> None:
-    """Count the operations that reorder the samples of a full batch in this number of features, which come in pairs."""
+    """Count the operations that reorder the samples of a full batch; ``features`` ciphertexts are combined in pairs."""
 
     def weigh(turned: Ciphertexts, giant: int) -> Ciphertexts:
         count.operations["weigh", turned.level + 1] += len(turned)

@@ -1,4 +1,4 @@
-"""The key holder's half of the "permuted" protocol, which is BlindFed's own."""
+"""The key holder's half of the "permuted" protocol, the protocol of BlindFed's paper."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ _OFF = 0.1  # largest allowed error of an entry in a decrypted one-hot label
 
 
 class PermutedKeyHolder(KeyHolder):
-    """As :class:`~fedfm.encrypted.inference.key_holder.KeyHolder`; it also sends labels, and returns states
-    encrypted.
-    """
+    """A :class:`~fedfm.encrypted.inference.key_holder.KeyHolder` that also sends labels, and encrypts states again."""
 
     @property
     def rotations(self) -> set[int]:
-        """The rotation steps, including those that move samples."""
+        """The rotation steps that move tokens, and the rotation steps that move samples."""
         return self.layout.rotations | slot_permutation.rotations(self.layout)
 
     def labels(self, session: bytes, labels: NDArray[np.integer], classes: int) -> bytes:
-        """Encrypt labels (n,) as one-hot vectors. Class k T + t is token t of ciphertext k."""
+        """Encrypt labels (n,) as one-hot vectors; the entry of class k T + t is token t of ciphertext k."""
         count, tokens = -(-classes // self.layout.tokens), self.layout.tokens
         ones = np.eye(count * tokens)[labels].reshape(-1, count, tokens).transpose(0, 2, 1)
         return encrypt_message(self._keys, self._channel(session), self.layout.pack(ones), messages.RELEASE_LIMBS)
 
     def states_of(self, message: bytes, samples: int) -> NDArray[np.float64]:
-        """Decrypt a block's states (samples, T, d), which are in the owner's order; zeros for rows out of range.
+        """Decrypt a block's states (samples, T, d), which are in the owner's order; rows out of range get zeros.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
@@ -62,7 +60,7 @@ class PermutedKeyHolder(KeyHolder):
         return np.asarray(labels, np.int64)
 
     def _decrypt(self, message: bytes, kind: int, samples: int) -> tuple[NDArray[np.float64], int, float]:
-        """Decrypt a message: values (samples, T, features), index of the block, and largest expected magnitude."""
+        """Decrypt a message; return values (samples, T, features), block index, and largest expected magnitude."""
         channel = self._channel(session_of(message))
         residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
         came, block, features, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))

@@ -1,14 +1,14 @@
-"""The model owner's half of the "permuted" protocol, which is BlindFed's own.
+"""The model owner's half of the "permuted" protocol, the protocol of BlindFed's paper.
 
 After block l the key holder gets E(B_l) Pi_l: the states of all tokens, with its samples in a secret order. It returns
-fresh encryptions of them in that order, with all primes; this replaces the refresh between two blocks. A block computes
-each sample separately. So the owner continues in the order Pi_l, and reorders the next states from Pi_l to Pi_{l+1}. No
-order is ever undone. The holder has sent its encrypted labels in its own order. At the end they go back in the order
-Pi_{L+1}.
+fresh encryptions of these states in the same order, with all primes; this replaces the refresh between two blocks. A
+block computes each sample separately. So the owner continues in the order Pi_l, and reorders the next states from Pi_l
+to Pi_{l+1}. No order is ever undone. The holder sent its encrypted labels in its own order. At the end the owner
+returns them in the order Pi_{L+1}.
 
-The owner adds an encryption of zero and noise to all that it sends, as it does to disclosed activations
-(:mod:`~fedfm.encrypted.inference.model_owner`). The noise comes back with the states, so errors of later blocks are
-slightly larger.
+The owner adds an encryption of zero and noise to all states and labels that it sends, as it does to disclosed
+activations (:mod:`~fedfm.encrypted.inference.model_owner`). The noise comes back with the states, so errors of later
+blocks are slightly larger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedfm.errors import E_FORMAT, ClientFault, InputError
 
 
 class PermutedModelOwner(ModelOwner):
-    """As :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`, but for one batch only.
+    """A :class:`~fedfm.encrypted.inference.model_owner.ModelOwner` of the "permuted" protocol, for one batch only.
 
     Args:
         orders: Pi_1 ... Pi_{L+1}, each (n,): position j has the sample order[j] of the holder's own order.
@@ -63,10 +63,10 @@ class PermutedModelOwner(ModelOwner):
             rows: messages from :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
                 :func:`join_messages`. With a checkpoint the message of rows is empty.
             exchange: sends a refresh to the holder and returns its answer.
-            release: sends the states of blocks 0, 1, ... and returns the holder's fresh encryptions of them; after the
-                last block its value is ignored. As block L it sends the labels.
+            release: sends the states of blocks 0, 1, ... and returns the holder's fresh encryptions of these states;
+                after the last block its value is ignored. It is called with block L to send the labels.
             start: the checkpoint of an earlier session of this batch.
-            save: stores a checkpoint, after every block except the last.
+            save: stores a checkpoint; it is called after every block except the last.
 
         Raises:
             ClientFault: the holder's answer does not match the request.
@@ -90,9 +90,9 @@ class PermutedModelOwner(ModelOwner):
         release(last + 1, self.permute(last + 1, known, self.orders[-1]))
 
     def permute(self, block: int, x: Ciphertexts, order: Order) -> bytes:
-        """The message with the reordered states of a block, made from its encrypted states (d,).
+        """Make the message with the reordered states of a block, from its encrypted states (d,).
 
-        For block L these are the encrypted labels instead.
+        For block L, ``x`` has the encrypted labels in place of states.
         """
         states = block < len(self._blocks)
         largest = float(self.folded.ranges[block]) if states else 1.0
@@ -116,7 +116,7 @@ def order_bytes(orders: Sequence[Order]) -> bytes:
 
 
 def orders_of(data: bytes) -> list[Order]:
-    """The inverse of :func:`order_bytes`: Pi_1 ... Pi_{L+1}."""
+    """Load the orders Pi_1 ... Pi_{L+1} from the bytes of :func:`order_bytes`."""
     return list(np.frombuffer(data, "<i8", -1, 8).reshape(int.from_bytes(data[:8], "little"), -1))
 
 
@@ -126,6 +126,6 @@ def join_messages(rows: bytes, labels: bytes) -> bytes:
 
 
 def split_messages(message: bytes) -> tuple[bytes, bytes]:
-    """The inverse of :func:`join_messages`: the messages of rows and of labels."""
+    """Split the result of :func:`join_messages` into the messages of rows and of labels."""
     end = 8 + int.from_bytes(message[:8], "little")
     return message[8:end], message[end:]

@@ -4,9 +4,9 @@ They are computed from a block's states (tokens, d), and there are three kinds. 
 mean over tokens if the model has no class token. ``grid`` is this value, and the means of the four quadrants of a
 square grid of patches. ``tokens`` is every token, projected by a secret matrix.
 
-Under encryption, several features share a ciphertext. Products with encoded 0/1 slots, and rotations, move slot t B + s
-(token t, sample s) of an input to the slot of another token. Slots without a disclosed value are multiplied by zero.
-With ``grid`` the mean over all tokens is not sent, because it is the mean of the four other means.
+Under encryption, several features share a ciphertext. Products with plaintexts of zeros and ones, and rotations, move
+the value of slot t B + s (token t, sample s) to the slot of another token. Slots without a disclosed value are
+multiplied by zero. With ``grid`` the mean over all tokens is not sent, because it is the mean of the four other means.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Released:
 
     @classmethod
     def for_receiver(cls, kind: str, tokens: int, width: int) -> Released:
-        """The activations as their receiver sees them, without a projection: projected values are features like
-        others.
-        """
+        """Describe the activations as their receiver sees them: projected values count as ordinary features."""
         return cls(kind, tokens, width, np.eye(width) if kind == "tokens" else None)
 
     @property
@@ -101,9 +99,10 @@ class Released:
         return np.concatenate([first, *parts], axis=-2)
 
     def weights(self) -> dict[int, NDArray[np.float64]]:
-        """For each rotation j, the factors (together, T) by which each feature's tokens are multiplied before it.
+        """Return for each rotation j the factors (together, T), by which the tokens of the features are multiplied.
 
-        The ciphertext is a sum over j: the weighted features are added, and the sum is rotated by j tokens.
+        For each j, the weighted features are added, and their sum is rotated by j tokens. The ciphertext is the sum of
+        the results over j.
         """
         out: dict[int, NDArray[np.float64]] = {}
         for group, slots in zip(self._groups(), self._targets(), strict=True):
@@ -114,7 +113,7 @@ class Released:
         return out
 
     def from_slots(self, slots: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
-        """Slots (ciphertexts, N / 2) -> states (samples, P, width)."""
+        """Arrange slots (ciphertexts, N / 2) as states (samples, P, width)."""
         x = slots.reshape(len(slots), self.tokens, -1)[..., :samples]
         if self.kind == "tokens":
             return np.ascontiguousarray(x.transpose(2, 1, 0))
@@ -124,7 +123,7 @@ class Released:
         return np.ascontiguousarray(np.stack(parts).transpose(2, 0, 1))
 
     def _groups(self) -> list[list[int]]:
-        """For each mean that is sent, the tokens over which it is computed."""
+        """Return for each mean that is sent the tokens over which it is computed."""
         if self.kind == "class":
             return [[0]] if self.class_token else [list(range(self.tokens))]
         side = math.isqrt(self.tokens)
@@ -133,5 +132,5 @@ class Released:
         return [[(r + i) * side + c + k for i in range(half) for k in range(half)] for r, c in corners]
 
     def _targets(self) -> list[list[int]]:
-        """For each feature of the ciphertext and each mean that is sent, the token whose slots receive the mean."""
+        """Return for each feature of the ciphertext and each mean that is sent the token whose slots receive it."""
         return [list(range(self.tokens))] if self.kind == "class" else self._groups()

@@ -12,12 +12,12 @@ from fedfm.core.wire import payload
 
 
 def of_bytes(data: bytes) -> Tensor:
-    """Bytes as a tensor for a message, uint8 (n,)."""
+    """Convert bytes to a tensor for a message, uint8 (n,)."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
 def to_bytes(tensor: Tensor | None) -> bytes:
-    """The inverse of :func:`of_bytes`; it maps None to empty bytes."""
+    """Convert the tensor of :func:`of_bytes` back to bytes; None gives empty bytes."""
     return b"" if tensor is None else tensor.contiguous().numpy().tobytes()
 
 
@@ -29,7 +29,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, hint: Any) -> Any:
-    """Parse a value, and check it against ``hint``."""
+    """Parse the bytes of :func:`pack`, and check the value against the type ``hint``."""
     end = 8 + int.from_bytes(data[:8], "little")
     body = np.frombuffer(bytearray(data[end:]), np.uint8)
     return payload.decode(data[8:end].decode(), body, hint, trusted=True)

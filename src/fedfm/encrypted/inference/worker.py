@@ -21,9 +21,9 @@ from fedfm.linalg.kernels import buffers
 
 
 class Questions:
-    """Questions to the process that communicates with clients; each is answered before the next one.
+    """Sends questions to the parent process, which communicates with clients, and waits for each answer.
 
-    An object is also the ledger of a job: it passes entries on to that process, which stores them.
+    An object of this class is also the ledger of a job: it passes entries on to the parent process, which stores them.
     """
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
@@ -42,12 +42,12 @@ class Questions:
         return found[0]
 
     def spend(self, count: int, each: float) -> None:
-        """Record a distance; the answer confirms that the distance is stored."""
+        """Record a distance at the parent process; the method returns when the distance is stored."""
         self.ask(framing.SPEND, framing.SPENT.pack(count, each))
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Process jobs until the source ends."""
+    """Process jobs until the input ends."""
     link = Questions(source, target)
     model: DecodedModel | None = None
     projection: Numbers | None = None
@@ -87,11 +87,11 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def _unit(answer: bytes) -> None:
-    """An acknowledgement."""
+    """Ignore an answer that only confirms a request."""
 
 
 def main() -> None:
-    """Reserve stdout for frames; all other output goes to stderr."""
+    """Process jobs from stdin. Only frames go to stdout; all other output goes to stderr."""
     buffers.keep_all_freed()
     with os.fdopen(os.dup(1), "wb") as target:
         os.dup2(2, 1)

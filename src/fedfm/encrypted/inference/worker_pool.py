@@ -1,9 +1,9 @@
 """The owner's encrypted computation in several processes, since SEAL's binding holds the GIL and threads do not help.
 
-Each job, one batch of one client, runs in a process of its own (:mod:`~fedfm.encrypted.inference.worker`). Processes
-are new programs, never forks, and exchange bytes over pipes. Only this process communicates with clients, stores
-checkpoints, and records distances in ledgers. Refreshes of several clients are sent together, because on a network a
-message takes longer than the computation between two messages.
+Each job, one batch of one client, runs in a process of its own (:mod:`~fedfm.encrypted.inference.worker`). Worker
+processes are started as new programs, never forked, and exchange bytes with the parent process over pipes. Only the
+parent communicates with clients, stores checkpoints, and records distances in ledgers. It sends refreshes of several
+clients together, because on a network a message takes longer than the computation between two messages.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import ClientFault, RunError
 
 _WAIT = 10.0  # seconds within which a process has to end
-_PATIENCE = 0.25  # a refresh waits for others for this fraction of the last exchange's duration
+_PATIENCE = 0.25  # longest time that a refresh waits for others, as a fraction of the last exchange's duration
 
 
 @dataclass(frozen=True)
 class EncryptedBatch:
-    """One batch of one client, in a session of its own.
+    """One batch of one client, with its own session.
 
     Attributes:
         client, batch: the client's name and the batch's index.
         public: the client's evaluation keys.
         session: 16 bytes.
         key: 32 bytes, agreed on with the client.
-        ledger: the client's ledger; only this process uses it.
+        ledger: the client's ledger; only the parent process uses it.
         start: the checkpoint of an earlier session of the batch.
         orders: secret orders of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`);
             otherwise b"".
@@ -60,13 +60,13 @@ class Relay(Protocol):
     """The owner's communication with clients. A ``ClientFault`` ends the job, and any other exception ends all jobs."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Get encrypted rows. With a checkpoint the call only begins the session, and its value may be b""."""
+        """Begin a session, and get encrypted rows from the client; with a checkpoint the result may be b""."""
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
         """Send a refresh to the client, and return the client's answer."""
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send the disclosed activations of blocks 0, 1, ...; returns the client's answer if there is one."""
+        """Send the disclosed activations of a block; return the client's answer if there is one."""
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
         """Store a serialised :class:`Checkpoint`, after its states were sent."""
@@ -77,7 +77,7 @@ class Gathering(Relay, Protocol):
     """A relay that can ask several clients at once."""
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """Answers to several refreshes, in the order of the requests."""
+        """Send several refreshes to their clients; return the answers in the order of the requests."""
 
 
 class _BlockProcess:
@@ -108,7 +108,7 @@ class _BlockProcess:
             raise self.dead() from None
 
     def dead(self) -> RunError:
-        """The error to raise if the process has ended."""
+        """Make the error to raise when the process has ended."""
         try:
             code: int | None = self.process.wait(_WAIT)
         except subprocess.TimeoutExpired:
@@ -120,7 +120,7 @@ class _BlockProcess:
         )
 
     def end(self) -> None:
-        """Now."""
+        """Kill the process if it still runs, and close its pipes."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -128,7 +128,7 @@ class _BlockProcess:
             try:
                 pipe.close()
             except OSError:
-                continue  # nobody reads the rest of the buffer
+                continue  # the process has ended, so nothing reads the rest of the buffer
 
 
 def run_all(
@@ -140,7 +140,7 @@ def run_all(
     released: str,
     projection: Numbers | None = None,
 ) -> dict[tuple[str, int], ClientFault]:
-    """Run all jobs; returns the faults of failed jobs by (client, batch).
+    """Run all jobs; return the faults of failed jobs by (client, batch).
 
     Args:
         processes: largest number of processes at the same time.
@@ -177,7 +177,7 @@ def run_all(
 
 
 def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> dict[tuple[str, int], ClientFault]:
-    """Give a process the next job whose client answers; returns the faults of jobs whose clients do not."""
+    """Give a process the next job whose client answers; return the faults of the jobs whose clients do not answer."""
     failed: dict[tuple[str, int], ClientFault] = {}
     worker.job = None
     while left and worker.job is None:
@@ -194,7 +194,7 @@ def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> di
 
 
 class _Waiting:
-    """Refreshes that wait for those of other processes, so that they are sent together."""
+    """Refreshes that wait for refreshes of other processes, so that all are sent together."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -202,12 +202,12 @@ class _Waiting:
         self._since = self._took = 0.0
 
     def add(self, worker: _BlockProcess, job: EncryptedBatch, message: bytes) -> None:
-        """One more."""
+        """Add the refresh that a process asks for."""
         self._since = self._since if self.asked else time.monotonic()
         self.asked.append((worker, job, message))
 
     def patience(self, busy: int) -> float | None:
-        """Seconds to wait for further refreshes while ``busy`` processes compute; None: wait until one of them asks."""
+        """Return the seconds to wait for further refreshes while ``busy`` processes compute; None means no limit."""
         if not self.asked:
             return None
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
@@ -240,12 +240,12 @@ def _try_refresh(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | C
 def _fail(
     worker: _BlockProcess, job: EncryptedBatch, fault: ClientFault, failed: dict[tuple[str, int], ClientFault]
 ) -> None:
-    failed[job.client, job.batch] = fault  # store the object itself, which may have more than code and reason
+    failed[job.client, job.batch] = fault  # store the object itself: it may have further attributes
     worker.write(framing.FAULT, fault.code.encode(), fault.reason.encode())
 
 
 def _answer(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[str, int], ClientFault]) -> bool:
-    """Answer one question of a process, or let the question wait; returns False if the process's job has ended."""
+    """Answer one question of a process, or let the question wait; return False if the process's job has ended."""
     kind, parts = worker.read()
     job, relay = worker.job, waiting.relay
     if job is None or kind == framing.BROKEN:

@@ -1,6 +1,6 @@
-"""The "masked" protocol of BlindFed without encryption: it has the same messages, but the server sees the rows.
+"""The "masked" protocol of BlindFed without encryption: the messages are the same, but the server sees the rows.
 
-Clients get the same training data as in the encrypted protocol, and nearly the same scores. No rows are hidden.
+Clients train on nearly the same activations as in the encrypted protocol, and get nearly the same scores.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
         if count:
             fed.notice(
                 f"{count} of {rows_of(passing.opened[client])} rows of {client} left the intervals of the model's "
-                "polynomials; training skips these rows, and test rows among them count with zeros as their activations"
+                "polynomials; training skips these rows, and such test rows count with zeros as their activations"
             )
     return {}

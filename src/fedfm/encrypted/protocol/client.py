@@ -1,7 +1,7 @@
 """Client half of BlindFed's encrypted forward pass: it sends inputs, and stores the disclosed activations.
 
-Disclosed activations go into the client's own store when they arrive. So a run that was killed continues after the last
-batch and block, and every round trains on the same activations.
+The client writes disclosed activations into its own store as soon as they arrive. So a run that was killed continues
+after the last batch and block, and every round trains on the same activations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's disclosed activations as rows; for each part also a mask (n,) of rows, see :mod:`.out_of_range`."""
+    """A client's disclosed activations as rows, and for each part the mask (n,) that :mod:`.out_of_range` makes."""
 
     data: ClientData
     finite: dict[str, Tensor]
@@ -56,7 +56,7 @@ class ClientHalf:
         """Store the server's hello, and return the client's numbers of rows.
 
         Raises:
-            ClientFault: the server sends no key although rows must be encrypted, or a key although they must not be.
+            ClientFault: the server sends no key although this client encrypts rows, or a key although it does not.
         """
         if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
@@ -67,9 +67,10 @@ class ClientHalf:
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
-        """Pixel values (n, 3, H, W) of a batch.
+        """Return the pixel values (n, 3, H, W) of a batch.
 
-        With a session they are encrypted; if the server already has the states of the batch, nothing is sent.
+        With a session, the values are encrypted. With ``go_on`` the server already has the states of the batch, so the
+        answer is empty.
         """
         hello = hello_of(client)
         if session is not None and go_on:
@@ -110,7 +111,7 @@ class ClientHalf:
         return self.sessions.refresh(client, hello.session, hello.key, message)
 
     def rows_with_labels(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
-        """Permuted: a batch as in :meth:`rows`, with its labels. In a session both are encrypted."""
+        """Permuted: return a batch as :meth:`rows` does, and its labels; in a session both are encrypted."""
         rows, hello = self.rows(client, batch, session, go_on), hello_of(client)
         _, labels = self._batch(client, hello, batch)
         if session is not None and hello.key is not None:
@@ -120,7 +121,7 @@ class ClientHalf:
         return {"rows": rows, "labels": labels}
 
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted: store a block's states (n, T, d) in the order in which they came, and return them encrypted."""
+        """Permuted: store a block's states (n, T, d) in the order in which they arrived, and return them encrypted."""
         hello = hello_of(client)
         n, answer = len(self._batch(client, hello, batch)[0]), states
         if hello.key is not None:
@@ -149,7 +150,7 @@ class ClientHalf:
 
     @property
     def sessions(self) -> Sessions:
-        """The sessions under encryption; this needs TenSEAL."""
+        """The sessions under encryption, which need TenSEAL."""
         from fedfm.encrypted.protocol.client_sessions import PermutedSessions, Sessions
 
         if not self._sessions:
@@ -163,7 +164,7 @@ class ClientHalf:
 
     # --- training -----------------------------------------------------------------------------------------------------
     def view(self, client: Client) -> Client:
-        """The client with disclosed activations as its rows and side adapters as its model.
+        """Return the client with disclosed activations as its rows and side adapters as its model.
 
         Raises:
             ClientFault: the forward pass of the client's rows is not complete.
@@ -175,7 +176,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """Largest difference of a disclosed value from its value in the clear, and number of rows that overflowed."""
+        """Return the largest error of a disclosed value compared with the clear, and the number of overflowed rows."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:
@@ -209,7 +210,7 @@ class ClientHalf:
         return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), finite)
 
     def _batch(self, client: Client, hello: Hello, batch: int) -> tuple[list[Any], Tensor]:
-        """Images and labels of a batch."""
+        """Return images and labels of a batch."""
         of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), hello.batch)
         if not 0 <= batch < len(of):
             raise ClientFault(E_FIELD, f"there is no batch {batch}, only {len(of)} batches")
@@ -223,15 +224,15 @@ class ClientHalf:
 
 
 def counts(client: Client) -> dict[str, int]:
-    """The client's numbers of rows, by part."""
+    """Return the client's number of rows in each part."""
     return {part: len(getattr(client.data, part)) for part in PARTS}
 
 
 def hello_of(client: Client) -> Hello:
-    """The stored hello of the server.
+    """Read the server's stored hello.
 
     Raises:
-        ClientFault: the server has not sent one.
+        ClientFault: the server has not sent a hello.
     """
     if "told" not in client.store:
         raise ClientFault(E_LOST, "the server has not sent a hello in this run")
@@ -240,7 +241,7 @@ def hello_of(client: Client) -> Hello:
 
 
 def images_of(rows: Rows) -> Iterable[Any]:
-    """The images of rows: uint8 (H, W, C), paths or encoded images.
+    """Return the images of rows: uint8 (H, W, C), paths or encoded images.
 
     Raises:
         ClientFault: the rows are not images.
@@ -253,12 +254,12 @@ def images_of(rows: Rows) -> Iterable[Any]:
 
 
 def preprocess(images: Sequence[Any], hello: Hello) -> Tensor:
-    """Images as pixel values (n, 3, H', W'), resized and normalised with the settings in the server's hello."""
+    """Convert images to pixel values (n, 3, H', W'): resize and normalise them as the server's hello specifies."""
     return pixels(images, image_settings.call_from(hello.picture))
 
 
 def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Masked: the rows of disclosed activations, by part."""
+    """Masked: return the rows of disclosed activations, by part."""
     done = [torch.zeros(0, hello.blocks, hello.positions, hello.width)]
     for batch in range(len(spans(have, hello.batch))):
         levels: list[Tensor] = []
@@ -274,7 +275,7 @@ def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[
 
 
 def _permuted_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Permuted: the states of every block, and the labels, brought into the last order by the relative orders."""
+    """Permuted: return labels and states of every block by part, sorted into the last order by the relative orders."""
     if hello.release is None or hello.scales is None:
         raise ClientFault(E_FIELD, "release and scales are missing")
     release = Release(hello.release)

@@ -1,7 +1,7 @@
 """Client half of BlindFed under CKKS: the secret key, which never leaves the client, and the sessions of batches.
 
 Consecutive messages may reach different processes of the client. So the client's store has the message numbers of each
-session. Any process can continue a session, and none accepts a message twice.
+session. With them any process can continue a session, and no process accepts a message twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
 from fedfm.privacy.crypto import keys
 
-_KEY = "ckks"  # key in the client's store; the secret "channel" is for key agreements
+_KEY = "ckks"  # name of the CKKS secret key in the client's store; another secret, "channel", is for key agreements
 
 
 @dataclass
@@ -39,8 +39,9 @@ class Sessions:
     _holders: dict[tuple[str, str], KeyHolder] = field(default_factory=dict)
 
     def open(self, client: Client, run: str, tokens: int, ring: int, server: Tensor) -> tuple[Tensor, Tensor]:
-        """The public key for agreements, and the message with the evaluation keys. The secret key is made once and
-        stored.
+        """Return the public key for agreements, and the message with the evaluation keys.
+
+        The first call makes the secret key and stores it.
 
         Raises:
             ClientFault: fedfm has no parameters of 128-bit security for this ring.
@@ -95,7 +96,7 @@ class Sessions:
         return self._holders[key]
 
     def _resume(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[KeyHolder, bytes]:
-        """The key holder, with this session open at its stored message numbers; and the session's name."""
+        """Load the key holder, and open this session at its stored message numbers; return holder and session's name."""
         if _place(name) not in client.store:
             raise ClientFault(E_ROUND, "the message's session is not open")
         holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])
@@ -109,7 +110,7 @@ class Sessions:
 
 
 class PermutedSessions(Sessions):
-    """As :class:`Sessions`, with :class:`PermutedKeyHolder`."""
+    """The :class:`Sessions` of the "permuted" protocol, with a :class:`PermutedKeyHolder`."""
 
     kind: ClassVar[type[KeyHolder]] = PermutedKeyHolder
 
@@ -123,7 +124,7 @@ class PermutedSessions(Sessions):
     def exchange_states(
         self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, last: bool
     ) -> tuple[Tensor, Tensor]:
-        """States (n, T, d), and fresh encryptions of them; after the last block nothing is encrypted."""
+        """Decrypt states (n, T, d), and encrypt them again; after the last block the second result is empty."""
         came = to_bytes(message)
         holder, name = self._resume_permuted(client, run, server, session_of(came))
         states = holder.states_of(came, samples)
@@ -150,7 +151,7 @@ class PermutedSessions(Sessions):
 
 
 def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) -> Channel:
-    """The channel for the message with the evaluation keys and a tag. Its session is the run's session.
+    """Make the channel for the message with the evaluation keys, in the session of the run.
 
     Args:
         own, other: this side's secret key and the other side's public key, for key agreements.

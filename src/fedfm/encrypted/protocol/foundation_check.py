@@ -1,4 +1,4 @@
-"""Check the server's foundation model in BlindFed, which must be a polynomial student."""
+"""Check that the server's foundation model in BlindFed is a polynomial student."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedfm.models.model import Model
 
 
 def check(model: Model, name: str) -> SideModel:
-    """The server's model with side adapters, if it is a polynomial student.
+    """Return the server's model with side adapters, if it is a polynomial student.
 
     Raises:
-        InputError: the model is not a polynomial student, or cannot compute on encrypted rows; the error says why.
+        InputError: the model is not a polynomial student, or cannot compute on encrypted rows; the error states why.
     """
     if not isinstance(model, SideModel) or model.backbone is None or not is_polynomial_student(model.backbone.module):
         raise _refusal(name)
@@ -38,7 +38,7 @@ def check_place(name: str) -> None:
     except InputError as error:
         raise error.move("method.foundation") from None
     if not isinstance(place, Path):
-        return  # for a model on the hub, `check` examines the loaded model
+        return  # a model on the hub: `check` examines it when it is loaded
     try:
         config = json.loads((place / "config.json").read_text(encoding="utf-8")) if place.is_dir() else {}
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The start of BlindFed's encrypted forward pass for both halves: the hello, its answer, and the batches of rows."""
+"""The first messages of BlindFed's encrypted forward pass, and the batches of rows: the hello and its answer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Hello:
 
     Attributes:
         session: name of this run in the client's store, hexadecimal.
-        blocks, positions, width: L, P, d of the disclosed activations.
+        blocks, positions, width: L, P and d: sizes of the disclosed activations.
         rank: r of the side adapters.
         classes: class names in the order of the logits.
-        kernels: kernels of local training (see ``run.kernels``).
+        kernels: kind of compute kernels in local training (see ``run.kernels``).
         batch: number of rows per batch.
-        tokens, patch, extra: T of a row, (height, width) of a patch, number of tokens before the patches.
+        tokens, patch, extra: number T of tokens of a row, (height, width) of a patch, number of tokens before patches.
         image: how images become the model's input (see :func:`fedfm.models.image_settings.settings_of`).
         digest: SHA-256 of the model.
         key: the server's public key, if rows are encrypted.
         ring: degree of the ciphertexts' ring, if rows are encrypted.
-        release, scales: in the permuted protocol: the map (P, T) from a block's tokens to the inputs of the adapters,
-            and the divisors (L,) of the block outputs.
+        release, scales: only in the permuted protocol: the map (P, T) from a block's tokens to the inputs of the
+            adapters, and the divisors (L,) of the block outputs.
     """
 
     session: str
@@ -78,13 +78,15 @@ class RowSpan:
 
 
 def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """The batches of a client's rows. Parts are counted one after another, so one batch may have rows of two parts."""
+    """Divide a client's rows into batches; the parts follow one another, so a batch may have rows of two parts."""
     total = sum(rows[part] for part in PARTS)
     return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
 
 
 def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """Batches of at least two rows, each from one part; the order of a single row would hide nothing.
+    """Divide a client's rows into batches of at least two rows, each from one part.
+
+    The order of a single row would hide nothing.
 
     Raises:
         ClientFault: a part has only one row.

@@ -1,8 +1,8 @@
 """Server half of BlindFed's "masked" protocol under CKKS: the encrypted forward pass, one batch after another.
 
 Each batch has its own session. After every block the batch's encrypted states are written to the server's disk. A run
-that was killed continues from there, in a new session with new masks. The masks' statistical distance is stored before
-anything is sent, so no part of it is ever lost.
+that was killed continues from these states, in a new session with new masks. The server stores the statistical distance
+of masks before it sends masked ciphertexts, so that a crash cannot make it forget distance that was spent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SILENT = "it gave no valid reply"
 
 
 def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
-    """Run the encrypted forward pass of all rows; returns figures for the result."""
+    """Run the encrypted forward pass of all rows; return figures for the run's result."""
     return EncryptedForwardPass(
         method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
     ).go()
@@ -52,11 +52,11 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
 
 @dataclass
 class EncryptedForwardPass:
-    """The forward pass of all clients. It relays the messages of worker processes (:class:`.worker_pool.Relay`).
+    """The forward pass of all clients, which relays the messages of worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
         figures: seconds, bytes, refreshes and rows so far, including those of earlier processes of a killed run.
-        gone: clients that gave no valid reply, and therefore no longer take part.
+        gone: clients that gave no valid reply, so that they no longer take part.
     """
 
     method: ProtocolMethod
@@ -89,7 +89,7 @@ class EncryptedForwardPass:
         return self._result()
 
     def _open(self) -> None:
-        """Ask for numbers of rows and evaluation keys. A resumed run already has these answers."""
+        """Ask clients for numbers of rows and evaluation keys. A resumed run already has these answers."""
         fed, passing = self.fed, self.passing
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
@@ -131,7 +131,7 @@ class EncryptedForwardPass:
 
     # --- the workers' relay -------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; returns encrypted rows, or b"" if the server already has the rows' states."""
+        """Begin the session; return encrypted rows, or b"" if the server already has the rows' states."""
         session, go_on = of_bytes(job.session), job.start is not None
         return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
 
@@ -141,7 +141,7 @@ class EncryptedForwardPass:
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """Send refreshes of several batches together; each client and message has one."""
+        """Send refreshes of several batches together; a message to a client contains one of them."""
         answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
         left = list(range(len(asked)))
         while left:
@@ -208,7 +208,7 @@ class EncryptedForwardPass:
         self.fed.store["figures"] = json.dumps(self.figures).encode()
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
-        """The client's ledger, which includes the distance spent so far."""
+        """Load the client's ledger, which includes the distance spent so far."""
         place, store = f"distance-{client}", self.fed.store
         found = json.loads(store[place]) if place in store else {"spent": 0.0, "ciphertexts": 0}
 
@@ -231,7 +231,7 @@ class EncryptedForwardPass:
 
 
 def _rows_of(release: Release) -> np.ndarray | None:
-    """The matrix (p, d) of a projection."""
+    """Return the matrix (p, d) of a projection; None without a projection."""
     return None if release.projection is None else np.ascontiguousarray(release.projection.double().numpy().T)
 
 

@@ -1,6 +1,6 @@
 """Handle rows whose activations overflowed, because an argument of one of the model's polynomials left its interval.
 
-Training and validation skip these rows. Test rows among them count, with zeros as their activations.
+Training and validation skip these rows. Such test rows are kept, with zeros as their activations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fedfm.models.adapters.side_adapter import STATES, with_numbers
 
 
 def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    """Remove rows that overflowed. Test rows stay, with zeros as their states.
+    """Remove rows that overflowed, except test rows, which get zeros as their states.
 
     Returns:
-        The remaining rows of each part, and for each part the mask (n,) of rows with finite states.
+        The remaining rows of each part, and for each part a mask (n,) that is true for rows with finite states.
 
     Raises:
         ClientFault: no training row is left.

@@ -18,7 +18,7 @@ from fedfm.privacy.noise import stream
 
 
 def check(order: Tensor) -> None:
-    """Refuse a vector that is not an order.
+    """Raise an error for a vector that is not an order.
 
     Raises:
         ClientFault: the vector does not name every row exactly once.
@@ -28,8 +28,9 @@ def check(order: Tensor) -> None:
 
 
 def draw(n: int, key: bytes, purpose: str) -> Tensor:
-    """A uniformly random order of n rows, from a ChaCha20 stream for this purpose. A repeated batch gets the same
-    order.
+    """Draw a uniformly random order of n rows from a ChaCha20 stream, which depends on the key and the purpose.
+
+    If a batch is repeated after a crash, it gets the same order again.
 
     Raises:
         InputError: there are fewer than 2 rows, so there is only one order.
@@ -41,19 +42,20 @@ def draw(n: int, key: bytes, purpose: str) -> Tensor:
 
 
 def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[Tensor]:
-    """Pi_1 ... Pi_{L+1} of a batch; a repeated batch gets the same orders."""
+    """Draw the orders Pi_1 ... Pi_{L+1} of a batch; a repeated batch gets the same orders."""
     return [draw(n, key, f"{client}/{batch}/{level}") for level in range(1, blocks + 2)]
 
 
 def steps(pi: Sequence[Tensor]) -> Tensor:
-    """The relative orders for the client: Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, then Pi_L^-1 Pi_1 for H_0 = B_L: (L +
-    1, n).
+    """Return the relative orders (L + 1, n) for the client.
+
+    They are Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, and then Pi_L^-1 Pi_1 for H_0 = B_L.
     """
     return torch.stack([*(relative(a, b) for a, b in itertools.pairwise(pi)), relative(pi[-2], pi[0])])
 
 
 def relative(before: Tensor, after: Tensor) -> Tensor:
-    """Pi_before^-1 Pi_after: for each position of the later list, the position of its row in the earlier list."""
+    """Return Pi_before^-1 Pi_after: for each position of the later list, its row's position in the earlier list."""
     check(before)
     check(after)
     return torch.argsort(before)[after]
@@ -64,8 +66,8 @@ def to_last(lists: Sequence[Tensor], relatives: Sequence[Tensor] | Tensor) -> li
 
     Args:
         lists: L lists; list l is in the order Pi_l.
-        relatives: L + 1 relative orders: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1. The client's own
-            computation starts from the last one.
+        relatives: L + 1 relative orders: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1. The last of them
+            belongs to the input of the client's own computation.
     """
     out = []
     for level in range(len(lists)):

@@ -1,4 +1,4 @@
-"""Server half of the "permuted" protocol, BlindFed's own, under CKKS (Sections 3.2 and 3.3): secret orders of rows.
+"""Server half of the "permuted" protocol under CKKS, with secret orders of rows (BlindFed, Sections 3.2 and 3.3).
 
 Three things are as in :mod:`~fedfm.encrypted.protocol.masked`: each batch has its own session, its states are stored
 after every block, and refreshes inside a block are masked.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
-    """Run the encrypted forward pass of all rows in secret orders; returns figures for the result."""
+    """Run the encrypted forward pass of all rows in secret orders; return figures for the run's result."""
     return PermutedForwardPass(
         method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
     ).go()
@@ -53,15 +53,13 @@ class PermutedForwardPass(EncryptedForwardPass):
     """The forward pass of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; returns encrypted labels, and encrypted rows unless the server already has their
-        states.
-        """
+        """Begin the session; return encrypted rows and labels, without the rows if the server has their states."""
         session, go_on = of_bytes(job.session), job.start is not None
         sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
         return join_messages(to_bytes(sent["rows"]), to_bytes(sent["labels"]))
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send a block's states. The last call sends labels and relative orders, and so completes the batch."""
+        """Send a block's states; the last call sends labels and relative orders, which completes the batch."""
         sent = of_bytes(message)
         if block < self._levels:
             answer = self._ask(job, self.method.turn, down="encrypted", batch=job.batch, block=block + 1, states=sent)
@@ -94,7 +92,7 @@ class PermutedForwardPass(EncryptedForwardPass):
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     """Compute disclosed activations of pixel rows by the complete protocol, with a new key holder in this process.
 
-    The key holder also gets the last order, with which it can match states and rows.
+    Unlike a client, the key holder here gets the last order, so that the states can be returned in the order of rows.
 
     Raises:
         InputError: the rows are not images, or there is only one row, for which there is no secret order.

@@ -1,4 +1,4 @@
-"""A simulation of the "permuted" protocol, BlindFed's own (Sections 3.2 and 3.3), without encryption.
+"""A simulation of the "permuted" protocol (BlindFed, Sections 3.2 and 3.3) without encryption.
 
 Every batch has new secret orders Pi_1 ... Pi_{L+1}. The client gets the states of all tokens of block l in the order
 Pi_l, and the relative orders Pi_{l-1}^-1 Pi_l, by which it reorders its own computation from block to block. In the
@@ -43,7 +43,7 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
 
 
 def _batch(method: ProtocolMethod, fed: Federation, passing: ForwardPass, client: ClientId, batch: int) -> bool:
-    """Run one batch of one client; returns whether the client has answered all messages."""
+    """Run one batch of one client; return whether the client has answered all messages."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
     passing.count_bytes()
     if client not in sent:

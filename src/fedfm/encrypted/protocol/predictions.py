@@ -1,7 +1,7 @@
-"""Predictions at the clients with a finished run: an encrypted forward pass, after which the server sends the adapters.
+"""Predictions at the clients with the adapters of a finished run.
 
-The server sees ciphertexts and the number of rows. It sends (theta, eta) of the finished run, and each client writes
-its predictions into its own store.
+After an encrypted forward pass the server sends the adapters and the head, (theta, eta), of the finished run. Each
+client writes its predictions into its own store. The server sees only ciphertexts and the number of rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
 
 
 def keep(client: Client, seen: Client, w: Params) -> int:
-    """Client half: write the predictions of all rows of the client; returns their number."""
+    """Client half: write the predictions of all rows of the client; return their number."""
     rows, model = seen.data.test, seen.model
     if not len(rows):
         raise ClientFault(E_LOST, "there are no rows to predict")

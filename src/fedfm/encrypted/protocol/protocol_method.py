@@ -11,7 +11,7 @@ from fedfm.encrypted.protocol.handshake import Hello, Opened
 
 
 class ProtocolMethod(Protocol):
-    """The members of :class:`fedfm.encrypted.blindfed.BlindFed` that protocols use; that class describes them."""
+    """The members of :class:`fedfm.encrypted.blindfed.BlindFed` that protocols use; they are explained there."""
 
     @property
     def foundation(self) -> str:
@@ -19,7 +19,7 @@ class ProtocolMethod(Protocol):
 
     @property
     def labels(self) -> str:
-        """What the server returns for the encrypted labels: the labels in its order, or only the loss."""
+        """``permuted`` if the server returns the labels in its own order; ``loss_only`` if it returns only the loss."""
 
     @property
     def processes(self) -> int:
@@ -30,16 +30,16 @@ class ProtocolMethod(Protocol):
         """Degree of the ciphertexts' ring."""
 
     def open(self, client: Client, told: Hello) -> Opened:
-        """Step 1."""
+        """See step 1 in :class:`BlindFed`."""
 
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2."""
+        """See step 2."""
 
     def refresh(self, client: Client, message: Tensor) -> Tensor:
-        """Step 3."""
+        """See step 3."""
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Step 4."""
+        """See step 4."""
 
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False

@@ -1,4 +1,4 @@
-"""Server half of BlindFed's forward pass: its clients, the remaining batches, and its progress."""
+"""Server half of BlindFed's forward pass: the clients, the remaining batches, and the progress."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
 
-SLOTS = 4096  # rows times tokens of a batch in a ring of degree 8192
+SLOTS = 4096  # number of rows times number of tokens of a full batch, in a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # keys in the server's store
-_PAGE = 64  # number of messages in one entry of the store; each new message rewrites one entry
+_PAGE = 64  # number of messages in one entry of the store; a new message rewrites only the last entry
 _OFTEN = 5.0  # seconds between two reports of progress
 
 
@@ -51,7 +51,7 @@ class ForwardPass:
 
     @classmethod
     def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> ForwardPass:
-        """Begin a session, or continue that of a killed run."""
+        """Begin a session, or continue the session of a killed run."""
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
         done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
@@ -71,10 +71,10 @@ class ForwardPass:
         return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:
-        """The hello to every client."""
+        """Make the hello to every client; ``more`` has further fields of it."""
         model, patches = self.model, fold(self.model.frozen_parts[0].module).patch
         if not isinstance(patches, Patches):
-            raise TypeError(f"clients cannot cut images in the way of {patches!r}")
+            raise TypeError(f"clients cannot cut images into patches as {patches!r} does")
         blocks, positions, width = model.net.shape
         fields: dict[str, Any] = {
             "session": self.session.hex(),
@@ -103,7 +103,7 @@ class ForwardPass:
 
     def count_bytes(self) -> None:
         """Store the list of messages, so that a killed run loses no message that was answered."""
-        pending = self.fed.transcript.pending  # messages of round 0, which is not committed yet
+        pending = self.fed.transcript.pending  # messages of round 0, which is not stored yet
         while len(pending) > self._full * _PAGE:
             page = pending[self._full * _PAGE :][:_PAGE]
             self.fed.store[f"{_CROSSED}{self._full:06}"] = json.dumps(page).encode()
@@ -121,19 +121,19 @@ class ForwardPass:
 
 
 def rows_of(opened: Opened) -> int:
-    """Total number of rows of a client."""
+    """Return the total number of rows of a client."""
     return sum(opened.rows[part] for part in PARTS)
 
 
 def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
-    """Disclosed activations (n, L, P, d) of each client's rows, computed in the clear."""
+    """Compute disclosed activations (n, L, P, d) of each client's rows in the clear."""
     from fedfm.core.rows import Rows
 
     return each({client: model.states(Rows({"pixel_values": x})) for client, x in pixels.items()})
 
 
 def token_states(model: SideModel, pixels: Tensor) -> Tensor:
-    """States of all tokens of all blocks (n, L, T, d), computed in the clear; zeros for rows that overflowed."""
+    """Compute states of all tokens of all blocks (n, L, T, d) in the clear; rows that overflowed get zeros."""
     from fedfm.core.rows import Rows
 
     levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)

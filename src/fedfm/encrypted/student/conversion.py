@@ -1,12 +1,12 @@
 """Polynomial students: models whose softmax, LayerNorm and GELU are polynomials, for encrypted computation.
 
 A polynomial student is a transformers folder with one more key in ``config.json``: the polynomials and their measured
-intervals. :func:`install` puts them into the loaded module. Without this package the folder also loads, with the exact
-functions.
+intervals. :func:`install` puts the polynomials into the loaded module. Without this package the folder also loads, with
+the exact functions.
 
 Only the functions inside the blocks are replaced. The final norm and the head stay exact, because the side that
-computes them has the last states in the clear. LayerNorm subtracts a mean over features. That costs nothing if the
-weights before it are centred, so a polynomial student has centred weights (:func:`centre`).
+computes them has the last states in the clear. LayerNorm subtracts a mean over features. This step can be left out if
+the weights before the LayerNorm are centred, so a polynomial student has centred weights (:func:`centre`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def is_polynomial_student(module: Any) -> bool:
-    """Whether a transformers module (also one inside PEFT) is a polynomial student, by its configuration."""
+    """Whether the configuration of a transformers module (also inside a PEFT model) is that of a polynomial student."""
     return getattr(getattr(families.unwrap(module), "config", None), KEY, None) is not None
 
 
@@ -126,7 +126,9 @@ def pre_norm(module: Any) -> bool:
 
 @torch.no_grad()
 def centre(module: nn.Module) -> None:
-    """Subtract the mean over features from all that is added to tokens: embedding, attention output and MLP output.
+    """Centre the weights whose outputs are added to tokens: embedding, attention output and MLP output.
+
+    After this, the mean of these outputs over features is zero.
 
     LayerNorm subtracts this mean anyway, so the outputs of a pre-norm model do not change. Post-norm models stay as
     they are.
@@ -159,10 +161,10 @@ def forget(module: nn.Module) -> None:
 
 
 def depth(block: Functions) -> int:
-    """Number of levels that one block takes.
+    """Return the number of levels that one block takes.
 
-    These are: two norms (each with its square and its product), the projections to queries, keys and values, the
-    scores, exp, the inverse, the two products after it, and the three levels of the MLP.
+    Levels are needed for two norms (each with its square and its product), the projections to queries, keys and values,
+    the scores, exp, the inverse, the two products after it, and three steps of the MLP.
 
     Raises:
         ValueError: a function is exact.

@@ -1,7 +1,7 @@
 """Distil a model into a polynomial student, in a folder that experiments can name.
 
-As with a pretraining (:mod:`fedfm.api.pretrain`), a distillation that is killed and resumed gives the same bits, and
-its folder cannot be loaded before the end. ``distil.json`` records how the student was made.
+A distillation that is killed and resumed gives the same bits, and its folder cannot be loaded before the end; both hold
+for pretraining, too (:mod:`fedfm.api.pretrain`). ``distil.json`` records how the student was made.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from fedfm.training.loop import flat_of
 from fedfm.training.update_rules import Rule
 
 ABOUT = "distil.json"
-_TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the checkpoint's folder
+_TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # names of files in the checkpoint's folder
 
 
 @refuse("model.name: a library fails on this model and these rows")
 def distil(
     what: str | Path | Mapping[str, Any] | Distillation, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
-    """Make a model's polynomial student and write its folder. The same tables resume a distillation that was killed.
+    """Make a model's polynomial student and write its folder. A call with the same settings resumes a killed one.
 
     Args:
-        what: a TOML file, nested tables, or a :class:`Distillation`.
-        out: the folder; it does not exist, is empty, or was begun by this distillation.
+        what: the settings: a TOML file, nested tables, or a :class:`Distillation`.
+        out: the student's folder. It may be absent, empty, or from a killed call with the same settings.
 
     Returns:
         ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; ``blocks`` with depth, polynomials and
-        violations. On held-out rows (the source's val rows if it has some, otherwise test rows): ``teacher_accuracy``,
-        ``accuracy``, ``agreement``, ``distance`` and ``outside``. If the head is new for these classes, a head is
-        fitted to the frozen features, once for the teacher and once for the student. For a model that already is a
-        polynomial student, see :func:`recalibrate.measure_again`.
+        violations. On held-out rows (the source's val rows if it has any, otherwise test rows): ``teacher_accuracy``,
+        ``accuracy``, ``agreement``, ``distance`` and ``outside``. If the head is new for these classes, one head is
+        fitted to the teacher's frozen features, and another to the student's. If the model already is a polynomial
+        student, the result is that of :func:`recalibrate.measure_again`.
 
     Raises:
         InputError: tables, data or model are invalid, the folder contains something else, or the arguments of a
@@ -116,7 +116,7 @@ class _DistilWork(CentralWork[Distillation]):
         return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
 
     def _student(self, table: Table) -> Model:
-        """The model, with another number of tokens if the settings require it."""
+        """Make the student from the model, with another number of tokens if the settings require it."""
         spec, folder = self.what.spec, self._temporary / _START
         if spec.image_size is None and spec.class_token:
             return self._model(table)
@@ -168,13 +168,19 @@ class _DistilWork(CentralWork[Distillation]):
         index: np.ndarray,
         step: int,
     ) -> Tensor:
-        """The loss on the rows with these indices, after this number of epochs of the stage and steps of this epoch."""
+        """Compute the loss on the rows with the indices ``index``.
+
+        Args:
+            before: number of completed epochs of the stage.
+            steps: number of steps of an epoch.
+            step: number of completed steps of this epoch.
+        """
         part = (before + step / steps) / self.what.spec.epochs[stage]
         rule.eta = self.what.spec.rate(stage, part)
         return distiller.loss(stage, rows.batch(index), part)
 
     def _swap(self, table: Table, distiller: Distiller, lessons: Lessons) -> None:
-        """Switch to polynomials. If a killed process has chosen them already, use those."""
+        """Switch to polynomials: choose them now, or read them if a killed process has chosen them already."""
         path, student = self._temporary / _TAMED, distiller.student.model
         if "polynomials" not in self.state:
             entries = distiller.measure(lessons.calibration_batches)
@@ -189,7 +195,7 @@ class _DistilWork(CentralWork[Distillation]):
         distiller.swap(self.state["polynomials"], tamed)
 
     def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
-        """Set the intervals after a stage. If a killed process has measured them already, use those."""
+        """Set the intervals after a stage: measure them now, or read them if a killed process has measured them."""
         spec = self.what.spec
         if not spec.widen:
             return

@@ -1,4 +1,4 @@
-"""Rows of a distillation: several views of each image, with the teacher's outputs, which are computed only once."""
+"""Rows of a distillation: several views of each image, and the teacher's outputs, which are computed only once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Box:
 
 
 def boxes_of(seed: int, view: int, count: int) -> list[Box]:
-    """Random boxes for one view of ``count`` images. They are the same on every machine."""
+    """Draw random boxes for one view of ``count`` images; they are the same on every machine."""
     rng = seeds.generator(seed, "distil", "view", view)
     side = np.sqrt(rng.uniform(_LEAST, 1.0, count))
     left, top = rng.uniform(size=count) * (1 - side), rng.uniform(size=count) * (1 - side)
@@ -63,7 +63,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
 
 @dataclass(frozen=True)
 class LazyBoxes:
-    """Rows that are parts of images. They are prepared batch by batch."""
+    """Rows that are parts of images, which are cut out only when a batch is read."""
 
     model: Model
     table: Table
@@ -74,7 +74,7 @@ class LazyBoxes:
         return len(self.index)
 
     def batch(self, index: np.ndarray) -> Batch:
-        """The batch of rows ``index``."""
+        """Return the batch of the rows with these indices."""
         chosen = [self.boxes[i] for i in index]
         return cut_rows(self.model, self.table, self.index[index], chosen).batch(range(len(index)))
 
@@ -94,7 +94,7 @@ class Taught:
         return len(self.rows)
 
     def batch(self, index: Sequence[int] | np.ndarray) -> Batch:
-        """These rows."""
+        """Return a batch of the rows with these indices, with the teacher's outputs."""
         taught = {name: x[torch.as_tensor(index)] for name, x in zip(TAUGHT, self.known[:2], strict=True)}
         return self.rows.batch(np.asarray(index)) | taught
 
@@ -128,11 +128,11 @@ class Lessons:
         return len(self._index)
 
     def of(self, epoch: int) -> Taught:
-        """The view for an epoch 1, 2, ..."""
+        """Return the view for an epoch, which is counted from 1."""
         return self.view((epoch - 1) % self._views)
 
     def view(self, number: int) -> Taught:
-        """The view with this number; 0 has the unchanged rows."""
+        """Return the view with this number; view 0 has the unchanged rows."""
         if self._last is None or self._last[0] != number:
             self._last = None  # frees the memory of the last view's rows
             boxes = boxes_of(self._seed, number, len(self)) if number else None
@@ -148,7 +148,7 @@ class Lessons:
         return LazyBoxes(student, table, index, boxes)
 
     def calibration_batches(self) -> Iterator[Batch]:
-        """Batches for measuring intervals, from as many views as are needed."""
+        """Yield batches for measuring intervals, from as many views as are needed."""
         left = MEASURED
         for number in range(self._views):
             rows = self.view(number)

@@ -22,7 +22,7 @@ class DistilSpec(Recipe):
         ge=1,
     )
     class_token: bool = setting(
-        True, "false: the student of a ViT has no class token; its head reads the mean over the patches"
+        True, "whether the student of a ViT keeps its class token; without it the head reads the mean over the patches"
     )
     views: int = setting(
         1,
@@ -30,10 +30,14 @@ class DistilSpec(Recipe):
         ge=1,
     )
     bfloat16: bool = setting(
-        False, "train with products in bfloat16: half the time on processors with bfloat16; intervals stay exact"
+        False,
+        "whether to train with products in bfloat16, which takes half the time on processors with bfloat16; intervals "
+        "are measured in full precision",
     )
-    seed: int = setting(0, "seed of the split and the order of rows", ge=0)
-    threads: int = setting(0, "number of CPU threads; 0: one per core; another number may change the last bits", ge=0)
+    seed: int = setting(0, "seed for the split and the order of rows", ge=0)
+    threads: int = setting(
+        0, "number of CPU threads, 0 for one per core; another number of threads may change the last bits", ge=0
+    )
 
 
 @dataclass(frozen=True)

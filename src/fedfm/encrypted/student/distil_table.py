@@ -27,12 +27,12 @@ def table(result: Mapping[str, Any]) -> str:
     if not again and not math.isfinite(result["distance"]):
         lines += [
             "",
-            "for some held-out rows the student's activations overflow, since arguments are far outside; train it "
-            "longer",
+            "for some held-out rows the student's activations overflow, since arguments are far outside their "
+            "intervals; train it longer",
         ]
     if not result["outside"] <= MOST_OUTSIDE:
         lines += ["", f"more than {MOST_OUTSIDE:.1%} are outside: encrypted runs refuse this student; "]
-        lines[-1] += "measure it again with more such rows" if again else "train it longer"
+        lines[-1] += "measure it again with more rows of this kind" if again else "train it longer"
     return "\n".join(lines)
 
 

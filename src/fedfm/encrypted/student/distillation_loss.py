@@ -4,19 +4,20 @@ Three stages train one student, which starts as a copy of the teacher with centr
 
 0. *Tame*, with the exact functions: keep the outputs, and penalise scores, inputs of GELU, row sums of exp and
    variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
-   Then the functions' arguments are measured on the training rows, and polynomials replace the functions
+   After it, the functions' arguments are measured on the training rows, and polynomials replace the functions
    (:meth:`Distiller.swap`).
 1. *States*: match scores and states of every block with those of the tamed model: L_a + L_h (equations 10 to 14). Each
-   is a mean square divided by the teacher's variance, summed over the blocks; H is a block's output.
+   loss is a mean squared difference divided by the teacher's variance, summed over the blocks; H is a block's output.
 2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
-If the teacher's head is new for these classes, e.g. because a backbone has no head, its logits are of no use. Then the
-student matches the head's inputs. The loss is their mean squared difference, divided by the teacher's variance in each
-dimension. It replaces the KL divergence and the cross-entropy, and no labels are used.
+The teacher's head may be new for these classes, e.g. because a backbone has no head. Then its logits are of no use, and
+the student matches the head's inputs. The loss is the mean squared difference of these inputs, divided by the teacher's
+variance in each dimension. It replaces the KL divergence and the cross-entropy, so labels are not used.
 
-In stages 1 and 2 a penalty grows from 80 % of each interval on, and arguments are clamped. After each of these stages
-the arguments are measured again without clamping (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic in place
-of GELU is trained through the linear maps around it, which can express every a > 0, b and c.
+In stages 1 and 2, arguments are clamped to their interval, and a penalty grows as an argument moves beyond 80 % of the
+interval. After each of these stages the arguments are measured again without clamping
+(:mod:`fedfm.encrypted.student.recalibrate`). The coefficients of the quadratic that replaces GELU are not trained. The
+linear maps around it are trained, and can express every a > 0, b and c.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
 STAGES = ("tame", "states", "outputs")
-TAUGHT = ("teacher_logits", "teacher_features")  # keys of a batch that has the teacher's outputs already
+TAUGHT = ("teacher_logits", "teacher_features")  # keys under which a batch may contain the teacher's outputs
 SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # thresholds for the penalties of the tame stage
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
@@ -64,7 +65,7 @@ class Recipe:
     )
     learning_rates: tuple[float, ...] = setting(
         (2e-3, 1e-3, 1e-5),
-        "Adam's learning rate in each stage; less for large models",
+        "Adam's learning rate in each stage; large models need smaller rates",
         gt=0,
         finite=True,
         least=3,
@@ -75,41 +76,42 @@ class Recipe:
     temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)
     polynomials: str = setting(
         "scaled",
-        "scaled: exp by T_degree(x / 2^squarings)^(2^squarings), 1 / sqrt(x) by Newton's iteration, fitted quadratics; "
-        "paper: exp by T_6, 1 / x scaled by its maximum with 7 steps, also for norms, GELU by 0.125 x^2 + 0.25 x + 0.5",
+        "scaled: exp by T_degree(x / 2^squarings)^(2^squarings), 1 / sqrt(x) by Newton's iteration, GELU by a fitted "
+        "quadratic; paper: exp by T_6, 1 / x (also in norms) with 7 steps and scaled by its maximum, GELU by "
+        "0.125 x^2 + 0.25 x + 0.5",
         choices=fit_polynomials.KINDS,
     )
     degree: int = setting(2, "for scaled: even degree of the polynomial of exp", ge=2, le=16)
-    squarings: int = setting(3, "for scaled: how often the polynomial of exp is squared", ge=0, le=8)
+    squarings: int = setting(3, "for scaled: number of times that the polynomial of exp is squared", ge=0, le=8)
     decay: float = setting(1.0, "final fraction of a stage's learning rate, which falls linearly", gt=0, le=1)
     tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
     ramp: float = setting(
         0.0,
-        "fraction of the tame stage in which its penalties grow a thousandfold, up to tameness; full penalties at the "
-        "start can destroy a large model's knowledge",
+        "fraction of the tame stage over which the penalties' weight grows from a thousandth of tameness to tameness; "
+        "full penalties at the start can destroy what a large model has learned",
         ge=0,
         le=1,
     )
     forced: float = setting(
         0.0,
-        "fraction of the states stage in which each block starts from the tamed model's state, so that no block moves "
-        "the next ones out of their intervals; for deep models",
+        "fraction of the states stage in which each block gets the tamed model's state as its input, so that errors of "
+        "one block do not move later blocks out of their intervals; for deep models",
         ge=0,
         le=1,
     )
     penalty: float = setting(10.0, "weight of the penalty on arguments beyond 80 % of an interval", ge=0, finite=True)
     widen: bool = setting(
         True,
-        "measure again after the states stage and at the end, and widen the intervals of arguments that have moved; "
-        "1 / x and 1 / sqrt(x) may take one more step",
+        "whether to measure arguments again after the states stage and at the end, and widen the intervals that they "
+        "have left; 1 / x and 1 / sqrt(x) may then take one more step",
     )
 
     def rate(self, stage: int, part: float) -> float:
-        """The learning rate after the fraction ``part`` (0 to 1) of a stage."""
+        """Return the learning rate after the fraction ``part`` (0 to 1) of a stage."""
         return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
 
     def weight(self, part: float) -> float:
-        """The weight of the tame stage's penalties after the fraction ``part`` of the stage."""
+        """Return the weight of the tame stage's penalties after the fraction ``part`` of the stage."""
         return self.tameness * (_FAINT ** (1 - part / self.ramp) if part < self.ramp else 1.0)
 
     def validate(self) -> None:
@@ -168,9 +170,7 @@ class Taps:
 
     @contextmanager
     def starting(self, states: list[Tensor]) -> Iterator[None]:
-        """Context manager: each block but the first gets the given state (n, T, d) instead of its predecessor's
-        output.
-        """
+        """A context in which each block except the first gets a given state (n, T, d) as its input."""
         blocks = [block for _, block in self.model.parts.blocks]
         hooks = [
             block.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:]))
@@ -184,7 +184,7 @@ class Taps:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager: in it, the functions record their arguments."""
+        """A context in which the functions record their arguments."""
         for module in self.modules():
             module.recording = True
         try:
@@ -213,7 +213,7 @@ class Distiller:
 
     @torch.no_grad()
     def scale_class_tokens(self, batch: Batch) -> None:
-        """Scale the student's class tokens, if it has any, to the mean variance of its patches."""
+        """Scale the student's class tokens, if it has any, to the mean variance of its patch tokens."""
         embedding: Any = self.student.model.parts.embedding
         names = [n for n in ("cls_token", "distillation_token") if hasattr(embedding, n)]
         if not names:
@@ -232,7 +232,7 @@ class Distiller:
 
     # --- losses -------------------------------------------------------------------------------------------------------
     def loss(self, stage: int, batch: Batch, part: float = 1.0) -> Tensor:
-        """Mean loss of a batch in a stage, a scalar with gradients to the student.
+        """Return the mean loss of a batch in a stage, a scalar with gradients to the student.
 
         Args:
             part: completed fraction of the stage, from 0 to 1.
@@ -248,7 +248,7 @@ class Distiller:
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """Compute the student's outputs, and the teacher's if the batch lacks them; returns the student's logits."""
+        """Compute the student's outputs, and the teacher's if the batch lacks them; return the student's logits."""
         if TAUGHT[1] in batch:
             self._target, self._kept = (
                 batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT
@@ -267,7 +267,7 @@ class Distiller:
         return weight * kl + F.cross_entropy(logits, batch["labels"].to(logits.device))
 
     def _tameness(self) -> Tensor:
-        """The penalties on the functions' recorded arguments."""
+        """Return the penalties on the functions' recorded arguments."""
         terms = []
         for block in self.student.functions:
             log_sums = block.softmax.seen["log_sums"]  # (n, heads, T, 1)
@@ -280,7 +280,7 @@ class Distiller:
         return torch.stack([term.clamp_min(0).square().mean() for term in terms]).sum()
 
     def _states(self, batch: Batch, *, forced: bool) -> Tensor:
-        """The loss L_a + L_h."""
+        """Return the loss L_a + L_h."""
         with torch.no_grad(), self.tamed.recording():
             self.tamed(batch)
             scores = [block.softmax.seen["scores"] for block in self.tamed.functions]
@@ -336,7 +336,10 @@ class Distiller:
 
 
 def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
-    """Mean squared difference divided by the teacher's variance; with ``each``, for each entry of the last axis."""
+    """Return the mean squared difference divided by the teacher's variance.
+
+    With ``each``, each entry of the last axis is divided by its own variance, before the mean over these entries.
+    """
     student, teacher = student.float(), teacher.float()
     square = (student - teacher).square()
     if not each:
@@ -346,7 +349,7 @@ def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
 
 
 def save(model: Model, folder: Path, *, new_head: bool) -> None:
-    """Write a student as a transformers folder, with its image processor or tokenizer; a new head is left out."""
+    """Write a student as a transformers folder, with its image processor or tokenizer, but without a new head."""
     module: Any = model.module
     config = copy.deepcopy(module.config)
     if new_head:

@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 
 KINDS = ("scaled", "paper")
 WIDER = 1.3  # factor by which measured intervals are widened
-ROOM = 1.1  # arguments that are measured again must have room by at least this factor
+ROOM = 1.1  # a new measurement must fit into the interval when it is widened by this factor
 _ROUNDING = 1e-9
 _NORMS = {"first": "variances before the attention", "second": "variances before the MLP"}
 ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) within their intervals
@@ -25,9 +25,10 @@ class Measured:
     """The extremes of the arguments of one block's functions, over all rows so far.
 
     Attributes:
-        extremes: lows and highs (2,) of ``scores``, ``hidden``, ``first`` and ``second`` (the variances), (2, heads) of
-            ``sums``, the row sums of the polynomial of exp.
-        moments, targets: sums of x^0 .. x^4 and of gelu(x) x^0 .. x^2 before GELU, for least squares.
+        extremes: smallest and largest values by argument: (2,) for ``scores``, ``hidden`` (inputs of GELU), ``first``
+            and ``second`` (the variances before attention and MLP); (2, heads) for ``sums``, the row sums of the
+            polynomial of exp.
+        moments, targets: sums of x^0 .. x^4 and of gelu(x) x^0 .. x^2 over the inputs x of GELU, for least squares.
     """
 
     def __init__(self) -> None:
@@ -56,21 +57,21 @@ class Measured:
         self.extremes[name] = torch.stack([low, high])
 
     def quadratic(self) -> tuple[float, float, float]:
-        """(a, b, c) of the quadratic that fits GELU by least squares."""
+        """Return (a, b, c) of the quadratic that fits GELU by least squares."""
         gram = torch.stack([self.moments[i : i + 3] for i in range(3)])
         c, b, a = torch.linalg.solve(gram, self.targets).tolist()
         return a, b, c
 
     def around(self, name: str) -> tuple[float, float]:
-        """The extremes, widened around their middle by :data:`WIDER`."""
+        """Return the extremes, widened around their middle by :data:`WIDER`."""
         low, high = self.extremes[name].tolist()
         middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
 
     def positive(self, name: str) -> Tensor:
-        """The extremes (2, ...) of positive values, divided and multiplied by :data:`WIDER`.
+        """Return the extremes (2, ...) of positive values, the lower divided and the upper multiplied by :data:`WIDER`.
 
-        The factor is smaller if otherwise the ratio of the extremes would exceed what 1 / x and 1 / sqrt(x) allow.
+        A smaller factor is used if the ratio of the extremes would otherwise be too large for 1 / x and 1 / sqrt(x).
         """
         low, high = self.extremes[name]
         factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
@@ -78,12 +79,12 @@ class Measured:
 
 
 def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
-    """The polynomial for exp: the paper's T_6, or T_degree(x / 2^squarings)^(2^squarings)."""
+    """Make the polynomial for exp: the paper's T_6, or T_degree(x / 2^squarings)^(2^squarings)."""
     return Exponential(6, 0) if kind == "paper" else Exponential(degree, squarings)
 
 
 def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -> dict[str, Any]:
-    """The polynomials of one block, in the form for :func:`apply` and ``config.json``.
+    """Choose the polynomials of one block; return them in the form for :func:`apply` and ``config.json``.
 
     Raises:
         InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or the fit of GELU has a <= 0.
@@ -113,15 +114,16 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
 def refit(
     entry: Mapping[str, Any], measured: Measured, kind: str, name: str, *, keep: bool = False
 ) -> dict[str, Any] | None:
-    """A block's entry in which the polynomials of one argument are chosen again; None if its interval has enough room.
+    """Choose one argument's polynomials again; return the block's new entry, or None if the interval is wide enough.
 
-    exp and GELU keep their coefficients, with which the model was trained. Only their intervals change.
+    The model was trained with the coefficients of exp and GELU, so these do not change, only their intervals.
 
     Args:
         measured: the arguments of these polynomials.
         name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
-        keep: whether the new interval must include the old one. If 1 / x or 1 / sqrt(x) do not allow the resulting
-            ratio, the lower end is cut: above an interval the iterations diverge, but below it they only lose accuracy.
+        keep: whether the new interval must include the old one. If the resulting ratio is too large for 1 / x or
+            1 / sqrt(x), the lower end is cut: above an interval the iterations diverge, but below it they only lose
+            accuracy.
 
     Raises:
         ValueError: the arguments spread too far.
@@ -152,7 +154,7 @@ def refit(
 
 
 def _union(found: Tensor, old: Tensor | None) -> Tensor:
-    """The union of two ranges of positive arguments (2, ...). If its ratio is too large, the lower end is cut."""
+    """Return the union of two ranges of positive arguments (2, ...); if its ratio is too large, cut the lower end."""
     if old is None:
         return found
     low, high = torch.minimum(found[0], old[0]), torch.maximum(found[1], old[1])
@@ -165,9 +167,7 @@ def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
 
 
 def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
-    """1 / x for the row sums of exp, from the extremes of these sums (2, heads). Scales bring all heads to one
-    interval.
-    """
+    """Choose 1 / x for the row sums of exp, from their extremes (2, heads); scales bring all heads to one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))

@@ -1,8 +1,8 @@
 """The blocks of a polynomial student as matrices and polynomials: all affine maps are folded into the matrices.
 
-The encrypted computation uses these matrices. Scales and shifts of the norms are folded into the maps after them. The
-factor of the scores is folded into the queries. Maps whose output is added to the tokens also subtract the mean over
-features.
+The encrypted computation uses these matrices. Scales and shifts of the norms are folded into the linear maps that
+follow. The factor of the scores is folded into the queries. Linear maps whose output is added to the tokens also
+subtract the mean over features.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class FoldedBlock:
             ``_bias``: float64. The query includes the factor of the scores.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential, inverse, inverse_scales, gelu: as in :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`.
-            The factors ``inverse_scales`` (heads,) multiply the row sums before ``inverse``, and again its results.
+            The factors ``inverse_scales`` (heads,) multiply the row sums before ``inverse`` is applied, and then the
+            results of ``inverse``.
         centred_keys: whether the mean over the tokens is subtracted from the keys.
     """
 
@@ -60,8 +61,8 @@ class Folded:
 
     Attributes:
         embedding: (d, F), maps a token's pixels to its features; ``bias`` (d,), ``positions`` (T, d).
-        scales: (L,), divisors of the disclosed b_l; they are the root mean squares on the distillation data.
-        ranges: (L,), the largest ``|b_l|`` before the division; larger values mean that the arithmetic failed.
+        scales: (L,), divisors of the disclosed b_l: their root mean squares on the distillation data.
+        ranges: (L,), the largest possible ``|b_l|`` before the division; a larger value means that arithmetic failed.
         bound: the largest magnitude of any intermediate value, if arguments are inside the student's intervals.
         patch: maps pixel_values (n, 3, H, W) to the client's input (n, T, F); class tokens have zeros.
         class_token: whether token 0 is a class token.
@@ -91,13 +92,13 @@ class Patches:
     extra: int = 0
 
     def __call__(self, pixel_values: Tensor) -> Tensor:
-        """(n, 3, H, W) -> (n, T, F)."""
+        """Map pixel values (n, 3, H, W) to the tokens' pixels (n, T, F)."""
         x = F.unfold(pixel_values, self.size, stride=self.size).transpose(1, 2)
         return F.pad(x, (0, 0, self.extra, 0))
 
 
 def check_tokens(embedding: Any) -> None:
-    """Refuse an image embedding whose number of tokens does not allow encrypted rotations.
+    """Raise an error for an image embedding whose number of tokens does not allow encrypted rotations.
 
     Raises:
         InputError: the number is not a power of two; the error names settings of `fedfm distil` that help.
@@ -118,10 +119,10 @@ def check_tokens(embedding: Any) -> None:
 
 
 def fold(module: nn.Module) -> Folded:
-    """The matrices and polynomials of a polynomial student, float64.
+    """Return the matrices and polynomials of a polynomial student, in float64.
 
     Raises:
-        InputError: the module is not a polynomial student, or cannot run encrypted; the error says why.
+        InputError: the module is not a polynomial student, or cannot run encrypted; the error states why.
     """
     inner: Any = families.unwrap(module)
     table = getattr(inner.config, KEY, None)
@@ -203,7 +204,7 @@ def fold_block(block: Any) -> FoldedBlock:
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
-    """The block outputs b_1 .. b_L of images (n, 3, H, W) in the clear: (n, L, T, d), minus their mean over features.
+    """Compute the block outputs b_1 .. b_L of images (n, 3, H, W) in the clear: (n, L, T, d), centred over features.
 
     Raises:
         InputError: the blocks of the model are unknown.
@@ -249,7 +250,7 @@ class _Watched:
 
 
 def _inside(polynomial: Polynomial) -> float:
-    """The largest magnitude of an intermediate value of a polynomial on its interval."""
+    """Return the largest magnitude of an intermediate value of a polynomial on its interval."""
     most = [0.0]
     a, b = polynomial.fold
     polynomial.evaluate_folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
@@ -257,7 +258,7 @@ def _inside(polynomial: Polynomial) -> float:
 
 
 def largest_inside(block: FoldedBlock) -> float:
-    """The largest magnitude inside a block's polynomials, row sums and inverses."""
+    """Return the largest magnitude inside a block's polynomials, row sums and inverses."""
     low, high = block.inverse.interval
     c = block.inverse_scales
     polynomials = (*block.norms, block.exponential, block.inverse, block.gelu)
@@ -265,7 +266,7 @@ def largest_inside(block: FoldedBlock) -> float:
 
 
 def largest_between(block: FoldedBlock, x: Tensor) -> float:
-    """The largest magnitude of a block's tokens and linear maps, for centred tokens x (n, T, d), in float64.
+    """Return the largest magnitude of a block's tokens and linear maps, for centred tokens x (n, T, d), in float64.
 
     These values have no intervals, so they are measured.
     """

@@ -15,7 +15,7 @@ from fedfm.encrypted.student.distillation_loss import Distiller, Taps
 
 
 def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
-    """Centre the student, and write its table into its configuration; arguments as in :func:`table_of`."""
+    """Centre the student, and write its table into its configuration; see :func:`table_of` for the arguments."""
     model = distiller.student.model
     conversion.centre(model.module)
     table = table_of(distiller.student, distiller.entries, distiller.recipe.polynomials, batches, outside)
@@ -27,7 +27,7 @@ def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside
 def table_of(
     taps: Taps, entries: list[dict[str, Any]], kind: str, batches: Callable[[], Iterable[Batch]], outside: float
 ) -> dict[str, Any]:
-    """The table of a polynomial student, with the magnitudes of its states on these rows.
+    """Make the table of a polynomial student, with the magnitudes of its states on these rows.
 
     Args:
         taps: the centred student, with the polynomials of ``entries``.
@@ -68,6 +68,6 @@ def table_of(
 
 
 def _finite(states: list[Tensor]) -> list[Tensor]:
-    """The rows whose values are finite in all states."""
+    """Return the states of the rows whose values are finite in all states."""
     kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
     return states if bool(kept.all()) else [state[kept] for state in states]

@@ -19,12 +19,12 @@ from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSqu
 from fedfm.models.derived_modules import Bounded
 
 ATTENTION = "fedfm_polynomial"  # name in transformers' registry of attention functions
-HINGE = 0.8  # the penalty grows from this distance to the middle on, as a fraction of half the interval
+HINGE = 0.8  # distance from the middle beyond which the penalty grows, as a fraction of half the interval
 NO_KEY = -math.inf  # score of a masked key in the exact softmax
 
 
 class Replaced(Bounded):
-    """The common part of the three modules.
+    """The base class of the three modules.
 
     Attributes:
         recording: whether to keep the last arguments in ``seen``, for penalties and measurements.
@@ -45,9 +45,9 @@ class Replaced(Bounded):
             self.seen[name] = x
 
     def _take(self, polynomial: Polynomial, x: Tensor, among: Tensor | None = None) -> Tensor:
-        """In training clamp the argument of a polynomial; in evaluation count its entries outside the interval.
+        """Clamp a polynomial's argument in training; count its entries outside the interval in evaluation.
 
-        ``among`` is a mask of the entries that are counted.
+        Only the entries that the mask ``among`` selects are counted.
         """
         if not self.training:
             outside = polynomial.outside(x.detach())
@@ -65,7 +65,10 @@ class Replaced(Bounded):
 
 
 def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
-    """Distance from the interval's middle divided by half its length; logarithmic for 1 / x and 1 / sqrt(x)."""
+    """Return the distance from the interval's middle, divided by half its length.
+
+    For 1 / x and 1 / sqrt(x), distance and length are those of the logarithms.
+    """
     low, high = polynomial.interval
     if isinstance(polynomial, (Inverse, InverseSquareRoot)):
         low, high, x = math.log(low), math.log(high), x.clamp_min(low * 1e-3).log()
@@ -75,7 +78,7 @@ def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
 class PolynomialSoftmax(Replaced):
     """Attention weights: softmax, or exp / sum(exp) by polynomials.
 
-    Keys are centred over the tokens, so that scores spread around zero; the softmax does not change by this.
+    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
 
     Attributes:
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
@@ -92,9 +95,9 @@ class PolynomialSoftmax(Replaced):
         self.register_buffer("scales", torch.ones(heads), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """Attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
+        """Compute attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
 
-        ``mask`` marks the keys that count, (n, 1, T or 1, T); None: all.
+        ``mask`` (n, 1, T or 1, T) is true for the keys that count; None if all keys count.
         """
         if mask is None:
             key = key - key.mean(-2, keepdim=True)
@@ -136,7 +139,7 @@ class PolynomialNorm(Replaced):
         self.inverse: InverseSquareRoot | Inverse | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., d)."""
+        """Normalise (..., d) -> (..., d)."""
         weight, bias = self.weight, self.bias
         centred = wide(x)
         centred = centred - centred.mean(-1, keepdim=True)
@@ -158,7 +161,7 @@ class PolynomialGelu(Replaced):
         self.quadratic: Quadratic | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Elementwise."""
+        """Apply GELU, or the quadratic, to each entry."""
         self._record("hidden", x)
         if self.quadratic is None:
             return self.exact(x)  # type: ignore[no-any-return]
@@ -175,7 +178,7 @@ class Functions:
 
     @classmethod
     def of(cls, block: nn.Module) -> Functions:
-        """The functions of a block, with both norms in the order of their use."""
+        """Return the replaced functions of a block, with both norms in the order of their use."""
         found = list(block.modules())
         first, second = (m for m in found if isinstance(m, PolynomialNorm))
         softmax = next(m for m in found if isinstance(m, PolynomialSoftmax))
@@ -200,7 +203,7 @@ def attend(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """An attention function for transformers that uses the module's own :class:`PolynomialSoftmax`."""
+    """Compute attention with the module's own :class:`PolynomialSoftmax`; the signature is that of transformers."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = module.softmax(query, key, attention_mask, scaling)
     dropped = nn.functional.dropout(weights, p=dropout, training=module.training)

@@ -2,12 +2,12 @@
 
 Each class computes its polynomial by sums and products only. It works on tensors, and on any object with ``+``, ``*``
 (by an object of its own kind or by a number) and ``square()``, such as an array of ciphertexts. The polynomials come
-from BlindFed (arXiv:2502.01289, equations 1 to 3, Algorithm 1). Scaling, squaring and the start of the square root are
-ours.
+from BlindFed (arXiv:2502.01289, equations 1 to 3, Algorithm 1). Scaling, squaring and the initial value for the square
+root are ours.
 
 An affine map before a polynomial costs nothing if it is folded into the weights of the layer before. So each class
-separates this map (:attr:`~Polynomial.fold`) from the rest of the computation (:meth:`~Polynomial.evaluate_folded`),
-whose multiplicative depth is :attr:`~Polynomial.depth`.
+separates this map (:attr:`~Polynomial.fold`) from the other operations (:meth:`~Polynomial.evaluate_folded`), whose
+multiplicative depth is :attr:`~Polynomial.depth`.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Polynomial(ABC):
 
     @abstractmethod
     def evaluate_folded(self, u: X) -> X:
-        """The value at x, given u = a x + b."""
+        """Return the value at x, given u = a x + b."""
 
     def evaluate(self, x: X) -> X:
-        """The value at x. Here :attr:`fold` costs one more multiplication."""
+        """Return the value at x; the affine map :attr:`fold` takes one more multiplication."""
         a, b = self.fold
         u = x if a == 1.0 else x * a
         return self.evaluate_folded(u if b == 0.0 else u + b)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The value at every entry of a tensor."""
+        """Return the value at every entry of a tensor."""
         return self.evaluate(x)
 
     def outside(self, x: Tensor) -> Tensor:
-        """A mask of the entries of x that are outside the interval or NaN."""
+        """Return a mask of the entries of x that are outside the interval or NaN."""
         low, high = self.interval
         return ~((x >= low) & (x <= high))
 
@@ -76,7 +76,7 @@ class Polynomial(ABC):
 class Exponential(Polynomial):
     """exp by T_d(x / 2^r)^(2^r), where T_d is the Taylor polynomial at 0 (equation 1: degree 6, r = 0).
 
-    Levels: one for T_2, otherwise ceil(log2(d + 1)); plus r.
+    The computation takes r levels, plus one for T_2 or ceil(log2(d + 1)) for other degrees.
 
     Raises:
         ValueError: the degree is odd or below 2. A Taylor polynomial of odd degree has a real root, so it has negative
@@ -109,7 +109,7 @@ class Exponential(Polynomial):
         return y
 
     def error(self) -> float:
-        """Largest relative error in the interval; it occurs at an end, since exp(-u) T_d(u) is decreasing."""
+        """Return the largest relative error in the interval; it is at an end, since exp(-u) T_d(u) is decreasing."""
         return max(abs(self.evaluate(_Number(x)).value / math.exp(x) - 1) for x in self.interval)
 
 
@@ -117,9 +117,9 @@ class Exponential(Polynomial):
 class Inverse(Polynomial):
     """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1). ``scale`` is folded into x.
 
-    Start with a = 2 - x, b = 1 - x; then ``steps`` times b <- b^2, a <- a (1 + b). The relative error is
-    (1 - x)^(2^(steps + 1)).
-    The default scale is 2 / (m + M), which makes the error equal at both ends.
+    Start with a = 2 - x, b = 1 - x; then repeat ``steps`` times: b <- b^2, a <- a (1 + b). The relative error is
+    (1 - x)^(2^(steps + 1)). The default scale is 2 / (m + M) for the interval [m, M], which makes the error equal at
+    both ends.
     """
 
     steps: int = 4
@@ -142,7 +142,7 @@ class Inverse(Polynomial):
         return self._scale, 0.0
 
     def evaluate_folded(self, u: X) -> X:
-        """1 / u for the scaled argument u. The caller has to multiply by the scale, or to fold it elsewhere."""
+        """Return 1 / u for the scaled argument u; the caller multiplies by the scale, or folds the scale elsewhere."""
         _renew(u)
         minus = u * -1
         a, b = minus + 2.0, minus + 1.0
@@ -175,9 +175,9 @@ class Inverse(Polynomial):
 class InverseSquareRoot(Polynomial):
     """1/sqrt(v) by Newton's iteration, which starts from a straight line.
 
-    With z = v / m in [1, R]: start with y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2; the result is
-    y / sqrt(m). The line is chosen so that the errors after the first step are equal at both ends and at the turning
-    point. The computation takes 1 + 2 steps levels.
+    Let z = v / m, which is in [1, R]. Start with y = p - q z; then repeat ``steps`` times: y <- y (3 - z y^2) / 2. The
+    result is y / sqrt(m). The line is chosen so that the errors after the first step are equal at both ends and at the
+    turning point. The computation takes 1 + 2 * ``steps`` levels.
 
     Raises:
         ValueError: the interval is not positive.
@@ -191,7 +191,7 @@ class InverseSquareRoot(Polynomial):
 
     @property
     def line(self) -> tuple[float, float]:
-        """(p, q) of the line at the start."""
+        """The coefficients (p, q) of the line at the start."""
         r = self.interval[1] / self.interval[0]
         s = r + math.sqrt(r) + 1
         rho = 2 / 3 * math.sqrt(s / 3) * s / (s - 1)
@@ -219,8 +219,9 @@ class InverseSquareRoot(Polynomial):
         return y
 
     def error(self) -> float:
-        """Largest relative error: that of the line at three points, after e <- e^2 (3 - e) / 2 was applied ``steps``
-        times.
+        """Return the largest relative error.
+
+        It is the largest error e of the line at three points, after ``steps`` times e <- e^2 (3 - e) / 2.
         """
         p, q = self.line
         r = self.interval[1] / self.interval[0]
@@ -274,7 +275,7 @@ class Quadratic(Polynomial):
 
 
 def power_series(coefficients: list[float], u: X) -> X:
-    """Sum of c_i u^i up to degree d >= 2, in ceil(log2(d + 1)) levels, by the method of Paterson and Stockmeyer."""
+    """Sum c_i u^i up to degree d >= 2, in ceil(log2(d + 1)) levels, by the method of Paterson and Stockmeyer."""
     powers = {1: u}
     while 2 * max(powers) < len(coefficients):
         powers[2 * max(powers)] = powers[max(powers)].square()
@@ -291,7 +292,7 @@ def power_series(coefficients: list[float], u: X) -> X:
 
 
 def _renew(first: X, *others: X) -> None:
-    """Refresh all ciphertexts of the next product in one message, if one of them has no level left."""
+    """Refresh all ciphertexts of the next product with one message, if one of them has no level left."""
     if (renew := getattr(first, "renew_with", None)) is not None:
         renew(*others)
 

@@ -1,13 +1,13 @@
 """Set new intervals of a student, either after a training stage, or without training for rows of another kind.
 
 The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
-of 1 / x or 1 / sqrt(x) can drive all later ones out of their intervals. So blocks are measured one after another, and
-within a block its arguments in the order of computation. When an argument is measured, all earlier ones are then in
-their intervals.
+of 1 / x or 1 / sqrt(x) can drive all later arguments out of their intervals. So blocks are measured one after another,
+and within a block its arguments in the order of computation. When an argument is measured, all earlier arguments are
+already inside their intervals.
 
-For example, a student that was distilled on photographs gets drawings. Their arguments leave the intervals, and the
-features are NaN. With some drawings the student's owner can measure wider intervals. The weights do not change, so
-heads trained on its features stay valid.
+For example, a student that was distilled on photographs gets drawings. The functions' arguments leave the intervals,
+and the features are NaN. With some drawings the student's owner can measure wider intervals. The weights do not change,
+so heads that were trained on the student's features stay valid.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments 
 _PRE_NORM = ("first", "scores", "sums", "second", "hidden")  # the order of a block's arguments
 _POST_NORM = ("scores", "sums", "first", "hidden", "second")
 _MOST = 1 << 30  # largest size in bytes of the states that are stored before a block
-_UNCHANGED = ("scores", "hidden")  # arguments whose polynomials do not change
+_UNCHANGED = ("scores", "hidden")  # arguments whose polynomials keep their coefficients; only the intervals change
 _SIZES = ("scale", "range", "largest")  # keys of a block's entry that are not polynomials
 
 
@@ -58,9 +58,9 @@ def widen(
     """Measure a student's arguments without clamping, and choose new polynomials where intervals are too narrow.
 
     Args:
-        taps: the student with the polynomials of ``entries``. It gets the new ones.
+        taps: the student with the polynomials of ``entries``. The function installs the new polynomials in it.
         kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows. Only the first ones are used, as many as have at most one gigabyte of states before a block.
+        batches: the rows. Only so many are used that their states before a block take at most one gigabyte.
         keep: whether intervals may only grow, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 
@@ -97,7 +97,7 @@ def widen(
 def _refit_next(
     entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fit a block's polynomials again, in the order of computation, up to the first one that changes later arguments.
+    """Fit a block's polynomials again, in the order of computation, until a change affects later arguments.
 
     Returns:
         The block's entry, and the names of the later arguments, which have to be measured again.
@@ -112,7 +112,7 @@ def _refit_next(
 
 
 def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Measured, list[Tensor]]:
-    """Run one block on all batches; returns the block's arguments and its outputs."""
+    """Run one block on all batches; return the extremes of the block's arguments, and its outputs."""
     measured, states = Measured(), []
     with taps.recording():
         for args, kwargs in calls:
@@ -124,7 +124,7 @@ def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call])
 
 
 def _calls(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]:
-    """The first block's inputs for each batch, up to the memory limit."""
+    """Return the first block's inputs for each batch, up to the memory limit."""
     calls: list[Call] = []
     held = 0
     hook = first.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
@@ -147,12 +147,13 @@ def measure_again(
 ) -> dict[str, Any]:
     """Widen a student's intervals where the training rows need this, and write the student into the folder.
 
-    Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow at most to the ratio that their polynomials allow.
+    Intervals only grow. The intervals of 1 / x and 1 / sqrt(x) grow at most to the ratio that their polynomials allow.
 
     Returns:
         ``folder``, ``epochs`` (0), ``parameters``, ``measured`` (rows), ``seconds``, ``params_sha256``, and ``blocks``
         as in a distillation. On held-out rows: ``judged`` (their number), ``accuracy`` (None with a new head),
-        ``outside``, and ``without_numbers`` (rows whose features overflow), the last three also with ``_before``.
+        ``outside``, and ``without_numbers`` (number of rows whose features overflow). The last three also exist with
+        the suffix ``_before``, for the old intervals.
 
     Raises:
         InputError: the settings request epochs, tokens or views, which need training.
@@ -213,7 +214,7 @@ def _check(spec: DistilSpec, student: Model) -> None:
 
 
 def _scores_of(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
-    """Metrics on held-out rows."""
+    """Compute metrics on held-out rows."""
     conversion.forget(taps.model.module)
     logits, features, labels = outputs(taps, taps.model.prepare(table, held), len(held))
     finite = torch.isfinite(features).all(1)

@@ -28,12 +28,12 @@ class RowSource(Protocol):
         """Number of rows."""
 
     def batch(self, index: np.ndarray) -> Batch:
-        """The rows with these indices."""
+        """Return the rows with these indices."""
 
 
 @torch.no_grad()
 def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
-    """Logits (n, C), head inputs (n, d) and labels (n,) of the first ``most`` rows, without gradients."""
+    """Compute logits (n, C), head inputs (n, d) and labels (n,) of the first ``most`` rows, without gradients."""
     logits, features, labels = [], [], []
     n = min(len(rows), most)
     with taps.model.evaluating():
@@ -46,7 +46,7 @@ def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
 
 
 def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]:
-    """``accuracy`` (None with a new head), ``distance`` and ``outside``, as in :func:`compare`.
+    """Return ``accuracy`` (None with a new head), ``distance`` and ``outside``, as in :func:`compare`.
 
     Args:
         theirs: the teacher's outputs on the same rows.
@@ -61,7 +61,7 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
 
 
 def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
-    """``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside`` on held-out rows, and ``blocks``.
+    """Compare teacher and student on held-out rows.
 
     If the head is new, a softmax regression is fitted to each model's features of training rows. Then ``agreement``
     compares the teacher's regression on the teacher's features with the same regression on the student's features.
@@ -70,6 +70,9 @@ def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs
 
     Args:
         theirs, known: the teacher's outputs on the held-out rows, and on the first :data:`PROBED` training rows.
+
+    Returns:
+        ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance``, ``outside``, and ``blocks``.
     """
     student = distiller.student
     found = quick(distiller, theirs, judged)
@@ -93,7 +96,7 @@ def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs
 
 
 def outside(blocks: Iterable[Functions]) -> float:
-    """The fraction of arguments outside their intervals, of all arguments of these blocks in evaluation."""
+    """Return the fraction of these blocks' arguments that were outside their intervals in evaluation."""
     modules = [m for block in blocks for m in block]
     return sum(m.outside for m in modules) / max(sum(m.total for m in modules), 1)
 

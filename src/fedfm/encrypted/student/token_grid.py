@@ -1,6 +1,7 @@
 """Change the number of tokens of a vision transformer, by another image size or by dropping its class token.
 
-Encrypted rotations need a power of two as the number of tokens. A ViT at 224 pixels has 196 patches and a class token.
+For encrypted rotations, the number of tokens must be a power of two. A ViT at 224 pixels has 196 patches and a class
+token.
 Its linear maps accept any number of tokens. Only the position embeddings depend on the grid.
 """
 
@@ -21,14 +22,15 @@ _OTHER = ("model_type", "architectures", "transformers_version", "dtype", "torch
 
 
 def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
-    """A new module with the weights of a ViT, DeiT or I-JEPA, for images of ``side`` x ``side`` pixels.
+    """Make a new module with the weights of a ViT, DeiT or I-JEPA, for images of ``side`` x ``side`` pixels.
 
-    Positions of patches are interpolated (bicubic), and those of class tokens stay. Without class tokens the type is
-    ``ijepa``, whose head reads the mean over the patches, so its initial outputs differ from those of the model.
+    Position embeddings of patches are interpolated (bicubic); those of class tokens stay. Without class tokens the new
+    module has the type ``ijepa``, whose head reads the mean over the patches. So its initial outputs differ from the
+    model's.
 
     Args:
-        side: image size; None: the model's own size.
-        class_token: whether class tokens stay.
+        side: image size; None for the model's own size.
+        class_token: whether the new module keeps class tokens.
 
     Raises:
         InputError: the model has another type, its patches do not divide the side, or it has no class token to drop.
@@ -75,7 +77,7 @@ def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
 
 
 def interpolate_positions(positions: Tensor, extra: int, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Interpolate positions (1, extra + h w, d) from one grid (h, w) of patches to another."""
+    """Interpolate position embeddings (1, extra + h w, d) from one grid (h, w) of patches to another."""
     if old == new:
         return positions.clone()
     grid = positions[:, extra:].float().reshape(1, *old, -1).permute(0, 3, 1, 2)
@@ -84,7 +86,7 @@ def interpolate_positions(positions: Tensor, extra: int, old: tuple[int, int], n
 
 
 def processor_for(processor: Any, side: int | None) -> Any:
-    """A copy of an image processor that resizes to ``side`` x ``side``."""
+    """Return a copy of an image processor that resizes images to ``side`` x ``side`` pixels."""
     if side is None:
         return processor
     settings = {key: value for key, value in processor.to_dict().items() if not key.endswith("_type")}
