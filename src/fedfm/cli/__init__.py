@@ -1,4 +1,4 @@
-"""Command line: commands, their help, the progress bar, ``doctor``."""
+"""The command line: the commands and their help texts."""
 
 from fedfm.cli.entry import main
 

@@ -31,12 +31,12 @@ def check(args: Namespace) -> int:
     experiment = experiment_of(args)
     check_files(experiment.data)
     for name in experiment.run.track:
-        open_tracker(name)  # fails if the library is missing
+        open_tracker(name)  # raises an error if the library is missing
     check_known(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.to_display()).rstrip()
     population = None
-    # With a SuperLink, data and model are on its machine, which is this one if the kit's folder exists here.
+    # With a SuperLink, data and model are on its machine. That is this machine if the kit's folder exists here.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.config.cohorts import enough
         from fedfm.models.locate import locate
@@ -58,7 +58,7 @@ def check(args: Namespace) -> int:
             enough(experiment, population.clients)
         fits(experiment, population.model)
         looked = beforehand.check(experiment.method, population)
-        sizes = list(population.sizes().values()) if population.clients else None  # None: the silos have the rows
+        sizes = list(population.sizes().values()) if population.clients else None  # None if the silos have the rows
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
         expected = forecast(experiment, population) if population.clients else None
@@ -100,12 +100,12 @@ def check(args: Namespace) -> int:
             raise InputError("--matching: the model is on the SuperLink's machine; run the command there")
         found = method.match_with(population.model)
         result["matching"] = [asdict(line) for line in found.table]
-        text += f"\n\n# tensor, its shape, the foundation model's shape, which part is mixed, why\n{found}"
+        text += f"\n\n# tensor, its shape, the foundation model's shape, the part that is mixed, the reason\n{found}"
     return say(args, result, text)
 
 
 def _estimate_lines(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
-    """The cost estimate as lines of text."""
+    """Format the cost estimate as lines of text."""
     from fedfm.reports.text import NBSP, duration, plural, size
 
     if forecast is None:

@@ -38,7 +38,7 @@ def audit(args: Namespace) -> int:
     from fedfm.runtime.step_bars import Attacks
 
     if args.pictures is not None and "inversion" not in args.attack:
-        raise InputError("--pictures: only --attack inversion uses images; add it")
+        raise InputError("--pictures: only the attack inversion uses images; add --attack inversion")
     progress = watch()
     unfit, done = "", Audited([])
     if args.dossier and not args.attack:  # every finished run can have a dossier, with attacks or without

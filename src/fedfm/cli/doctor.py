@@ -1,4 +1,4 @@
-"""`fedfm doctor`: whether the installation is complete, and how fast the machine is."""
+"""`fedfm doctor`: check whether the installation is complete, and measure the speed of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 768  # number of inputs, and of outputs, of the linear maps that are ti
 
 
 def examine() -> list[dict[str, Any]]:
-    """All checks as {what, status: ok | note | bad, found}."""
+    """Run all checks; return each as {what, status: ok | note | bad, found}."""
     return [{"what": what, "status": status, "found": found} for what, status, found in _checks()]
 
 
@@ -42,7 +42,7 @@ def _checks() -> Iterator[tuple[str, str, str]]:
 
 
 def _packages() -> Iterator[tuple[str, str, str]]:
-    """Every dependency in the metadata of this installation, then each extra with its packages."""
+    """Check every dependency in the metadata of this installation, then each extra with its packages."""
     extras: dict[str, set[str]] = {}
     for name, brought, versions, extra in _requirements("fedfm"):
         if extra:
@@ -63,10 +63,10 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
-    """For each requirement in a package's metadata: name, requirements of its own extras, versions, extra.
+    """Yield for each requirement in a package's metadata: name, requirements of its own extras, versions, extra.
 
     Args:
-        deep: whether to look up what the extras of requirements install; a package may name its own extras.
+        deep: whether to look up the packages that the requirements' extras install; a package may name its own extras.
     """
     for text in requires(package) or ():
         wanted, _, condition = text.partition(";")
@@ -89,7 +89,7 @@ def _version(name: str) -> str | None:
 
 
 def _cache() -> tuple[str, str, str]:
-    """The size of the cache of prepared rows."""
+    """Report the size of the cache of prepared rows."""
     from fedfm.runtime import row_cache
 
     place = row_cache.folder()
@@ -119,7 +119,7 @@ def _model() -> Iterator[tuple[str, str, str]]:
 
 
 def _products() -> Iterator[tuple[str, str, str]]:
-    """Speed of frozen linear layers in float32 and in bfloat16, which is slower on processors that only emulate it."""
+    """Measure linear layers in float32 and in bfloat16, which is slower on processors that only emulate bfloat16."""
     try:
         import torch
 

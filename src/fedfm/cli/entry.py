@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by the user."""
+    """Run a command; return the exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by the user."""
     words = _whole(sys.argv[1:] if argv is None else argv)
     args = build(words[0] if words else "").parse_args(words)
     try:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _defect_line(error: Exception) -> str:
-    """One line for a defect of fedfm or an unexpected error of a library."""
+    """Describe a defect of fedfm or an unexpected error of a library in one line."""
     from fedfm.core import libraries
 
     try:
@@ -49,11 +49,11 @@ def _defect_line(error: Exception) -> str:
 
 
 def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
-    """One line for an error of the operating system; None if the error is not about a file."""
+    """Describe an error of the operating system in one line; None if the error is not about a file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if "torch" not in sys.modules and not isinstance(error, OSError):
-        return None  # no library that hides such an error was loaded
+        return None  # no library was loaded that could hide such an error in its own
     from fedfm.core import storage
     from fedfm.runtime import row_cache
 
@@ -64,7 +64,7 @@ def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
 
 
 def _whole(argv: Sequence[str]) -> list[str]:
-    """Join a list that begins with a minus to its flag, because argparse would read the list as another flag."""
+    """Join a value that begins with a minus to its flag, because argparse would read the value as another flag."""
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):

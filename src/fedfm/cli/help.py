@@ -1,19 +1,19 @@
-"""Text below the help of each command: examples to copy, and notes."""
+"""The texts below the help of each command: examples to copy, and notes."""
 
 from __future__ import annotations
 
 EXAMPLES = {
     "demo": """examples:
-  fedfm demo                                           five runs and their table, in runs/demo-<time>/
+  fedfm demo                                           make five runs and a table of them, in runs/demo-<time>/
   fedfm demo --out mine --seed 1
 """,
     "run": """examples:
   fedfm run exp.toml                                   run an experiment; the report is in runs/<name>-<time>/
   fedfm run exp.toml --set method.rounds=5 --set run.seed=1
-  fedfm run exp.toml --engine deployment               SuperLink and SuperNodes on loopback, TLS, fresh keys
-  fedfm run exp.toml --seeds 0,1,2                     each seed, then mean and 95 % interval
-  fedfm run exp.toml --tune 0.01,0.03,0.1              choose the learning rate by validation rows first
-  fedfm run exp.toml --format json | tail -1           the result as one JSON object
+  fedfm run exp.toml --engine deployment               use a SuperLink and SuperNodes on loopback, with TLS and new keys
+  fedfm run exp.toml --seeds 0,1,2                     run each seed, then print mean and 95 % interval
+  fedfm run exp.toml --tune 0.01,0.03,0.1              first choose the learning rate on validation rows
+  fedfm run exp.toml --format json | tail -1           print the result as one JSON object
 
 an experiment:
   [data]
@@ -27,19 +27,19 @@ an experiment:
   rounds = 10
 """,
     "pretrain": """examples:
-  fedfm pretrain vit.toml --out secret                 train it; one line an epoch, with metrics on held-out rows
-  fedfm pretrain vit.toml --out secret                 the same command continues after a kill, with the same bits
+  fedfm pretrain vit.toml --out secret                 train a model; print metrics on held-out rows after each epoch
+  fedfm pretrain vit.toml --out secret                 continue after a kill; the model has the same bits
   fedfm pretrain vit.toml --out secret --set pretrain.local.epochs=5
-  fedfm run exp.toml --set model.name=secret           an experiment starts from it
-  fedfm run exp.toml --set method.foundation=secret    a method keeps it at the server
+  fedfm run exp.toml --set model.name=secret           start an experiment from this model
+  fedfm run exp.toml --set method.foundation=secret    use the model as a foundation model that stays at the server
 
-a pretraining: all rows in one place, all parameters trained, images unchanged (no augmentation):
+a pretraining (all rows are in one place, all parameters are trained, images are not augmented):
   [data]
   path = "tiny_imagenet.npz"
   [model]
   name = "preact-resnet"                               # or "nano-vit", "vit-b16", "nano-gpt2", a folder, a hub id
-  weights = "random"                                   # "pretrained" starts from its weights
-  options = { widths = [16, 32, 64], blocks = [1, 1, 1] }   # keys of its config.json, where weights are random
+  weights = "random"                                   # "pretrained" starts from the model's own weights
+  options = { widths = [16, 32, 64], blocks = [1, 1, 1] }   # keys of its config.json; only with random weights
   [pretrain]
   local = { learning_rate = 0.1, momentum = 0.9, weight_decay = 1e-4, batch_size = 128, epochs = 300 }
   milestones = [150, 225]                              # learning rate x 0.1 after these epochs
@@ -49,38 +49,39 @@ for text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary mad
   vocabulary_size = 8000
   vocabulary = "bpe"                                   # or "words"
 
-The folder holds config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
-pretrain.json, which says how it was made. Data of other classes get a new head.
+The folder contains config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
+pretrain.json, which records how the model was made. An experiment with other classes gets a new head.
 """,
     "resume": """examples:
-  fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
-  fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
-  fedfm resume runs/mine --rounds 40                   continue to 40 rounds, also with a finished run
-  fedfm resume runs/mine --set run.folder=/mnt/stick   the folder, a SuperLink or the rows are elsewhere now
+  fedfm resume runs/mine                               continue after the last round (after a kill, full disk or Ctrl-C)
+  fedfm resume runs/mine --format json | tail -1       print the result of a finished run again
+  fedfm resume runs/mine --rounds 40                   continue a run, also a finished one, to 40 rounds
+  fedfm resume runs/mine --set run.folder=/mnt/stick   continue after the folder, a SuperLink or the rows have moved
   fedfm resume runs/mine --accept-loss                 continue without files that are damaged or missing
 
-Secrets, memories and checkpoints have checksums, and a list names the files that must exist. A run that lacks one is
-refused with the file's name (exit 2): restore a copy. If a checkpoint is damaged, the one before it is used.
-With --accept-loss a lost secret is drawn again, which releases its data a second time; a lost memory is replaced by the
-one before, or by an empty one; without any checkpoint the run starts over. "lost" in the manifest and the result names
-the files, and the report shows them. Lost lines of metrics.jsonl and messages.jsonl stop only a run with run.patience;
-notices and the report say what is missing.
+Secrets, memories (the state that clients and server keep between rounds) and checkpoints have checksums, and a list
+names the files that must exist. If one is damaged or missing, resume ends with exit code 2 and names the file: restore
+a copy. If only the newest checkpoint is damaged, the one before it is used.
+With --accept-loss the run continues. A lost secret is drawn again, which releases the data that it protects a second
+time. A lost memory is replaced by the version before it, or by an empty memory. Without any checkpoint the run starts
+over. "lost" in the manifest and the result names the files, and the report shows them. If lines of metrics.jsonl or
+messages.jsonl are lost, only a run with run.patience is refused; notices and the report list the lost lines.
 """,
     "audit": """examples:
-  fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
-  fedfm audit runs/mine --attack model_membership      one attack; --attack may be given several times
-  fedfm audit runs/mine --attack inversion             images from features: trains a network, about a minute
+  fedfm audit runs/mine                                run all attacks that fit and take seconds; findings: report.html
+  fedfm audit runs/mine --attack model_membership      run one attack; --attack may be given several times
+  fedfm audit runs/mine --attack inversion             compute images from features; trains a network for about a minute
   fedfm audit runs/mine --attack inversion --pictures public.npz
-  fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
-  fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
-  fedfm audit runs/mine --time-limit 60                stops after a minute, and names the attacks that are not done
-  fedfm audit runs/mine --dossier                      also two pages for a data protection officer, to print
+  fedfm audit runs/mine --attack extraction            compute fedbaf's foundation model from the messages to clients
+  fedfm audit runs/mine --format json | tail -1        print the findings as one JSON object
+  fedfm audit runs/mine --time-limit 60                stop after a minute, and name the attacks that were not run
+  fedfm audit runs/mine --dossier                      also write two pages for a data protection officer, to print
 
-attacks, and the runs that they fit; without --attack every one that fits and takes seconds:
-  model_membership     rows recognised by the final model; every method whose clients have the model
-  update_membership    rows recognised by the updates, or by their sums; methods with [method.local]
-  label_counts         label counts of clients from a head's update; classifiers that send their head in the clear
-  head_rows            features of rows from a head's update; the same
+attacks, and the runs that they fit (without --attack, all that fit and take seconds are run):
+  model_membership     recognises training rows by the final model; every method whose clients have the model
+  update_membership    recognises training rows by the updates, or by their sums; methods with [method.local]
+  label_counts         clients' label counts from a head's update; classifiers that send their head in the clear
+  head_rows            features of rows from a head's update; classifiers that send their head in the clear
   membership, epsilon, reconstruction, single_holder, inversion       fedpft; inversion needs images
   extraction           fedbaf
   task_vector          fedbip, fedamp, fedawa
@@ -89,88 +90,90 @@ attacks, and the runs that they fit; without --attack every one that fits and ta
   server_view, substitute_model       blindfed
   canaries             noise for clients, unit = "client"
   row_canaries, row_norms     DP-SGD
-  repeated_questions   a client asked twice for one thing in one round, by messages.jsonl; every run
+  repeated_questions   messages.jsonl shows that a client was asked twice for the same part of a round; every run
 
-A finding is a measurement with an interval and a verdict, "leaks", "holds" or "inconclusive", by a rule that is
-printed with its numbers. The cheap attacks come first, and audit.json is written after each, so that Ctrl-C keeps what
-was found. Exit code 0: the audit is done, or its time ran out, and it refutes no claim of the run. 1: a measurement
-refutes a claim of the run, e.g. its epsilon, or the time ran out before the first finding. 2: the run cannot be
-audited.
+A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". The rule for the verdict
+is printed with its numbers. Fast attacks run first, and audit.json is written after each attack, so that Ctrl-C keeps
+the findings so far. Exit code 0: the audit is done, or its time ran out, and it refutes no claim of the run. 1: a
+measurement refutes a claim of the run, e.g. its epsilon, or the time ran out before the first finding. 2: the run
+cannot be audited.
 The audit replays the run in this process, from its experiment, its data and its private/ keys, and writes only
 audit.json, report.html, dossier.html if the run has one, and the verdicts in manifest.json.
 """,
     "report": """examples:
-  fedfm report runs/mine                               of an unfinished run: its rounds so far
+  fedfm report runs/mine                               the report of an unfinished run shows its rounds so far
 """,
     "sign": """examples:
-  fedfm sign runs/mine                                 writes runs/mine/signature.json
-  fedfm sign runs/mine --key officer.pem               with a key of your own; it is made if it is absent
-  fedfm sign adapter                                   a folder that `fedfm export` wrote
+  fedfm sign runs/mine                                 write runs/mine/signature.json
+  fedfm sign runs/mine --key officer.pem               sign with another key, which is made if the file is absent
+  fedfm sign adapter                                   sign a folder that `fedfm export` wrote
 
-The signature covers every file of the run but private/, which nobody else has: manifest, metrics, messages, report,
-audit.json, models and checkpoints. If resume, audit or join write one of them later, sign the
-run again. Give the public half, signing.pem.pub, to those who verify; keep the private one.
+The signature covers manifest, metrics, messages, report, audit.json, models, checkpoints and all other files of the run
+except private/, which stays with its owner. If resume, audit or join write one of these files later, sign the run
+again. Give the public key, signing.pem.pub, to everyone who verifies the signature; keep the private key.
 """,
     "verify": """examples:
-  fedfm verify runs/mine --key signing.pem.pub         the signer's public key, received by another channel
-  fedfm verify runs/mine                               by your own key, ~/.config/fedfm/signing.pem
+  fedfm verify runs/mine --key signing.pem.pub         use the signer's public key, received by another channel
+  fedfm verify runs/mine                               use your own key, ~/.config/fedfm/signing.pem
 
-Exit code 0: every file is as a known key signed it. 1: a file was changed, removed or added, the signature is not
-genuine, or another key signed. 2: there is no signature. The known key is that of --key; without --key it is the one
-that `fedfm sign` makes for you. No other key counts, since anyone who changes a file can sign the run again.
+Exit code 0: the known key has signed every file as it is now. 1: a file was changed, removed or added, the signature is
+not genuine, or another key signed. 2: there is no signature. The known key is the one that --key names, or else the one
+that `fedfm sign` makes for you. Other keys do not count, since anyone who changes a file can sign the run again.
 """,
     "compare": """examples:
-  fedfm compare runs/mine runs/other                   a table here, and the page compare.html
+  fedfm compare runs/mine runs/other                   print a table, and write the page compare.html
   fedfm compare runs/demo-*/* --out demo.html
 """,
     "predict": """examples:
-  fedfm predict runs/mine new.csv                      for each row a class and its probability
+  fedfm predict runs/mine new.csv                      print a class and its probability for each row
   fedfm predict runs/mine pictures/ --format json | tail -1
-  fedfm predict runs/mine new.csv --client north       if every client has its own model
-  fedfm predict runs/mine new.csv --out labels.csv     to a file: .csv or .jsonl, one line per row, or .json
+  fedfm predict runs/mine new.csv --client north       use the client's own model, if every client has its own
+  fedfm predict runs/mine new.csv --out labels.csv     write a file: .csv or .jsonl (one line per row), or .json
 
-A model for instructions prints one line per answer; with a column of outputs also the perplexity.
+For a model that follows instructions, the command prints one line per answer; if the file has a column of outputs, it
+prints the perplexity, too.
 """,
     "export": """examples:
-  fedfm export runs/mine --to peft --out adapter       PeftModel.from_pretrained(model, "adapter")
+  fedfm export runs/mine --to peft --out adapter       PeftModel.from_pretrained(model, "adapter") loads it
   fedfm export runs/mine --to hf --out model           AutoModelForImageClassification.from_pretrained("model")
   fedfm export runs/mine --to torch --out weights      safetensors.torch.load_file("weights/model.safetensors")
 """,
     "join": """examples:
-  fedfm join runs/mine north.csv --client north         its model: the run's start weights and one local pass
+  fedfm join runs/mine north.csv --client north         train a model for north: start weights, then a local pass
   fedfm predict runs/mine file.csv --client north
   fedfm export runs/mine --client north --to peft --out adapter
 
-FedBip compares the newcomer's task vector with those of the other clients, and weights similar ones. Methods with one
-model for all start from that model. The output gives the accuracy on the newcomer's test rows of its model, of the
-start weights, and of a model after the same number of local passes without the federation.
+FedBip compares the newcomer's task vector with the task vectors of the other clients, and starts from a mean in which
+similar clients have more weight. Methods with one model for all clients start from that model. The output has three
+accuracies on the newcomer's test rows: of its model, of the start weights, and of a model after the same number of
+local passes without the federation.
 """,
     "list": """examples:
-  fedfm list                                           everything
+  fedfm list                                           list all kinds
   fedfm list methods
 """,
     "show": """examples:
-  fedfm show fedprox                                   a method: keys to copy into [method]
-  fedfm show label_shuffle                             an attack; `fedfm list attacks`
-  fedfm show krum                                      an aggregation; `fedfm list aggregation`
+  fedfm show fedprox                                   show a method, with keys to copy into [method]
+  fedfm show label_shuffle                             show an attack (see `fedfm list attacks`)
+  fedfm show krum                                      show an aggregation (see `fedfm list aggregation`)
 """,
     "schema": """examples:
   fedfm schema --out fedfm.schema.json                 then begin exp.toml with: #:schema ./fedfm.schema.json
-  fedfm schema silo --out silo.schema.json             of a silo's file; "pretrain": of a pretraining
+  fedfm schema silo --out silo.schema.json             write the schema of a silo's file
 
 Editors with a TOML plugin (taplo, Even Better TOML) then complete keys and names, show their meaning, and mark values
-that are misspelt or out of bounds. `fedfm check` also checks files and rules across tables.
+that are misspelt or out of bounds. `fedfm check` also checks data files, and rules that concern several tables.
 """,
     "check": """examples:
-  fedfm check exp.toml                                 keys, files, rows, model; nothing is trained
+  fedfm check exp.toml                                 check keys, files, rows and model without a run
   fedfm check exp.toml --set method.fraction=0.2 > whole.toml
   fedfm check exp.toml --format json | tail -1         {"valid": ..., "classes": ..., "trainable": ...}
 """,
     "app": """examples:
-  fedfm app flower --experiment exp.toml               an app runs one experiment
+  fedfm app flower --experiment exp.toml               write an app that runs one experiment
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
     "doctor": """examples:
-  fedfm doctor                                         versions, cores, disk; what is missing
+  fedfm doctor                                         check versions, cores and disk; list missing packages
 """,
 }

@@ -1,4 +1,4 @@
-"""Arguments of the commands, and their help."""
+"""The arguments of the commands, and their help."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _late(place: str) -> Callable[[Any], Any]:
-    """A function that calls ``module:name`` of this folder, which is imported only then."""
+    """Return a function that imports ``module:name`` of this folder only when it is called, and calls it."""
 
     def call(args: Any) -> Any:
         module, _, name = place.partition(":")
@@ -41,10 +41,11 @@ def _late(place: str) -> Callable[[Any], Any]:
 
 
 def build(first: str = "") -> argparse.ArgumentParser:
-    """The parser of the command line. The function of each command is its ``command``.
+    """Make the parser of the command line. In the parsed arguments, ``command`` is the function to call.
 
     Args:
-        first: the first word of the command line. The wings' commands are added unless this word is another command.
+        first: the first word of the command line. If it is a command of this module, the commands of other packages
+            (sites and encrypted), which take time to import, are left out.
     """
     parser = _Parser(
         prog="fedfm",
@@ -83,13 +84,15 @@ def build(first: str = "") -> argparse.ArgumentParser:
                 "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment"
             )
             sub.add_argument(
-                "--engine", choices=("local", "simulation", "deployment", "folder"), help="instead of run.engine"
+                "--engine",
+                choices=("local", "simulation", "deployment", "folder"),
+                help="engine to use instead of run.engine",
             )
         if run:
-            sub.add_argument("run", type=Path, help="its directory")
+            sub.add_argument("run", type=Path, help="the run's directory")
         return sub
 
-    text = "run the built-in example and its baselines, under a minute"
+    text = "run the built-in example and its baselines, in less than a minute"
     demo = command("demo", "study_commands:demo", text, json=True)
     demo.add_argument("--out", type=Path, help="folder for the runs [runs/demo-<time>]")
     demo.add_argument("--seed", type=int, default=0)
@@ -97,11 +100,11 @@ def build(first: str = "") -> argparse.ArgumentParser:
     run = command("run", "run_commands:run", "run an experiment", json=True, overrides=True)
     run.add_argument("experiment", type=Path, help="TOML file")
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
-    run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
+    run.add_argument("--seeds", help="comma-separated seeds: run each, and report mean and interval")
     run.add_argument("--baselines", action="store_true", help="also run the method's baselines")
-    run.add_argument("--tune", help="comma-separated learning rates; the best on validation rows is used")
+    run.add_argument("--tune", help="comma-separated learning rates; the run uses the best on validation rows")
 
-    pretrain = command("pretrain", "commands:pretrain", "train a foundation model centrally, as a folder", json=True)
+    pretrain = command("pretrain", "commands:pretrain", "train a foundation model on one machine", json=True)
     training_arguments(pretrain, "pretrain")
 
     resume = command("resume", "run_commands:resume", "continue a run that was stopped or killed", json=True, run=True)
@@ -126,10 +129,10 @@ def build(first: str = "") -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="the attacks are listed below [all cheap ones that fit the run]",
+        help="an attack of the list below [all that fit the run and take seconds]",
     )
     audit.add_argument(
-        "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own images [the run's test rows]"
+        "--pictures", type=Path, metavar="FILE", help="for inversion: the attacker's own images [the run's test rows]"
     )
 
     audit.add_argument(
@@ -158,18 +161,22 @@ def build(first: str = "") -> argparse.ArgumentParser:
     )
     verify.add_argument("--key", type=Path, metavar="FILE", help="the public key that must have signed, PEM")
 
-    compare = command("compare", "commands:compare", "a table of several runs, and a page that compares them")
+    compare = command(
+        "compare", "commands:compare", "print a table of several runs, and write a page that compares them"
+    )
     compare.add_argument("run", type=Path, nargs="+", help="their directories")
     compare.add_argument("--out", type=Path, default=Path("compare.html"), help="the page [compare.html]")
 
-    predict = command("predict", "commands:predict", "predict the rows of a file by a run's model", json=True, run=True)
+    predict = command(
+        "predict", "commands:predict", "predict the rows of a file with a run's model", json=True, run=True
+    )
     predict.add_argument("file", type=Path, help="csv, jsonl, parquet, npz, txt or image folder; labels are not needed")
     predict.add_argument("--client", help="owner of the model, if every client has its own")
     predict.add_argument(
         "--engine",
         choices=("local", "deployment"),
         default="local",
-        help="deployment: the rows are at their own SuperNode, encrypted (blindfed) [local]",
+        help="deployment: encrypt the rows at a SuperNode, so that the server does not see them (blindfed) [local]",
     )
     predict.add_argument(
         "--out", type=Path, metavar="FILE", help="file for the result: .jsonl or .csv, one line per row, or .json"
@@ -185,23 +192,23 @@ def build(first: str = "") -> argparse.ArgumentParser:
         one.add_argument("--last", action="store_true", help="the last round's model, if run.patience chose another")
 
     join = command("join", "commands:join", "make a model for a client that joins after training", json=True, run=True)
-    join.add_argument("data", type=Path, help="its rows: csv, jsonl, parquet, npz or an image folder")
-    join.add_argument("--client", help='its name in the run ["newcomer"]')
+    join.add_argument("data", type=Path, help="the client's rows: csv, jsonl, parquet, npz or an image folder")
+    join.add_argument("--client", help='the client\'s name in the run ["newcomer"]')
 
     kinds = ("methods", "models", "partitions", "sources", "attacks", "aggregation")
     listing = command("list", "commands:listing", f"list {', '.join(kinds)}")
     listing.add_argument("kind", nargs="?", choices=kinds)
 
-    show = command(
-        "show", "commands:show", "paper, keys, defaults and meaning of a method, an attack or an aggregation"
-    )
-    show.add_argument("method", help="its name")
+    show = command("show", "commands:show", "show paper, keys and defaults of a method, an attack or an aggregation")
+    show.add_argument("method", help="the name of a method, an attack or an aggregation")
 
-    schema = command("schema", "commands:schema", "the JSON Schema by which editors complete and check a TOML file")
-    # The same names as in fedfm.config.catalogue.SCHEMAS, whose import would cost time.
+    schema = command(
+        "schema", "commands:schema", "print the JSON Schema with which editors complete and check a TOML file"
+    )
+    # These are the names in fedfm.config.catalogue.SCHEMAS, whose import would take time.
     files = ("experiment", "pretrain", "distil", "silo", "federation")
-    schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
-    schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
+    schema.add_argument("of", nargs="?", choices=files, default=files[0], help="the kind of file [experiment]")
+    schema.add_argument("--out", type=Path, metavar="FILE", help="write the schema into this file")
 
     check = command(
         "check", "check_command:check", "check an experiment and print it with every default", json=True, overrides=True
@@ -212,8 +219,8 @@ def build(first: str = "") -> argparse.ArgumentParser:
     )
 
     app = command("app", "commands:app", "write a Flower app that `flwr run` takes")
-    app.add_argument("folder", type=Path, help="is made")
-    app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
+    app.add_argument("folder", type=Path, help="folder to make")
+    app.add_argument("--experiment", type=Path, help="TOML file to put into the app [the demo's]")
 
     for found in () if first in subparsers.choices else wing_commands():
         found.add_arguments(command(found.name, found.run, found.help, examples=found.examples, json=found.json))

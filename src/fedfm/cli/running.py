@@ -1,4 +1,4 @@
-"""How commands run an experiment: its file, its bar, and what they print when it ends or stops."""
+"""Functions with which commands run an experiment: read its file, show its progress, print its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def experiment_of(args: Namespace) -> Experiment:
-    """The experiment in a command's file, changed by --set and --engine."""
+    """Read the experiment in a command's file, and change it by --set and --engine."""
     from fedfm.config.experiment import Experiment
     from fedfm.config.toml import parse_override
 
@@ -49,21 +49,21 @@ def hint_on_stop(call: Callable[[], dict[str, Any]], progress: Bar) -> dict[str,
 
 
 def watch() -> Bar:
-    """A progress bar on stderr for a run."""
+    """Make a progress bar on stderr for a run."""
     from fedfm.runtime.progress_bar import Bar
 
     return Bar()
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A run's table, and the place of its report."""
+    """Return a run's table as text, and the path of its report."""
     from fedfm.reports import run_table
 
     return f"{run_table.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
 
 
 def tell_missing(path: Path) -> list[str]:
-    """Print, and return, which records of a run are missing or lost."""
+    """Print, and return, sentences about records of a run that are missing or lost."""
     from fedfm.reports.read import read
 
     missing = list(read(path).missing)

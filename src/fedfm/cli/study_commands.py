@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def run_study(args: Namespace, experiment: Experiment, progress: Bar) -> int:
-    """Run several experiments in place of one, or before it."""
+    """Run the several experiments that --seeds, --baselines or --tune ask for."""
     from fedfm.api import studies
 
     if args.tune:

@@ -157,7 +157,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @cached_property
     def scheduled_local(self) -> Local:
-        """Return the client optimiser, with the paper's schedule if no other schedule is set."""
+        """The client optimiser, with the paper's schedule if no other schedule is set."""
         return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
 
     def view(self, client: Client) -> Client:
@@ -207,7 +207,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @cached_property
     def client_half(self) -> ClientHalf:
-        """Return the client half of the protocol for all clients of this process."""
+        """The client half of the protocol for all clients of this process."""
         return ClientHalf(self.protocol, self.encryption)
 
     # --- what the method needs and promises ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Notices about a finished run, from its own metrics."""
+"""Notices about a finished run, which follow from its own metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedfm.config.experiment import Experiment
 from fedfm.models import derived_modules
 from fedfm.training import TrainsLocally
 
-_RISE = 1.05  # ratio of the last test loss to the lowest one; a smaller rise counts as noise
-_FALL = 0.01  # fall of the accuracy; a smaller one counts as noise
+_RISE = 1.05  # smallest ratio of the last test loss to the lowest one that does not count as noise
+_FALL = 0.01  # smallest fall of the accuracy that does not count as noise
 
 
 def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
-    """Read the lines of ``metrics.jsonl``: a notice if at the end the test loss rose while the accuracy fell."""
+    """Return a notice if by the lines of ``metrics.jsonl`` the test loss rose at the end while the accuracy fell."""
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:
         return []
@@ -51,9 +51,9 @@ def _cure(experiment: Experiment) -> str:
 
 
 def outside(module: nn.Module) -> list[str]:
-    """A notice if arguments of a student's polynomials left their intervals, for the rows that this process computed.
+    """Return a notice if arguments of a polynomial student's functions left their intervals, on this process's rows.
 
-    On these intervals the polynomials approximate softmax, LayerNorm and GELU.
+    Inside these intervals the polynomials approximate softmax, LayerNorm and GELU.
     """
     counts = derived_modules.violations(module).values()
     if not (far := sum(n for n, _ in counts)):

@@ -1,7 +1,7 @@
 """Scores between the asynchronous rounds of a deployment: each client scores the model that it last received.
 
 A request for scores after each round would have to wait for clients that are training. So a client scores a received
-model before it trains, and sends the scores with the metrics of its update. The server keeps each client's newest ones.
+model before it trains, and sends the scores with its update. The server keeps the newest scores of each client.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def of_sent(
     payload: Mapping[str, Any],
     as_told: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
 ) -> dict[str, float]:
-    """Client half: the scores of the received model on the client's own rows, as metrics of its update.
+    """Client half: score the received model on the client's own rows; the scores become metrics of its update.
 
-    If the request has several parameter vectors, there are no scores: only the method knows which one is the model.
+    If the request has several parameter vectors, there are no scores: only the method knows which vector is the model.
 
     Args:
         as_told: reduces the scores to what may leave the silo.
@@ -63,8 +63,9 @@ class Newest:
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
-        """Record the scores that clients were asked for of the start model, so that all lines cover the same
-        clients.
+        """Record clients' scores of the start model, which the server asked for.
+
+        With them all lines of metrics cover the same clients.
         """
         for client, found in told.items():
             if found:
@@ -74,7 +75,7 @@ class Newest:
     def hear(self) -> list[ClientId]:
         """Record the scores that came with this round's updates.
 
-        This must happen before the commit, so that a resumed run has the scores, too.
+        Call this before the round's commit, so that a resumed run has the scores, too.
 
         Returns:
             The clients that could not score the model that they received.
@@ -93,11 +94,11 @@ class Newest:
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def rounds(self) -> dict[ClientId, int]:
-        """For each client the round of the model that it scored; scores that are too old are left out."""
+        """Return for each client the round of the model that it scored, without scores that are too old."""
         known = self._fed.memory.get(_NEWEST, {})
         return {c: told["round"] for c, told in known.items() if self._fed.round - told["round"] <= self._oldest}
 
     def of(self, part: str) -> dict[ClientId, dict[str, Any]]:
-        """Each client's metrics on its ``test`` or ``val`` rows; empty if the client has reported none recently."""
+        """Return each client's metrics on its ``test`` or ``val`` rows; empty if it has reported none recently."""
         known, lately = self._fed.memory.get(_NEWEST, {}), self.rounds()
         return {c: dict(known[c].get(part, {})) if c in lately else {} for c in self._fed.clients}

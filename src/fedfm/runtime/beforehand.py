@@ -1,8 +1,8 @@
-"""Check rows, model and libraries before the first round, so that mistakes in them exclude no client later.
+"""Check rows, model and libraries before the first round; without this, a mistake would exclude clients in the run.
 
 The checks compare the columns of feature vectors with each other, compare tokens with the size of the embedding, and
-compute the model on a few rows. (The reader has already checked that images and cells can be read.) A mistake is an
-error that names its place. A probable mistake is a notice.
+compute the model on a few rows. (The reader has already checked that images and cells can be read.) A mistake raises
+an error that names its place. A probable mistake gives a notice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 
-_FEW = 8  # number of rows that are checked; the loss of the two shortest ones is computed
+_FEW = 8  # number of rows that are checked; for the two shortest of them the loss is computed
 _PAIR = 2
 
 
 def check(method: Method[Any], population: Partitioned) -> list[str]:
-    """Refuse an experiment that would fail at a client; returns notices about the model.
+    """Refuse an experiment that would fail at a client; return notices about the model.
 
     Raises:
         InputError: the experiment would fail; the error names the file, the row, the client or the key.
@@ -63,7 +63,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Notices about feature vectors if one column, or one client, has much larger values than the others."""
+    """Return notices about feature vectors if one column, or one client, has much larger values than the others."""
     if population.federated.table.kind != "features":
         return []
     from fedfm.runtime import feature_columns
@@ -72,7 +72,7 @@ def notices(population: Partitioned) -> list[str]:
 
 
 def _rows(population: Partitioned) -> np.ndarray:
-    """Indices of all rows that a client or the server reads, each once."""
+    """Return the indices of all rows that a client or the server reads, each once."""
     parts = [population.federated.test]
     for of in population.federated.clients.values():
         parts += [of.train, of.val, of.test]
@@ -83,7 +83,7 @@ def _rows(population: Partitioned) -> np.ndarray:
 
 
 def _try(method: Method[Any], population: Partitioned) -> list[str]:
-    """Compute features or a loss on the first rows of the first client; returns the notices of :func:`look`."""
+    """Compute features or a loss on the first rows of the first client; return the notices of :func:`look`."""
     model, table = population.model, population.federated.table
     clients = (population.federated.clients[name] for name in population.clients)
     first = next((of.train[:_FEW] for of in clients if len(of.train)), None)

@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 
 
 class Population(Protocol):
-    """Where the clients' data come from: the partition of one experiment, or a silo's own file."""
+    """The source of the clients' data: the partition of one experiment, or a silo's own file."""
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names, sorted."""
+        """The clients' names, sorted."""
 
     @property
     def client_model(self) -> Model | None:
         """The model that clients train; None if clients have no model."""
 
     def data(self, client: ClientId) -> ClientData:
-        """The client's rows, ready for the model."""
+        """Return the client's rows, ready for the model."""
 
 
 class Silos:
@@ -72,17 +72,17 @@ class Silos:
     Args:
         memory: folder of the clients' memories; each client has a subfolder.
         attack: called in place of some clients' halves, with the half, the client and the payload (see
-            :class:`fedfm.attacks.attackers.Attackers`); None: all clients are honest.
+            :class:`fedfm.attacks.attackers.Attackers`); None if all clients are honest.
         allow: the silo's policy, as words of :mod:`fedfm.privacy.policy`; ``("mean",)`` discloses no single reply.
         on_error: receives the traceback if a handler raises; the traceback stays at the client.
         local_scores: whether an update for a mean also contains the accuracy of the client's trained model, measured
             before aggregation on the client's own test rows.
         scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
-            0: never (see :mod:`fedfm.runtime.async_scores`).
+            0 for no scores (see :mod:`fedfm.runtime.async_scores`).
         reveal: whether the server receives the text of an error in a client half. The text may contain paths and
-            values. Without it the server receives the code, and a sentence that does not depend on the rows.
+            values. If not, the server receives the code, and a sentence that does not depend on the rows.
         transport: precision of the Params in messages, ``run.transport``.
-        own: attributes of each :class:`~fedfm.core.client.Client` that a silo's file gives: ``smallest_cohort``,
+        own: attributes of each :class:`~fedfm.core.client.Client` that come from a silo's file: ``smallest_cohort``,
             ``identity``, ``roster``, ``log``; None if the clients' rows are parts of the server's table.
 
     Attributes:
@@ -124,23 +124,23 @@ class Silos:
 
     @property
     def width(self) -> int:
-        """Largest number of clients that one call of :meth:`answer` can serve."""
+        """The largest number of clients that one call of :meth:`answer` can serve."""
         return scheduler.width(self.population.client_model)
 
     @property
     def least(self) -> int:
-        """From this number of clients on, one call of :meth:`answer` for all is faster than one call for each."""
+        """The smallest number of clients for which one call of :meth:`answer` is faster than one call for each."""
         return scheduler.least(self.population.client_model)
 
     @functools.cached_property
     def room(self) -> int:
-        """Largest number of bytes of a message to or from these clients."""
+        """The largest size in bytes of a message to or from these clients."""
         from fedfm.core.wire import limits
 
         return limits.room(getattr(self.population.client_model, "layout", None))
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Load what all clients share, before processes are forked."""
+        """Load the objects that all clients share, before processes are forked."""
         if any(request.handler.startswith(("train.", "aggregate.")) for request in requests[:1]):
             scheduler.prepare(self.population.client_model)
 
@@ -158,7 +158,7 @@ class Silos:
         ]
 
     def _payload(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The payload with its Params decoded. Clients that share a payload get the same object."""
+        """Return the payload with its Params decoded; clients that share a payload get the same object."""
         if self._coding is None:
             return payload
         if self._rebuilt[0] is not payload:
@@ -196,7 +196,7 @@ class Silos:
             raise ClientFault(E_REFUSED, why)
 
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
-        """The fault that the server receives; the client's error log has all further details."""
+        """Return the fault that the server receives; the client's error log has all further details."""
         if isinstance(error, ClientFault):
             if self._reveal or error.code in OF_NO_ROW:
                 return error
@@ -246,9 +246,7 @@ class Silos:
         return reply
 
     def _part(self, client: Client, request: Request, payload: Mapping[str, Any], call_half: Callable[[], Any]) -> Any:
-        """The client's part of a mean: its update and metrics, in the form that the aggregation requires, e.g.
-        masked.
-        """
+        """Return the client's part of a mean: update and metrics, in the form (e.g. masked) of the aggregation."""
         of_sent = self._of_sent(client, payload) if self._scores_due(request) else {}
         reply = call_half()
         if self._local_scores and isinstance(reply, Update):
@@ -258,7 +256,7 @@ class Silos:
         return self.aggregator.protect(client, reply)
 
     def _blank(self, client: Client, error: Exception) -> Any:
-        """An empty part of a sum, sent in place of an error.
+        """Return an empty part of a sum, which the client sends in place of an error.
 
         Whether a client half fails may depend on its rows. A server that sees only sums must not learn this. So the
         client sends an empty part, and the silo's log has the error. If all clients' rows are parts of the server's
@@ -280,8 +278,9 @@ class Silos:
         return reply
 
     def _why_refused(self, kind: str, name: str) -> str | None:
-        """The reason to refuse a request, or None. The silo itself looks up what a handler exposes; it does not ask the
-        server.
+        """Return the reason to refuse a request, or None.
+
+        The silo itself looks up what a handler exposes; it does not rely on the server.
         """
         if f"{kind}.{name}" not in self._handlers:
             own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
@@ -292,7 +291,7 @@ class Silos:
         return None
 
     def _scores_due(self, request: Request) -> bool:
-        """Whether the client has to score the received model now. A restarted process counts the rounds anew."""
+        """Whether the client scores the received model in this round. A restarted process starts to count again."""
         if not self._scores_sent or EXPOSES["scores"] not in self.allow:
             return False
         last = self._scored.get(request.client)
@@ -302,7 +301,7 @@ class Silos:
         return True
 
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
-        """Scores of the received model. If scoring fails, the update reports that, and training goes on."""
+        """Return the scores of the received model. If scoring fails, the update reports that, and training goes on."""
         from fedfm.runtime import async_scores
 
         try:
@@ -312,9 +311,9 @@ class Silos:
             return {async_scores.FAILED: 1.0}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
-        """Accuracy and loss of the client's trained model, and the number 1.
+        """Return accuracy and loss of the client's trained model, and the number 1; empty without test rows.
 
-        The server averages all three. The mean of the 1 is the fraction of clients that have test rows.
+        The server averages all three over the clients. The mean of the ones is the fraction of clients with test rows.
         """
         if client.trained is None or not len(client.data.test):
             return {}
@@ -325,7 +324,7 @@ class Silos:
         return known | {JUDGED: 1.0} if known else {}
 
     def _as_told(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Scores in the form that may leave the silo: rounded if the rows are the silo's own."""
+        """Return scores in the form that may leave the silo: rounded if the rows are the silo's own."""
         if not self._own:
             return found
         from fedfm.runtime.coarse_scores import coarse
@@ -333,7 +332,7 @@ class Silos:
         return coarse(found)
 
     def client(self, request: Request) -> Client:
-        """The client in its state at this request."""
+        """Make the client in its state at this request."""
         plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
         descent: Descent | None = None
         if plan is not None:
@@ -357,7 +356,7 @@ class Silos:
         )
 
     def _span(self, t: int) -> tuple[float, float]:
-        """Begin and end of round t as fractions of the run; (0, 0) before the first round, (1, 1) after the last."""
+        """Return begin and end of round t as fractions of the run: (0, 0) before the first round, (1, 1) after all."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
 
@@ -369,9 +368,7 @@ def _existing(model: Model | None) -> Model:
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The kinds of message that a client half answers: the kind in its decorator, or else those that its method
-    lists.
-    """
+    """Return the kinds of message that a client half answers: its decorator's kind, or else those in its method."""
     of: Any = fn.__self__  # type: ignore[attr-defined]
     if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
         return (fn.kind or "query",)  # type: ignore[attr-defined]
@@ -381,13 +378,13 @@ def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _versions(payload: Mapping[str, Any]) -> int:
-    """A number that grows whenever a tensor of the payload is written to."""
+    """Return a number that grows whenever a tensor of the payload is written to."""
     params = (value for value in payload.values() if isinstance(value, Params))
     return sum(flat._version for value in params for flat in value.flats.values())
 
 
 def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:
-    """The ``@on_client`` functions of ``parts``, and those of the methods in their fields."""
+    """Yield the ``@on_client`` functions of ``parts``, and of the methods in the parts' fields."""
     for part in parts:
         for name in dir(type(part)):
             if getattr(inspect.getattr_static(type(part), name, None), "on_client", False):

@@ -1,7 +1,7 @@
 """Memory of a client between messages, on the client's disk, and memory of the server between rounds.
 
-Each request, identified by (round, call), writes its own version, and reads the newest earlier version. If a server was
-killed and repeats a round, each client therefore reads its state from before that round. Nothing needs to be undone.
+Each request, identified by (round, call), writes its own version, and reads the newest earlier version. So if a server
+was killed and repeats a round, each client reads its state from before that round, and no write needs to be undone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.runtime import file_integrity
 from fedfm.runtime.file_integrity import SECRET, version_name, version_of
 
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # largest round and call that fit into a version's name
-BACK = 2  # a resume may go back this many rounds: to the newest checkpoint, or if that is damaged to the one before
+BACK = 2  # a resume may go back this many rounds: to the newest checkpoint, or to the one before if that is damaged
 
 FIRSTS, STORES = "+first", "+store"  # names that no party's folder can have, see LISTS in file_integrity
 
@@ -28,12 +28,12 @@ entropy = os.urandom  # tests replace it
 
 
 def secret(root: Path, client: str, name: str) -> bytes:
-    """32 random bytes, drawn once and stored with the client's memory.
+    """Return 32 random bytes, which are drawn once and stored with the client's memory.
 
     A secret has no versions: a round that is repeated after a crash must release the same noise, not a second sample.
 
     Raises:
-        Lost: the file is damaged or missing. Newly drawn bytes would release a second sample of the noise.
+        Lost: the file is damaged or missing. New bytes would release a second sample of the noise.
     """
     path, names = secret_file(root, client, name), file_integrity.list_of(root, client)
     try:
@@ -52,15 +52,15 @@ def secret(root: Path, client: str, name: str) -> bytes:
 
 
 def secret_file(root: Path, client: str, name: str) -> Path:
-    """The file of a :func:`secret`."""
+    """Return the path of the file of a :func:`secret`."""
     return root / safe_name(client) / f"{name}.secret"
 
 
 def first(root: Path, client: str, name: str, value: bytes) -> bytes:
-    """Store a value under a name unless there is one already; returns the stored value.
+    """Store a value under a name unless the name has a value already; return the stored value.
 
-    The value is on the disk when the function returns. If several processes store a value at the same time, one of
-    these values is stored, and all processes get that one.
+    The value is on the disk when the function returns. If several processes store values at the same time, one of these
+    values is stored, and all processes get this value.
 
     Raises:
         Lost: the file of the value is damaged.
@@ -80,7 +80,7 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
 
 
 class Store(MutableMapping[str, bytes]):
-    """Values without versions. Each is on the disk when its assignment returns, and a resume does not undo it.
+    """Values without versions. A value is on the disk when its assignment returns, and a resume does not undo it.
 
     Args:
         root: folder of all stores; each party has a subfolder, which is made on the first write.
@@ -128,12 +128,12 @@ class Store(MutableMapping[str, bytes]):
 
 
 def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
-    """A function that opens the server's memory at a round, in the run's private folder."""
+    """Return a function that opens the server's memory at a round, in the run's private folder."""
     return lambda t: DiskMemory(private, "server", (t, 0))
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """A memory that is loaded on first use. :meth:`commit` writes it if it changed; nobody commits after an error.
+    """A memory that is loaded on first use. :meth:`commit` writes it if it changed; after an error it is not called.
 
     A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. With an older version the
     run would continue from another state, and nobody would notice.
@@ -179,7 +179,7 @@ class DiskMemory(MutableMapping[str, Any]):
         return found
 
     def commit(self) -> None:
-        """Write this version if anything changed, and remove versions that no resume can need any more."""
+        """Write this version if a value changed, and remove versions that no resume can need any more."""
         if not self._changed:
             return
         if not os.path.isdir(self._folder):
@@ -193,7 +193,7 @@ class DiskMemory(MutableMapping[str, Any]):
             self._path(version).unlink(missing_ok=True)
 
     def _versions_to_keep(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Versions that a repeated request may read: all of this round, and the last version of each earlier round."""
+        """Return the versions that a repeated request may read: all of this round, and each earlier round's last."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]
         found = {version for version in past if version[0] == t}

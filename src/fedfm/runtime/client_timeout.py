@@ -1,6 +1,6 @@
-"""How long the server waits for a client: ``run.timeout``, or longer if training steps are slow.
+"""The time that the server waits for a client: ``run.timeout``, or longer if training steps are slow.
 
-If a client's work could take minutes, the server measures one training step before the first round. Without that, a
+If a client's work could take minutes, the server measures one training step before the first round. Without this, a
 short timeout would discard the work of slow clients.
 """
 
@@ -28,11 +28,11 @@ _POSITIONS = 256  # assumed number of positions (patches) of an image
 
 
 def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
-    """Seconds that a client may take: ``run.timeout``, or more if steps are slow and ``run.extend_timeout`` is set.
+    """Return the seconds that a client may take: ``run.timeout``, or more if ``run.extend_timeout`` and steps are slow.
 
     Args:
-        notice: gets a line if a client's round may take longer than ``run.timeout``. The line contains the client's
-            number of steps, so only the operator sees it, and the run directory does not have it.
+        notice: called with a line if a client's round may take longer than ``run.timeout``. The line contains the
+            client's number of steps, so it is shown to the operator, but not written into the run directory.
     """
     work = _work(method, population)
     seconds = None if work is None else step_seconds(population.model, *work[:2])
@@ -51,8 +51,9 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
 
 
 def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int] | None:
-    """Rows of the largest client, rows per step, steps per round; None if these are unknown or the round takes
-    seconds.
+    """Return rows of the largest client, rows per step, and steps per round.
+
+    The result is None if these are unknown, or if the round takes only seconds.
     """
     if population.client_model is None or not isinstance(method, TrainsLocally) or not method.rounds:
         return None
@@ -73,7 +74,7 @@ def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int]
 
 
 def step_seconds(model: Model, rows: Rows, size: int) -> float | None:
-    """Seconds of a forward and a backward pass on the first ``size`` rows; None if the memory does not suffice."""
+    """Return the seconds of a forward and a backward pass on the first ``size`` rows; None if memory is too small."""
     batch, began = rows.batch(range(size)), time.perf_counter()
     model.train_mode()
     try:

@@ -1,7 +1,7 @@
 """Round the scores that a silo reports to the digits that a result needs.
 
-The server chooses the model that is scored. From a loss with all its digits it could compute values of single rows. An
-accuracy stays exact, since it is a count of right answers, and only exact counts can be added over silos.
+The server chooses the model that is scored. From a loss with all its digits the server could compute values of single
+rows. An accuracy stays exact: it is a count of right answers, and only exact counts can be added over silos.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedfm.core import tasks
 
 _FIGURES = tasks.figures()  # names of scores that only some tasks have
 _SUMS = tasks.sums_to_tell()  # sums that a silo reports if its task has them
-DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a score, its most decimal places, its largest magnitude
+DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest number of decimal places, largest magnitude
 
 
 def coarse(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,22 +28,22 @@ from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import by_autograd, compiles, train_client
 
 _WHOLE = 10.0  # if a client's round takes fewer seconds, the estimate trains a complete round, otherwise one step
-_LOAD = 0.3  # seconds that compiled loops take to load; if torch trains the round in less, the estimate uses torch
-_BRIEF = 5.0  # if all rounds take fewer seconds, an upper bound is enough
+_LOAD = 0.3  # seconds that compiled loops take to load; if torch trains a round in less time, the estimate uses torch
+_BRIEF = 5.0  # if all rounds together take fewer seconds, an upper bound is enough
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimates for a run. A field is None if it depends on the rows, as the bytes of mixtures do.
+    """Estimates for a run. A field is None if it cannot be known before the run, such as the bytes of mixtures.
 
     Attributes:
-        rows: for each client its numbers of training, validation and test rows.
+        rows: for each client the numbers of training, validation and test rows.
         counts: for each client and class the number of training rows; empty without labels.
         bytes_up, bytes_down: bytes of one client's messages in a round.
         client_seconds: time of local training of the largest client in a round, on this machine, in one process.
         run_seconds: time of local training of all clients in all rounds, in one process.
-        at_most: whether these times are upper bounds. They are if they were measured with torch, but the run uses
-            compiled loops.
+        at_most: whether these times are upper bounds, because they were measured with torch, and the run uses compiled
+            loops.
         memory: peak memory in bytes of this process, after it has read rows and model and trained for the estimate.
     """
 
@@ -58,12 +58,12 @@ class Forecast:
 
     @property
     def by_class(self) -> dict[ClientId, list[int]]:
-        """Training rows of each client in the order of the classes; empty without labels."""
+        """Each client's numbers of training rows in the order of the classes; empty without labels."""
         return {client: list(rows.values()) for client, rows in self.counts.items()}
 
 
 def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
-    """Estimate a run on this machine. It trains one client's round, or one step of it if a round takes long."""
+    """Estimate a run on this machine by training one client's round, or only one step if a round takes long."""
     method, federated = experiment.method, population.federated
     clients = {name: federated.clients[name] for name in population.clients}
     table = federated.table
@@ -92,7 +92,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
 
 
 def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None, int | None]:
-    """Bytes up and down, from the types that client halves take and return; None if these are not parameters."""
+    """Return bytes up and down, from the types that client halves take and return; None if these are not Params."""
     model, needs, halves = population.client_model, experiment.method.needs, halves_of(experiment.method)
     if needs.pooled or experiment.run.transport != EXACT or model is None or not halves:
         return None, None
@@ -110,10 +110,10 @@ def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None,
 
 
 def _client_seconds(experiment: Experiment, population: Partitioned, times: float) -> tuple[float | None, bool]:
-    """Seconds of the largest client's round, and whether they are an upper bound.
+    """Return the seconds of the largest client's round, and whether they are an upper bound.
 
     Args:
-        times: how many times as long as this round the training of the complete run takes.
+        times: ratio of the training time of the complete run to the time of this round.
     """
     method, model = experiment.method, population.client_model
     if model is None or not isinstance(method, TrainsLocally) or population.federated.table.kind == "own":

@@ -1,4 +1,4 @@
-"""What a run directory discloses about the rows, either in its manifest or, under [privacy], in its private folder.
+"""Facts about the rows in a run directory: fingerprint, counts and notices, in the manifest or the private folder.
 
 An epsilon bounds what a release discloses about one row. A published hash of the rows, or their exact numbers by client
 and class, would tell two candidate data sets apart at any epsilon. So a run with [privacy] computes the hash with a
@@ -42,13 +42,13 @@ _BY_UNIT = {
 
 
 def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The differential privacy that a run's ledger states; None if the ledger states none.
+    """Return the differential privacy that a run's ledger states; None if it states none.
 
     Args:
         privacy: the experiment's table [privacy].
 
     Returns:
-        ``epsilon`` (None: infinite), ``delta``, ``unit``, ``relation``, ``mechanism``, ``composition``,
+        ``epsilon`` (None if infinite), ``delta``, ``unit``, ``relation``, ``mechanism``, ``composition``,
         ``notes`` of the releases, and ``assumptions``: the conditions under which the epsilon holds.
     """
     listed = ledger.get("entries")
@@ -72,7 +72,7 @@ def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> d
 
 
 def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
-    """Fingerprints of the rows, of the model and of the preprocessing for the manifest, 64 hex digits each.
+    """Return fingerprints of rows, model and preprocessing for the manifest, 64 hex digits each.
 
     Under [privacy] the fingerprint of the rows is an HMAC-SHA-256 of their SHA-256, with a key drawn once per run.
 
@@ -95,14 +95,14 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
 
 
 def check_partition(run: Run, federated: FederatedData) -> str | None:
-    """Refuse a resumed run whose clients would have other rows, as where the column that names them has changed.
+    """Refuse a resumed run whose clients would have other rows, e.g. because the column with their names has changed.
 
     Returns:
-        SHA-256 (64 hex digits) of which client has which rows, for :func:`tell`; None without clients. The fingerprint
-        of the rows does not depend on it.
+        SHA-256 (64 hex digits) of the assignment of rows to clients, for :func:`tell`; None without clients. The
+        fingerprint of the rows does not cover this assignment.
 
     Raises:
-        InputError: they would.
+        InputError: a client would have other rows.
     """
     if not federated.clients:
         return None
@@ -118,7 +118,7 @@ def check_partition(run: Run, federated: FederatedData) -> str | None:
     if began not in (None, now):
         raise InputError(
             f"{run.path}: the partition changed since this run began, so clients would have other rows: a resumed run "
-            "needs the column and the library by which the rows were dealt as they were"
+            "needs the same column, or the same version of the library, by which the rows were partitioned"
         )
     return now
 
@@ -133,10 +133,10 @@ def _private(run: Run) -> dict[str, Any]:
 
 
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
-    """Compare fingerprints with those at the beginning of the run. A fingerprint whose key is lost is not compared.
+    """Compare fingerprints with the fingerprints at the start of the run, except one whose key is lost.
 
     Args:
-        why: why the run needs the same rows and model; the message ends with this text.
+        why: reason why the run needs the same rows and model; the message ends with this text.
 
     Raises:
         InputError: a fingerprint differs.
@@ -154,13 +154,13 @@ def tell(
     profile: Mapping[str, Any] | None = None,
     partition: str | None = None,
 ) -> None:
-    """Write the numbers of rows by client and class, the notices about the rows, and their coarse properties, into the
-    manifest or private/.
+    """Write facts about the rows into the manifest or ``private/``.
 
     Args:
-        split: None if the server does not know the rows.
-        profile: of :mod:`fedfm.data.profiles`; empty or None if it is unknown.
-        partition: what :func:`check_partition` returned.
+        split: numbers of rows by client and class; None if the server does not know the rows.
+        notices: the notices about the rows.
+        profile: coarse properties of the rows (:mod:`fedfm.data.profiles`); empty or None if they are unknown.
+        partition: the result of :func:`check_partition`.
     """
     if run.experiment.privacy is None:
         others = [n for n in run.manifest["notices"] if n not in notices]
@@ -176,7 +176,7 @@ def tell(
 
 
 def private_notices(run: Run) -> list[str]:
-    """Notices about the rows of a run with [privacy]; empty if their file is absent or damaged."""
+    """Read the notices about the rows of a run with [privacy]; empty if their file is absent or damaged."""
     try:
         return list(map(str, from_json((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -184,13 +184,13 @@ def private_notices(run: Run) -> list[str]:
 
 
 def profile_of(run: Run) -> dict[str, Any]:
-    """Coarse properties of the run's rows; empty if they are not known."""
+    """Read the coarse properties of the run's rows; empty if they are not known."""
     found = (run.manifest if run.experiment.privacy is None else _private(run)).get("profile")
     return found if isinstance(found, dict) else {}
 
 
 def rows_of(run: Run) -> list[int] | None:
-    """The clients' numbers of training rows; None if the server does not know them, or their file is missing."""
+    """Read the clients' numbers of training rows; None if the server does not know them, or their file is missing."""
     try:
         split = run.manifest["split"]
         if split is not None and split.get("counts") == FILE:

@@ -1,6 +1,4 @@
-"""Early stopping: a run ends after ``run.patience`` rounds without a better validation loss, and keeps the best
-model.
-"""
+"""Early stopping: a run ends after ``run.patience`` rounds without a better validation loss; the best model is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from fedfm.runtime.run_directory import Run
 
 
 def best_round(run: Run) -> int | None:
-    """The best round so far; None without ``run.patience`` or before the first validation loss."""
+    """Return the best round so far; None without ``run.patience`` or before the first validation loss."""
     return logs.best_round(_complete(run)) if run.experiment.run.patience else None
 
 
@@ -24,14 +22,12 @@ def patience_over(run: Run) -> bool:
 
 
 def _complete(run: Run) -> list[dict[str, Any]]:
-    """The lines of rounds after which the method's model is complete."""
+    """Return the lines of the rounds after which the method's model is complete."""
     return [line for line in run.metrics() if line["round"] >= run.experiment.method.traits.complete_from]
 
 
 def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
-    """Entries of the result's ``details``, and notices, for a run of t rounds whose final model is from round
-    ``of``.
-    """
+    """Return entries of the result's ``details``, and notices, for a run of t rounds with the model of round ``of``."""
     patience, planned = run.experiment.run.patience, run.experiment.method.rounds
     details: dict[str, object] = {}
     notices: list[str] = []

@@ -1,4 +1,4 @@
-"""Evaluate a run's models: the messages to clients, and the metrics that follow from the replies."""
+"""Evaluate a run's models: send messages to clients, and compute metrics from the replies."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
-CONFUSION, _TABLED = "confusion", 50  # name of the confusion matrix, and the most classes for which it is made
+CONFUSION, _TABLED = "confusion", 50  # name of the confusion matrix, and largest number of classes for it
 CLASS_COUNTS, _COUNTED = (
     "class_counts",
     1000,
-)  # name of the counts by class, and the most classes for which they are made
+)  # name of the counts by class, and largest number of classes for them
 UNSCORED = "the client could not score the received model; its errors.log has the traceback"
 
 
@@ -54,7 +54,7 @@ class Evaluation:
 
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """As :meth:`evaluate`, but for the model from which the client's last local training started."""
+        """Score the model from which the client's last local training started, in the same way as :meth:`evaluate`."""
         method: object = self.method
         if not has(method, Personal, "start_models"):
             raise ClientFault(
@@ -65,7 +65,7 @@ class Evaluation:
 
     @on_client(kind="reveal")
     def reveal(self, client: Client, w: Params) -> Params:
-        """The client's own model, for the run directory."""
+        """Return the client's own model, for the run directory."""
         return own(self.method, client, w)
 
 
@@ -95,7 +95,7 @@ class Evaluator:
             server has no test rows.
 
     Attributes:
-        missing: clients whose scores or own model did not arrive, each with the reason.
+        missing: clients from which the server did not get scores or their own model, each with the reason.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
@@ -114,15 +114,15 @@ class Evaluator:
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
-        """The final models that the server knows: one for each client of a personal method, otherwise one under ""."""
+        """Return the final models that the server knows: one per client of a personal method, else one under ""."""
         if personal(self._method):
             return {client: self._method.params_for(state, client) for client in self._fed.clients}
         return {"": self._method.params_for(state, "")}
 
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
-        """The final models, including the parts that only clients keep. A client that refuses is left out.
+        """Return the final models, including the parts that only clients keep, without clients that refuse.
 
-        Under [privacy] no client is asked for its parts: the server may only see sums, or what the ledger covers.
+        Under [privacy] no client is asked for its parts: the server may see only sums, or releases in the ledger.
         """
         models = self.models(state)
         if not keeps_parts(self._method):
@@ -135,16 +135,16 @@ class Evaluator:
         return self._revealed[1]
 
     def hear(self) -> None:
-        """Store the scores that came with a round's updates, before the round is committed."""
+        """Store the scores that came with a round's updates; call it before the round is committed."""
         if self._newest is not None:
             for client in self._newest.hear():
                 self._set_aside(partial(self._fed.exclude, client, E_EXCEPTION, UNSCORED, SCORES))
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
-        """Metrics of a state: each client's on its own test rows, and the server's models' on the global test rows.
+        """Return metrics of a state: of clients on their own test rows, and of the server's models on the global ones.
 
-        Between asynchronous rounds of a deployment clients are not asked. Then a client's metrics are the last ones
-        that it reported, and belong to the model after round ``client_scored_round``.
+        Between asynchronous rounds of a deployment clients are not asked. A client's metrics are then the last that it
+        reported; they belong to the model after round ``client_scored_round``.
 
         Args:
             thorough: whether to compute the costly metrics, too; only the last round has them.
@@ -167,7 +167,7 @@ class Evaluator:
         if self._validates:
             validated = {c: m for c, m in self._own(by_client, "val").items() if m.get("loss") is not None}
             line["val_loss"] = self._pooled_scores(validated.values())["loss"]
-            if self._run.experiment.run.patience:  # rounds are compared over the clients that both have
+            if self._run.experiment.run.patience:  # two rounds are compared over the clients that are in both
                 line["client_val_loss"] = {c: m["loss"] for c, m in validated.items()}
                 line["client_val_rows"] = {c: m["n"] for c, m in validated.items()}
         if judged_by_clients(self._run.experiment):
@@ -204,7 +204,7 @@ class Evaluator:
         return line
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Scores on all clients' rows together. Clients that reported no scores are not included."""
+        """Return scores on all clients' rows together, without clients that reported no scores."""
         return self._fed.model.task.join_scores([m for m in scores if m])
 
     @property
@@ -220,7 +220,7 @@ class Evaluator:
     def _own(
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
-        """Metrics of each client's model on its own rows; empty for a client that was not asked or did not answer."""
+        """Return metrics of each client's model on its own rows; empty if it was not asked or did not answer."""
         if why_unasked(self._run.experiment):
             return {client: {} for client in self._fed.clients}
         if self._newest is not None and self._by_updates:
@@ -233,16 +233,14 @@ class Evaluator:
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
-        """Ask clients for something that does not belong to the method.
+        """Send clients a request that is not part of the method, e.g. for scores.
 
         These messages are not counted. A client that fails here has no scores, but stays in the round.
         """
         return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
 
     def _set_aside(self, call: Callable[[], T]) -> T:
-        """Make a call to clients, and record clients that fail in it in ``missing``, not among the round's
-        exclusions.
-        """
+        """Make a call to clients; record clients that fail in ``missing``, not among the round's exclusions."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         found = call()
         self.missing += self._fed.excluded[len(excluded) :]
@@ -261,9 +259,9 @@ def judge(
     ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
     client_scores: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
 ) -> Judge | None:
-    """A function for a method's metrics on the global test rows; None if there are no such rows.
+    """Return a function for a method's metrics on the global test rows; None if there are no such rows.
 
-    The rows are evaluated in pieces, one for each client's test rows, in two cases. Both avoid computing rows twice:
+    In two cases the rows are evaluated in pieces, one for each client's test rows. This avoids computing rows twice:
 
     - Logits are cached (see :mod:`fedfm.training.packed.predictor`). A process that has evaluated its clients with the
       same parameters already has the logits of their pieces.
@@ -272,16 +270,17 @@ def judge(
 
     All engines use the same pieces, so they compute the same bits.
 
-    Two kinds of rows are computed a second time, since their clients' scores do not determine the global ones. Running
+    Two kinds of rows are computed a second time, since the clients' scores do not determine the global scores. Running
     text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes
     at several clients without cached logits: ``balanced_accuracy`` and ``macro_f1`` are not means over rows, and
-    clients do not report logits. The scores of a sole client are the global ones, except for the counts by class.
+    clients do not report logits. If there is only one client, its scores are the global scores, except for the counts
+    by class.
 
     A task that trains only some classes adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
 
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.
-        client_scores: returns the clients' own scores for exactly these parameters, if clients were asked and answered.
+        client_scores: returns the clients' own scores for exactly these parameters; empty if there are none.
     """
     if not len(population.federated.test):
         return None
@@ -290,7 +289,7 @@ def judge(
     plain = not population.model.is_language_model and population.federated.table.labels is not None
     own_scores = (
         getattr(population.model, "scores_function", None) is not None
-    )  # the user's own scores need not be means over rows
+    )  # a user's own scores may not be means over rows
     tabled = plain and 1 < classes <= _COUNTED and not own_scores
     alike = _clients_score_alike(population, method)
 
@@ -356,14 +355,14 @@ def judge(
 
 
 def _has_own_predictions(method: Method[Any]) -> bool:
-    """Whether the method predicts in another way than by the model with the method's parameters."""
+    """Whether the method has its own way to predict, other than by the model with the method's parameters."""
     return has(method, Predictor, "logits") or has(method, Predictor, "install")
 
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` works piece by piece.
 
-    It does if the model caches logits and the method predicts from these alone.
+    It does if the model caches logits and the method's predictions depend only on them.
     """
     plain = not _has_own_predictions(method) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")

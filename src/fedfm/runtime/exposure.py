@@ -1,4 +1,4 @@
-"""What each party received, and in which form, as sums over the messages in ``messages.jsonl``."""
+"""The bytes that each party received in each form (plain, masked, encrypted), summed from ``messages.jsonl``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What each party received.
+    """The messages that each party received.
 
     Attributes:
-        traffic: entries by decreasing size.
+        traffic: one entry for each handler, direction and form, the largest first.
         received: bytes for each party and form.
         smallest_sum: the smallest number of updates in a sum that the server saw. It is 1 if the server saw a single
             client's reply, and None if it saw no reply computed from rows or the log does not assign replies to calls.
@@ -45,7 +45,7 @@ class Exposure:
     smallest_sum: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for the manifest, which sums over all clients; only ``messages.jsonl`` tells them apart."""
+        """Return values for the manifest, summed over all clients; only ``messages.jsonl`` has values by client."""
         by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
         rows = []
         for t in self.traffic:
@@ -60,7 +60,7 @@ def exposure_of(path: Path, excluded: Collection[tuple[int, str]] = ()) -> Expos
     """Read a run's ``messages.jsonl``; damaged lines are skipped.
 
     Args:
-        excluded: (round, client) of each exclusion; such a client's update may be missing from the round's sums.
+        excluded: (round, client) of each exclusion; the client's update may be missing from the round's sums.
     """
     sums: dict[tuple[str, str, str, bool], list[Any]] = {}
     received: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))

@@ -1,7 +1,7 @@
 """Clients that were left out of rounds, of scores, or of the models that the server asked for.
 
-A run goes on without a client that fails. So the result says who was left out, how often and why. It also lists failed
-scores, although no round needs scores.
+A run goes on without a client that fails. So the result states which client was left out, how often and why. It also
+lists failed scores, although no round needs scores.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _EXTRA = (
     E_DUPLICATE,
     E_CLIENT,
     E_ROUND,
-)  # codes of replies that nobody expected; the expected reply may have come, too
+)  # codes of unexpected replies; the expected reply may have come, too
 _SHOWN = 10  # largest number of clients that are named
 
 
 def entry(excluded: Excluded) -> dict[str, Any]:
-    """An exclusion as an entry of a line of ``metrics.jsonl``; the line itself has the round."""
+    """Convert an exclusion to an entry of a line of ``metrics.jsonl``; the line itself has the round."""
     return {
         "client": excluded.client,
         "code": excluded.code,
@@ -32,7 +32,7 @@ def entry(excluded: Excluded) -> dict[str, Any]:
 
 
 def of_line(line: Mapping[str, Any]) -> list[Excluded]:
-    """The exclusions in a line of ``metrics.jsonl``."""
+    """Return the exclusions in a line of ``metrics.jsonl``."""
     found = line.get("excluded") or ()
     return [Excluded(line["round"], e["client"], e["code"], e["reason"], e.get("part", ROUND)) for e in found]
 
@@ -40,19 +40,21 @@ def of_line(line: Mapping[str, Any]) -> list[Excluded]:
 def whole(
     of_rounds: Sequence[Excluded], lines: Iterable[Mapping[str, Any]], more: Iterable[Excluded]
 ) -> list[Excluded]:
-    """All exclusions of a run, each once.
+    """Return all exclusions of a run, each once.
 
     Args:
         of_rounds: exclusions from the committed rounds.
         lines: lines of ``metrics.jsonl``, with the exclusions from scores and models.
-        more: exclusions from messages that came after the last line.
+        more: exclusions from messages after the last line.
     """
     beside = [e for line in lines for e in of_line(line) if e.part != ROUND]
     return [*of_rounds, *dict.fromkeys([*beside, *more])]
 
 
 def sentences(excluded: Sequence[Excluded], rounds: int) -> list[str]:
-    """A sentence for each client and part: how often it was left out, and the last reason; the most frequent first.
+    """Return a sentence for each client and part: how often it was left out, and the last reason.
+
+    The client that was left out most often comes first.
 
     Args:
         rounds: number of rounds of the run.

@@ -10,11 +10,11 @@ from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
 _UNITS = 100.0  # a notice is given if the usual values of two clients have at least this ratio
-_WIDE = 1e4  # a notice names columns at least this wide, and at least this many times as wide as the median one
+_WIDE = 1e4  # a notice names columns whose largest value is at least this, and this many times the median column's
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Notices about feature vectors if one column, or one client, has much larger values than the others."""
+    """Return notices about feature vectors if one column, or one client, has much larger values than the others."""
     table = population.federated.table
     if table.kind != "features" or not len(table.inputs):
         return []
@@ -30,13 +30,13 @@ def _wide_column(table: Table) -> list[str]:
     more = f", and {len(wide) - 1} more columns of that size" if len(wide) > 1 else ""
     return [
         f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}, the median column up to "
-        f"{usual:.3g}{more}; this column alone determines the steps of training; give it in other units, or set "
+        f"{usual:.3g}{more}; the largest values alone determine the steps of training; use other units, or set "
         f"data.scale"
     ]
 
 
 def _other_units(population: Partitioned) -> list[str]:
-    """A notice if the usual value of one client, or of the test rows, is many times that of another one.
+    """Return a notice if the usual value of one client, or of the test rows, is many times that of another.
 
     The usual cause is that one of them measures in other units.
     """
@@ -50,7 +50,7 @@ def _other_units(population: Partitioned) -> list[str]:
     if usual[most] < _UNITS * usual[least]:
         return []
     return [
-        f"the usual value of {most} is {usual[most]:.3g}, that of {least} {usual[least]:.3g}; if they measure in "
+        f"the usual value of {most} is {usual[most]:.3g}, of {least} {usual[least]:.3g}; if they measure in "
         "different units, give all vectors in the same units, or set data.scale"
     ]
 
@@ -71,7 +71,7 @@ def check_columns(table: Table) -> None:
 
 
 def _widths(table: Table) -> np.ndarray:
-    """The largest absolute value of each column (d,)."""
+    """Return the largest absolute value of each column (d,)."""
     x: np.ndarray = table.inputs
     widths: np.ndarray = np.maximum(x.max(0), -x.min(0)).astype(np.float64)
     return widths

@@ -1,4 +1,4 @@
-"""Integrity of the files that a party cannot make again: its secrets and its memory.
+"""Integrity of the files that a party (a client or the server) cannot make again: its secrets and its memory.
 
 The files of a party are in ``ROOT/<party>/``. Each file has a checksum, which shows damage. It also has an entry in the
 list ``ROOT/+kept/<party>/list``, which shows that a file is missing. The list is written after a new file is written,
@@ -19,7 +19,7 @@ from fedfm.core.text import safe_name
 from fedfm.errors import Lost
 
 DAMAGED, MISSING = "is damaged", "is missing"
-LISTS = "+kept"  # no party's folder has this name, since a "+" never comes first in one
+LISTS = "+kept"  # no party's folder has this name, since its name never begins with "+"
 SECRET = 32  # length of a secret in bytes
 _ROOM, _PAGE = (
     448,
@@ -29,12 +29,12 @@ _VERSION = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
 
 
 def version_name(version: tuple[int, int]) -> str:
-    """Name of the file that has the memory after (round, call)."""
+    """Return the name of the file that has the memory after (round, call)."""
     return f"r{version[0]:07d}c{version[1]:05d}.safetensors"
 
 
 def version_of(name: str) -> tuple[int, int] | None:
-    """(round, call) from the name of a memory's file; None for any other file.
+    """Parse (round, call) from the name of a memory's file; None for any other file.
 
     Example:
         >>> version_of(version_name((3, 1))), version_of("noise.secret")
@@ -45,12 +45,12 @@ def version_of(name: str) -> tuple[int, int] | None:
 
 
 def list_of(root: Path, party: str) -> Path:
-    """The file of a party's list."""
+    """Return the path of a party's list."""
     return root / LISTS / safe_name(party) / "list"
 
 
 def read_list(path: Path) -> set[str] | None:
-    """Names of the files in a list; None if the list does not exist.
+    """Return the names of the files in a list; None if the list does not exist.
 
     Raises:
         Lost: the list is damaged.
@@ -67,8 +67,8 @@ def read_list(path: Path) -> set[str] | None:
 def write_list(path: Path, names: Iterable[str], sync: bool = False) -> None:
     """Replace a list atomically.
 
-    An existing list is overwritten in place, by one write within one page. A new file with a rename would take a few
-    milliseconds, because common file systems first write the new file to the disk.
+    An existing list is overwritten in place, by one write within one page. Writing a new file and renaming it would
+    take a few milliseconds, because common file systems first write the new file to the disk.
     """
     sealed = storage.seal("\n".join(sorted(names)).encode().ljust(_ROOM, b"\n"))
     try:
@@ -85,7 +85,7 @@ def write_list(path: Path, names: Iterable[str], sync: bool = False) -> None:
 
 
 def files(folder: Path) -> set[str]:
-    """Names of the memories and secrets in a party's folder."""
+    """Return the names of the memories and secrets in a party's folder."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -94,7 +94,7 @@ def files(folder: Path) -> set[str]:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """Read a secret; returns None if its file is truncated or altered.
+    """Read a secret; return None if its file is truncated or altered.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -103,7 +103,7 @@ def read_secret(path: Path) -> bytes | None:
 
 
 def loss_error(path: Path, how: str, list_file: Path) -> Lost:
-    """The error for a damaged or missing file, addressed to the file's owner."""
+    """Make the error for a damaged or missing file, which tells the file's owner what to do."""
     remove = f"remove {path} and {list_file}" if path != list_file else "remove it"
     return Lost(f"{path} {how}: put back a copy of it; to continue without its content, {remove}")
 
@@ -116,7 +116,7 @@ class Loss:
     """A damaged or missing file.
 
     Attributes:
-        how: what is wrong, as the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
+        how: the fault, as the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
         root, party: ``ROOT``, and the party that owns the file; None if the file belongs to no party.
     """
 
@@ -136,19 +136,19 @@ class Loss:
 
 
 def roots(private: Path) -> list[Path]:
-    """Parents of the parties' folders below a run's ``private/``: of the server, the clients, and silos on loopback."""
+    """Return each ROOT below a run's ``private/``: for the server, for clients, and for silos on loopback."""
     return [private, private / "memory", *sorted(private.glob("deployment/sites/*/*/memory"))]
 
 
 def parties(private: Path) -> list[str]:
-    """The parties' list folders, relative to ``private/``. A resumed run must find all of them."""
+    """Return the parties' list folders, relative to ``private/``; a resumed run must find all of them."""
     places = [root / LISTS for root in roots(private)]
     names = {place: os.listdir(place) for place in places if place.is_dir()}
     return sorted(f"{place.relative_to(private)}/{name}" for place, found in names.items() for name in found)
 
 
 def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
-    """Damaged and missing files below a run's ``private/``.
+    """Find damaged and missing files below a run's ``private/``.
 
     Args:
         until: the round after which the run continues; files of later rounds do not matter, since they are written
@@ -164,7 +164,7 @@ def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
 
 
 def secrets(private: Path) -> Iterator[Path]:
-    """The secrets of all parties below a run's ``private/``."""
+    """Yield the paths of all parties' secrets below a run's ``private/``."""
     for root in roots(private):
         for party in _folders(root):
             yield from sorted((root / party).glob("*.secret"))

@@ -1,8 +1,8 @@
 """The two logs of a run directory, in JSON Lines. A resume cuts them back to the last commit.
 
 ``metrics.jsonl`` gets a line when a committed round has been evaluated. ``messages.jsonl`` gets a round's messages
-before its commit. Of a damaged log the readable lines are used, and :func:`gaps` lists the missing ones. Nothing
-depends on a log except ``run.patience``, which reads the validation losses.
+before its commit. If a log is damaged, its readable lines are used, and :func:`gaps` lists the missing lines. Only
+``run.patience`` depends on a log: it reads the validation losses.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedfm.core.text import from_json
 from fedfm.errors import InputError
 
 METRICS, MESSAGES = "metrics.jsonl", "messages.jsonl"
-_NAMED = 5  # most lines, or spans of rounds, that a message lists
+_NAMED = 5  # largest number of lines, or of ranges of rounds, that a message lists
 
 
 def append(path: Path, text: str) -> int:
-    """Append lines to a log; returns the file's new length.
+    """Append lines to a log; return the file's new length.
 
     Raises:
         RunError: the disk is full or not writable.
@@ -66,15 +66,15 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def rounds(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` that are undamaged and complete."""
+    """Read the lines of ``metrics.jsonl`` that are undamaged and complete."""
     return [found for _, found, ended in lines(path) if found is not None and ended]
 
 
 def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first round with the lowest validation loss; None if no round has one.
+    """Return the first round with the lowest validation loss; None if no round has a validation loss.
 
-    If a client is missing in one of two rounds, as when it failed, their losses are of different rows. So they are
-    compared over the clients that both have.
+    If a client is missing in one of two rounds, e.g. because it failed, the rounds' losses cover different rows. So the
+    rounds are compared over the clients that are in both.
     """
     best: Mapping[str, Any] | None = None
     for line in _with_loss(found):
@@ -84,12 +84,12 @@ def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def last_validated(found: Sequence[Mapping[str, Any]]) -> int | None:
-    """The last round with a validation loss; None if no round has one."""
+    """Return the last round with a validation loss; None if there is no such round."""
     return max((line["round"] for line in _with_loss(found)), default=None)
 
 
 def _with_loss(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines with a validation loss, without round 0.
+    """Return the lines with a validation loss, without round 0.
 
     The uniform predictions of round 0 may have a lower loss than a model that is accurate but overconfident.
     """
@@ -109,7 +109,7 @@ def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
     """Cut the logs back to a commit, or to the start of the run. Damaged lines stay.
 
     Returns:
-        Sentences about records before that point that are lost.
+        Sentences about lost records from before this point.
     """
     last, length = (-1, 0) if record is None else (record["round"], record["messages"])
     found = gaps(folder, last - 1)
@@ -124,12 +124,12 @@ def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
 
 
 def _cut_messages(path: Path, length: int, last: int, evaluated: bool) -> None:
-    """Keep the committed bytes, and the last round's messages of evaluation if the round's metrics exist."""
+    """Keep the committed bytes; also keep the last round's messages of evaluation, if the round's metrics exist."""
     if not path.exists():
         return
     with open(path, "rb") as file:
         file.seek(max(length - 1, 0))
-        if length and file.read(1) != b"\n":  # the file was changed, so keep the lines up to the last round
+        if length and file.read(1) != b"\n":  # the file was changed since, so keep its lines up to the last round
             file.seek(0)
             kept = [line for line in file if (found := _object(line)) is None or found["round"] <= last]
             storage.write_atomic(path, b"".join(line.removesuffix(b"\n") + b"\n" for line in kept))
@@ -155,17 +155,17 @@ def _cut_metrics(path: Path, last: int) -> None:
 
 
 def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """Sentences about lines that are missing in the logs.
+    """Return sentences about lines that are missing in the logs.
 
     Args:
-        last: the last round that must have a line; -1: none.
-        finished: the result of a finished run, all of whose messages must be listed.
+        last: the last round that must have a line; -1 if no round must.
+        finished: the result, if the run is finished; then the log must list all messages.
     """
     return [*gaps_of_metrics(folder / METRICS, last, finished), *_gaps_of_messages(folder / MESSAGES, finished)]
 
 
 def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """As :func:`gaps`, but only for ``metrics.jsonl``."""
+    """Return the sentences of :func:`gaps` that are about ``metrics.jsonl``."""
     found = list(lines(path))
     damaged = [number for number, line, ended in found if line is None and (ended or finished)]
     known = {line["round"] for _, line, ended in found if line is not None and (ended or finished)}
@@ -202,7 +202,7 @@ def _damage_notices(name: str, numbers: Sequence[int]) -> list[str]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Ascending round numbers as text, e.g. "round 3" or "rounds 1 to 4 and 6"."""
+    """Format ascending round numbers as text, e.g. "round 3" or "rounds 1 to 4 and 6"."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][1] + 1:

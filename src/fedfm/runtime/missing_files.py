@@ -1,4 +1,4 @@
-"""Check before a resume that all files that the run needs are intact, or record in the manifest which are not."""
+"""Check before a resume that all files that the run needs are intact, or record in the manifest which files are not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedfm.runtime.run_directory import Run
 
 
 def settle(run: Run, accept: bool = False) -> list[str]:
-    """Refuse a run with damaged or missing files; returns new notices for the manifest.
+    """Refuse a run with damaged or missing files; return new notices for the manifest.
 
     Args:
-        accept: whether the run may continue without these files; then the manifest records the loss permanently.
+        accept: whether the run may continue without these files; if so, the manifest records the loss permanently.
 
     Raises:
         Lost: a file is damaged or missing; the run is unchanged.
@@ -69,7 +69,7 @@ def _meaning(loss: Loss) -> str:
 
 
 def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
-    """Damaged or missing files that the run needs when it continues after this checkpoint."""
+    """Find damaged or missing files that the run needs when it continues after this checkpoint."""
     private = run.path / "private"
     if record is None:
         yield from _no_checkpoint(run)
@@ -81,7 +81,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
 
 
 def _no_checkpoint(run: Run) -> Iterator[Loss]:
-    """The checkpoint, if it is missing although a line of metrics proves that it existed."""
+    """Yield the checkpoint, if it is missing although a line of metrics proves that it existed."""
     _, damaged = run.newest()
     if damaged:
         yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)
@@ -90,7 +90,7 @@ def _no_checkpoint(run: Run) -> Iterator[Loss]:
 
 
 def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
-    """Lost files that early stopping needs: the validation losses, and the checkpoint of the best round."""
+    """Find lost files that early stopping needs: the validation losses, and the checkpoint of the best round."""
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     first = run.experiment.method.traits.complete_from

@@ -35,11 +35,11 @@ class OwnRows:
 
     Attributes:
         name: the client's name.
-        data: file or folder of its rows; or its own "module:function", which returns rows and module.
-        classes: names of the classes that the federation agreed on, in order; None: the classes of the rows.
+        data: file or folder of the client's rows; or its own "module:function", which returns rows and module.
+        classes: names of the classes that the federation agreed on, in order; None for the classes of the rows.
         models: folders and hub ids that experiments may name in addition to the built-in models.
-        device: device of its model; "": the experiment's.
-        predict: file or folder with rows to predict; "": no predictions.
+        device: the model's device; "" for the device in the experiment.
+        predict: file or folder with rows to predict; "" for no predictions.
         columns: for each key of ``COLUMNS``, the name of that column in the client's file.
     """
 
@@ -53,7 +53,7 @@ class OwnRows:
 
 
 def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> FederatedData:
-    """The silo's rows as a federation of one client. Only scale and splits come from the experiment's [data]."""
+    """Read the silo's rows as a federation of one client; only scale and splits come from the experiment's [data]."""
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
 
@@ -66,10 +66,10 @@ def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Feder
 
 
 def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
-    """The silo's own spec of the model that an experiment names, which is a built-in model or one that the silo lists.
+    """Return the silo's own spec of the model that an experiment names: a built-in model, or one that the silo lists.
 
-    Of folders only the last part of the path must agree, since the server has other paths. The server compares the
-    fingerprints of the models.
+    If the model is a folder, only the last part of the path must agree, since the server has other paths. The server
+    compares the fingerprints of the models.
 
     Raises:
         InputError: the silo does not list such a model.
@@ -84,7 +84,7 @@ def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
 
 
 def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
-    """The silo's rows and one of its listed models, for the server's classes.
+    """Load the silo's rows and one of its listed models, for the server's classes.
 
     Raises:
         InputError: the experiment's model, classes or task do not match the rows.
@@ -105,7 +105,7 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
 
 
 def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:
-    """The module and rows that the silo's own function returns; the server's function is never imported."""
+    """Return the module and rows of the silo's own function; the server's function is never imported."""
     if not (experiment.own_code and is_function(rows.data)):
         has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
         raise InputError(
@@ -118,7 +118,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
-    """The rows for which the silo wants predictions, as the test rows of one client.
+    """Read the rows for which the silo wants predictions, as the test rows of one client.
 
     Raises:
         InputError: the silo's file names no such rows.
@@ -134,13 +134,13 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
 
 
 def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
-    """The rows, with labels as indices into the federation's classes, if the silo has agreed to these classes."""
+    """Return the rows with labels as indices into the federation's classes, if the silo agreed to these classes."""
     known = classes_of(rows, table)
     if classes != known:
         raise InputError(
             f"the server's classes are {listing(classes, 20)}, but this silo's are {listing(known, 20)}; if the silos "
             f"agreed "
-            "on the server's, write them into silo.toml as classes = [...], in this order"
+            "on the server's classes, write them into silo.toml as classes = [...], in this order"
         )
     if table.labels is None or table.classes == known:
         return replace(table, classes=known)
@@ -150,7 +150,7 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
 
 
 def classes_of(rows: OwnRows, table: Table) -> tuple[str, ...]:
-    """The federation's classes in the silo's file, or else the classes of its rows."""
+    """Return the federation's classes from the silo's file, or else the classes of the silo's rows."""
     known = table.classes if rows.classes is None or not table.classes else rows.classes
     if unknown := [name for name in table.classes if name not in known]:
         raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which is not in classes")

@@ -34,9 +34,9 @@ class Partitioned:
     Attributes:
         federated: the table, and the indices of each client's rows in it.
         model_or_none: the experiment's model; None at a silo whose clients have no model.
-        attackers: the clients that attack, and their attack; None if all are honest.
-        client_model: the clients' model; None if it stays at the server.
-        encode: maps prepared rows to those that clients train on; None: the model's own encoding.
+        attackers: the clients that attack, and their attack; None if all clients are honest.
+        client_model: the clients' model; None if only the server has it.
+        encode: maps prepared rows to the rows that clients train on; None for the model's own encoding.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Partitioned:
         return sorted(self.federated.clients)
 
     def data(self, client: ClientId) -> ClientData:
-        """The client's rows, ready for the model. With a frozen backbone these are features, which are computed once.
+        """Return the client's rows, ready for the model; with a frozen backbone they are features, computed once.
 
         Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again when they are used next.
         """
@@ -93,7 +93,7 @@ class Partitioned:
         return self._data[client]
 
     def _forget_images(self) -> None:
-        """Drop prepared images until the rest fits, first those of the last clients.
+        """Drop prepared images until the rest fits into the memory limit, the last clients' images first.
 
         Clients take turns, so the images of the first clients are used next.
         """
@@ -118,7 +118,7 @@ class Partitioned:
         return ClientRows(train, val, np.sort(self.federated.test))
 
     def rows(self, index: np.ndarray) -> Rows:
-        """Rows of the table, ready for the model."""
+        """Return rows of the table, ready for the model."""
         return self._ready(self.federated.table, index)
 
     def _ready(self, table: Table, index: np.ndarray) -> Rows:
@@ -141,7 +141,7 @@ class Partitioned:
 
     @functools.cached_property
     def trigger_rows(self) -> Rows | None:
-        """Global test rows, with a backdoor's trigger, that are not of its target class; None without a backdoor."""
+        """The global test rows with a backdoor's trigger, except rows of its target class; None without a backdoor."""
         table, test = self.federated.table, self.federated.test
         if self.attackers is None or table.labels is None:
             return None
@@ -151,9 +151,7 @@ class Partitioned:
 
     @functools.cached_property
     def pieces(self) -> dict[ClientId, np.ndarray]:
-        """A partition of the global test rows: each client's indices in order of names, then under "" all other
-        indices.
-        """
+        """Partition the global test rows: each client's indices in order of names, then all others under ""."""
         left = set(self.federated.test.tolist())
         found = {}
         for client in self.clients:
@@ -164,7 +162,7 @@ class Partitioned:
         return found | ({REST: np.array(sorted(left))} if left else {})
 
     def piece(self, name: ClientId) -> Rows:
-        """The rows of a piece. A client's piece is the same object that the client itself evaluates."""
+        """Return the rows of a piece; a client's piece is the same object that the client itself evaluates."""
         return self._rest if name == REST else self.data(name).test
 
     @functools.cached_property
@@ -179,20 +177,20 @@ class Partitioned:
         )
 
     def counts(self) -> dict[ClientId, tuple[int, int, int]]:
-        """Each client's numbers of training, validation and test rows, as the client uses them.
+        """Return each client's numbers of training, validation and test rows, as the client uses them.
 
-        A row of running text is a block; to count blocks, the texts are tokenized.
+        With running text a row is a block of tokens, so the texts are tokenized to count the blocks.
         """
         held: Callable[[ClientId], ClientData | ClientRows]
         held = self.data if self.trains_on_blocks else self.federated.clients.__getitem__
         return {c: (len(held(c).train), len(held(c).val), len(held(c).test)) for c in self.clients}
 
     def sizes(self) -> dict[ClientId, int]:
-        """Number of rows that each client trains on, counted as in :meth:`counts`."""
+        """Return the number of rows that each client trains on, counted as in :meth:`counts`."""
         return {client: train for client, (train, _, _) in self.counts().items()}
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of rows in the form of :func:`fedfm.data.partition.summary`, counted as in :meth:`counts`."""
+        """Return the numbers of :meth:`counts` in the form of :func:`fedfm.data.partition.summary`."""
         from fedfm.data.partition import summary
 
         found = summary(self.federated)
@@ -204,7 +202,7 @@ class Partitioned:
         return found | {"test": found["test"] | {"rows": len(self.test)}}
 
     def labels(self, index: np.ndarray) -> Tensor:
-        """Labels (n,) of rows of the table."""
+        """Return the labels (n,) of rows of the table."""
         return torch.from_numpy(np.asarray(self.federated.table.labels, dtype=np.int64)[index])
 
 
@@ -213,6 +211,6 @@ def _image_bytes(rows: Rows) -> int:
 
 
 def _trim_heap() -> None:
-    """Return free pages to the system, since glibc keeps the pages of large intermediate results."""
+    """Return free memory pages to the system; glibc would keep the pages of large intermediate results."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -1,4 +1,4 @@
-"""Population: an experiment's rows and model, and each client's part of the rows."""
+"""Make a population: an experiment's rows and model, and each client's part of the rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
 
-_LOOK = 64  # this many training rows are prepared to count the operations per row
+_LOOK = 64  # number of training rows that are prepared to count the operations per row
 
 
 def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     """Read the data, partition them, and load the model.
 
     Args:
-        server: whether this process is a server without clients. It then loads frozen weights only if it scores the
+        server: whether this process is a server without clients. If so, it loads frozen weights only to score the
             model.
 
     Raises:
@@ -76,7 +76,7 @@ def handles_parameters(experiment: Experiment) -> bool:
 
 
 def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> Model:
-    """The experiment's model for the rows of a table; for ``hollow`` see :func:`fedfm.models.load.load_model`."""
+    """Load the experiment's model for the rows of a table; see :func:`fedfm.models.load.load_model` for ``hollow``."""
     from fedfm.models.load import load_model
 
     if experiment.run.deterministic:
@@ -98,7 +98,7 @@ def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> M
 
 
 def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[str, ...]:
-    """``data.augment``, if clients train on images.
+    """Return ``data.augment``, if clients train on images.
 
     Raises:
         InputError: clients do not train on images; the error gives the reason.
@@ -119,14 +119,14 @@ def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[st
 
 
 def feature_dim(table: Table) -> int | None:
-    """The width d of rows that are feature vectors (N, d); None for other rows."""
+    """Return the width d of rows that are feature vectors (N, d); None for other rows."""
     return table.inputs.shape[1] if table.kind == "features" else None
 
 
 def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
-    """The multiply-accumulates that the ledger states before the first round (see ``models.operations``).
+    """Return the multiply-accumulates that the ledger states before the first round (see ``models.operations``).
 
-    None for a method without a client optimiser, and if only the user's own Python module can read the rows.
+    The result is None for a method without a client optimiser, and if only the user's own module can read the rows.
     """
     from fedfm.models.multiply_accumulates import Costs, per_sample
 
@@ -144,7 +144,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
-    """Write a client's traceback to a file that only its owner can read. If the disk is full, print its last line."""
+    """Write a client's traceback to a file that only its owner can read; if the disk is full, print the last line."""
     try:
         storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")
     except NotWritten as error:

@@ -1,6 +1,4 @@
-"""Final models and their predictions: by the method if it has a role for that (e.g. Predictor), otherwise by
-default.
-"""
+"""Final models and their predictions: the method's own if it has a role for them (e.g. Predictor), else the default."""
 
 from __future__ import annotations
 
@@ -24,15 +22,13 @@ _KNOWN: dict[type, bool] = {}
 
 
 def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
-    """``isinstance``, cached by class, since it takes tens of microseconds and evaluation needs it 5 times per
-    client.
-    """
+    """Call ``isinstance`` with a cache: it takes tens of microseconds, and evaluation needs it 5 times per client."""
     if type(method) not in _KNOWN:
         _KNOWN[type(method)] = isinstance(method, TrainsLocally)
     return _KNOWN[type(method)]
 
 
-# --- who has which model ----------------------------------------------------------------------------------------------
+# --- the parties' models ----------------------------------------------------------------------------------------------
 
 
 def personal(method: Method[Any]) -> bool:
@@ -50,17 +46,17 @@ def _optimiser_keeps(method: Method[Any]) -> bool:
 
 
 def seen_by(method: Method[Any], client: Client) -> Client:
-    """Client half: the client with the rows and the model that its training uses."""
+    """Client half: return the client with the rows and the model that its training uses."""
     return method.view(client) if isinstance(method, HiddenModel) else client
 
 
 def encode_rows(method: Method[Any], model: Model, rows: Rows) -> Rows:
-    """Encode prepared rows into the rows that clients train on."""
+    """Encode prepared rows as the rows that clients train on."""
     return method.encode(model, rows) if isinstance(method, HiddenModel) else model.encode(rows)
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:
-    """Client half: the client's own model.
+    """Client half: return the client's own model.
 
     Args:
         w: the result of ``params_for`` for this client.
@@ -89,7 +85,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
 
 @contextmanager
 def apply_model(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-    """Context manager: install w in the model; yields the rows that the model then scores."""
+    """A context in which the model has the parameters w; it yields the rows that the model scores."""
     if has(method, Predictor, "install"):
         with method.install(model, w, rows) as judged:
             yield judged
@@ -102,7 +98,7 @@ def apply_model(method: Method[Any], model: Model, w: Params, rows: Rows) -> Ite
 
 
 def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
-    """Logits (n, C) of rows under w."""
+    """Compute logits (n, C) of rows under w."""
     if has(method, Predictor, "logits"):
         return method.logits(model, w, rows)
     with apply_model(method, model, w, rows) as judged:
@@ -110,7 +106,7 @@ def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
 
 
 def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str, Any]:
-    """Metrics of w on these rows (see ``models.metrics.evaluate``)."""
+    """Compute metrics of w on these rows (see ``models.metrics.evaluate``)."""
     if has(method, Predictor, "logits"):
         return model.evaluate(rows, method.logits(model, w, rows))
     with apply_model(method, model, w, rows) as judged:
@@ -118,5 +114,5 @@ def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str
 
 
 def feature_transform(method: Method[Any]) -> str | None:
-    """Name of the transform that features pass before the head, or None."""
+    """Return the name of the transform that is applied to features before the head, or None."""
     return method.feature_transform if isinstance(method, Predictor) else None

@@ -13,7 +13,7 @@ class Progress:
     """Callbacks of a run. These do nothing; subclasses override them."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """The run begins, or continues after ``done`` rounds. ``rounds`` is the planned number."""
+        """The run begins, or continues after ``done`` of ``rounds`` planned rounds."""
 
     def client(self) -> None:
         """A client has finished its part of the round."""
@@ -35,7 +35,7 @@ class EpochProgress:
     """Callbacks of a pretraining. These do nothing; subclasses override them."""
 
     def started(self, epochs: int, done: int, steps: int) -> None:
-        """Training begins, with ``epochs`` in all, ``done`` of them committed already, and ``steps`` per epoch."""
+        """Training begins: ``done`` of ``epochs`` epochs are committed already; an epoch has ``steps`` steps."""
 
     def step(self) -> None:
         """A training step has ended."""
@@ -54,7 +54,7 @@ class AuditProgress:
         """The audit begins with this number of attacks."""
 
     def begins(self, name: str, seconds: float) -> None:
-        """An attack begins, or several attacks that share a replay; they may take this number of seconds."""
+        """An attack begins, or several that share a replay of the run; they may take this number of seconds."""
 
     def done(self) -> None:
         """An attack has ended."""

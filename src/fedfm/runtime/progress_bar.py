@@ -24,7 +24,7 @@ class Bar(Progress):
     A log file gets a line every 20 seconds at most.
 
     Attributes:
-        path: the run directory once it exists; a message names it if the run stops.
+        path: the run directory, once it exists; a message names this path if the run stops.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Bar(Progress):
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            # A resumed run may evaluate its first round again, and then reports it twice.
+            # A resumed run may evaluate its first round again, so that it reports this round twice.
             self._bar.update(line["round"] - self._bar.n)
         elif line["round"] == self._rounds or time.monotonic() - self._written > _LOGGED:
             self._written = time.monotonic()
@@ -65,7 +65,7 @@ class Bar(Progress):
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """Print one line above the bar. ``visible`` keeps line breaks in a client's name from adding a second line."""
+        """Print one line above the bar; ``visible`` escapes line breaks, e.g. in a client's name."""
         from tqdm import tqdm
 
         tqdm.write(f"fedfm: {visible(text)}", file=sys.stderr)
@@ -82,9 +82,9 @@ def can_redraw() -> bool:
 
 
 def wide() -> dict[str, Any]:
-    """Settings that give the bar the terminal's width, which in containers and over serial lines may read 0."""
+    """Return settings for the bar's width; in containers and over serial lines the terminal may report a width of 0."""
     try:
         known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except (OSError, ValueError):  # raised in a notebook
+    except (OSError, ValueError):  # a notebook raises these
         known = True
     return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}

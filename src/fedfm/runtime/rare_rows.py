@@ -1,4 +1,4 @@
-"""Try the model on rows that only some clients have: one row as a batch, and a text of the largest length."""
+"""Try the model on unusual inputs that only some clients may have: a batch of one row, and the longest text."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def try_single(method: TrainsLocally, population: Partitioned) -> None:
 
 
 def _statistics(model: Model) -> Iterator[torch.Tensor]:
-    """The running statistics of batch norm, which a forward pass in training mode changes."""
+    """Return the running statistics of batch norm, which a forward pass in training mode changes."""
     norms: Sequence[Any] = [m for m in model.train_too if isinstance(m, _BatchNorm)]
     return (buffer for norm in norms for buffer in norm.buffers())

@@ -54,17 +54,17 @@ def finish(
     notice: Callable[[str], None],
     aside: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write the result, the ledger and the models; returns the result as it is written.
+    """Write the result, the ledger and the models; return the result as it is written.
 
     Args:
         aside: further entries of ``details``, which come from the engine.
-        rounds: (t, of): the number of rounds, and the round from which the final model comes.
+        rounds: (t, of): the number of completed rounds, and the round of the final model.
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
     models, spent = evaluator.collect_models(state), account_of(run, t)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
-    if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as a last round is
+    if not last or last["round"] != of or t < method.rounds:  # round ``of`` had no thorough evaluation
         last = evaluator.scores(state, thorough=True)
     left_out = failures.whole(fed.excluded, run.metrics(), evaluator.missing)
     result: dict[str, Any] = {
@@ -140,7 +140,7 @@ def finish(
 
 
 def account_of(run: Run, t: int) -> Accountant:
-    """The privacy that the run spends by its method and by its aggregation's mechanism.
+    """Return the privacy that the run spends by its method and by its aggregation's mechanism.
 
     Args:
         t: number of completed rounds.
@@ -150,9 +150,10 @@ def account_of(run: Run, t: int) -> Accountant:
 
 
 def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int = 0) -> Accountant:
-    """The privacy that an experiment spends for clients with these numbers of rows (None: unknown).
+    """Return the privacy that an experiment spends.
 
     Args:
+        rows: the clients' numbers of rows; None if they are unknown.
         repeated: number of rounds that were repeated; each of them is one more release.
     """
     accountant, method = Accountant(), experiment.method
@@ -165,7 +166,7 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
 def enter(run: Run, spent: Accountant) -> None:
     """Enter the privacy that all planned rounds spend into the ledger, before the first round.
 
-    The entry stays if the run ends early.
+    If the run ends early, the entry does not change.
     """
     ledger = run.manifest["ledger"]
     entries = [*(entry for entry in ledger["entries"] if "mechanism" not in entry), *spent.entries()]
@@ -175,7 +176,7 @@ def enter(run: Run, spent: Accountant) -> None:
 
 
 def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Complete the ledger's multiply-accumulates: those of all rounds, and those until the run reached its target."""
+    """Complete the ledger's numbers of multiply-accumulates: in all rounds, and until the run reached its target."""
     from fedfm.models.multiply_accumulates import Costs, rounds_to
 
     found = run.manifest["ledger"].get("operations")
@@ -201,10 +202,10 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures about an asynchronous run: mean and largest staleness of its updates.
+    """Return figures about an asynchronous run: mean and largest staleness of its updates.
 
-    With a simulated clock there are two more: the clock's time at the end, and the time that it would show if every
-    round had waited for all clients.
+    With a simulated clock there are two more figures: the clock's time at the end, and the time that it would show if
+    every round had waited for all clients.
     """
     if run.experiment.run.asynchronous is None or not (known := [line for line in lines if "staleness" in line]):
         return {}
@@ -218,7 +219,7 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
     """Write the final models.
 
     Args:
-        last: whether these are the models of the last round; ``run.patience`` chose others, which are next to them.
+        last: whether these are the models of the last round, where ``run.patience`` chose the models of another round.
 
     Raises:
         RunError: the models cannot be written.

@@ -1,4 +1,4 @@
-"""What may change when a run continues: its number of rounds, and the places of files and parties.
+"""Changes that a resumed run allows: its number of rounds, and the places of files and parties.
 
 The run continues after its last round. Its results have the same bits as if it had begun with the changed settings.
 """
@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from fedfm.training import Local, TrainsLocally
 
-# Keys for places and waiting times. Fingerprints ensure that data and model stay the same.
+# Keys for places and waiting times; fingerprints ensure that data and model stay the same when their places change.
 MOVABLE = (
     "data.path",
     "model.name",
@@ -70,7 +70,7 @@ def extend(run: Run, rounds: int) -> None:
     if not method.rounds:
         raise InputError(f"{where}: {name} has a fixed number of rounds")
     table["method"]["rounds"] = rounds
-    Experiment.from_dict(table, imports=True)  # refuses several rounds for a method of one round
+    Experiment.from_dict(table, imports=True)  # raises an error for several rounds of a method that has one round
     if rounds < done or (rounds == done and run.manifest["result"] is not None):
         raise InputError(f"{where}: {run.path} has {done} rounds already; expected more")
     if experiment.privacy is not None:
@@ -93,7 +93,7 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
         run.manifest["notices"].append(f"the run ended after {done} rounds, and was continued to round {rounds}")
-        run.manifest.pop("audits", None)  # the audits were of parameters that the run will no longer have
+        run.manifest.pop("audits", None)  # the run will have other parameters than those that were audited
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

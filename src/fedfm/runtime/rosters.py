@@ -25,11 +25,11 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Identity:
-    """The key with which a silo signs, and the silos whose keys it knows.
+    """The key with which a silo signs, and the other silos' keys.
 
     Attributes:
-        key: private Ed25519 key; None: the silo makes a new key in each run.
-        roster: public key of each silo in the roster; None: there is no roster.
+        key: private Ed25519 key; None if the silo makes a new key in each run.
+        roster: public key of each silo in the roster; None if there is no roster.
     """
 
     key: bytes | None
@@ -37,7 +37,7 @@ class Identity:
 
     @property
     def public(self) -> str | None:
-        """The public key as 64 hexadecimal digits."""
+        """The public key as 64 hexadecimal digits; None without a private key."""
         return None if self.key is None else keys.identity_of(self.key).hex()
 
 
@@ -82,7 +82,7 @@ def roster_in(path: Path) -> dict[str, bytes]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no name occurs twice (for TOML the parser checks this)."""
+    """Make a dict from a JSON object's pairs, unless a name occurs twice (TOML's parser itself checks this)."""
     table = dict(pairs)
     if len(table) < len(pairs):
         raise ValueError("a name occurs twice")

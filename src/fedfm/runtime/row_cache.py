@@ -1,10 +1,10 @@
 """A cache on this machine's disk for rows that take long to prepare: features of a frozen backbone, tokens of texts.
 
-Runs share the folder, so a second run reads what the first one computed. A file's name is a SHA-256 of all that
-determines its content: the rows as read, the preprocessing, every frozen tensor, the device and the versions of the
-libraries. A file is replaced in one step, so two runs may work at the same time. A file contains its own SHA-256, so
-damage is noticed, and the rows are computed again. Features reveal as much as the rows themselves; only the owner can
-read the files.
+Runs share the folder, so a second run reads the rows that the first run computed. A file's name is a SHA-256 of all
+inputs that determine its content: the rows as read, the preprocessing, every frozen tensor, the device and the versions
+of the libraries. A file is replaced in one step, so two runs may work at the same time. A file contains its own
+SHA-256: if it is damaged, the rows are computed again. Features reveal as much as the rows themselves, so only the
+owner can read the files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from fedfm.version import __version__
 
 FORMAT = 1
 MOST = 20e9  # largest size of the folder in bytes, unless FEDFM_CACHE_GB is set
-LEAST_WORK = 2 * 10**9  # features are cached only if rows times frozen parameters are more: a second or two of one core
+LEAST_WORK = 2 * 10**9  # features are cached only if rows times frozen parameters exceed this (1 to 2 s of one core)
 LEAST_TEXTS = 20_000  # tokens are cached only for at least this many texts
 
 
 def folder() -> Path | None:
-    """The cache's folder; None if ``FEDFM_CACHE`` is set but empty.
+    """Return the cache's folder: ``FEDFM_CACHE``, or else ``fedfm`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
 
-    It is ``FEDFM_CACHE``, or else ``fedfm`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+    The result is None if ``FEDFM_CACHE`` is set but empty.
     """
     given = os.environ.get("FEDFM_CACHE")
     if given is not None:
@@ -52,13 +52,13 @@ def folder() -> Path | None:
 
 
 def places() -> list[Path]:
-    """Folders outside the run directory to which a run writes: the one for temporary files, and this cache."""
+    """Return the folders outside the run directory to which a run writes: for temporary files, and this cache."""
     cache = folder()
     return [Path(tempfile.gettempdir()), *([] if cache is None else [cache])]
 
 
 def limit() -> float:
-    """Largest size of the folder in bytes: ``FEDFM_CACHE_GB``, or else :data:`MOST`.
+    """Return the largest size of the folder in bytes: ``FEDFM_CACHE_GB``, or else :data:`MOST`.
 
     Raises:
         InputError: ``FEDFM_CACHE_GB`` is not a number of at least 0.
@@ -76,8 +76,8 @@ def limit() -> float:
 def trim(place: Path, most: float) -> None:
     """Remove the least recently used files of a cache folder until it has at most ``most`` bytes.
 
-    A run that has already mapped a removed file can still use it. A run that wants to open it later computes the rows
-    again. A file that another process removes at the same time is skipped.
+    A run that has already mapped a removed file can still use it. A run that opens it later computes the rows again. A
+    file that another process removes at the same time is skipped.
     """
     found = []
     for path in place.glob("*/*.safetensors"):
@@ -129,7 +129,7 @@ class RowCache:
         return made
 
     def path(self, table: Table, index: np.ndarray) -> Path | None:
-        """The file of these rows, whether or not it exists; None if they are not cached."""
+        """Return the path of these rows' file, whether or not it exists; None if such rows are not cached."""
         if self._folder is None or not len(index):
             return None
         kind = self._kind(table, len(index))
@@ -145,7 +145,7 @@ class RowCache:
         return self._folder / kind / f"{self._names[at]}.safetensors"
 
     def notices(self, table: Table, parts: Sequence[np.ndarray]) -> list[str]:
-        """A notice if an earlier run has cached some of the clients' training rows."""
+        """Return a notice if an earlier run has cached some of the clients' training rows."""
         found = [path for path in (self.path(table, index) for index in parts) if path is not None and path.exists()]
         if not found:
             return []
@@ -153,7 +153,7 @@ class RowCache:
         return [f"{place.name} of {len(found)} of {len(parts)} clients' training rows come from the cache {place}"]
 
     def _kind(self, table: Table, n: int) -> str | None:
-        """What is cached for n rows of the table: features, tokens or nothing (None)."""
+        """Return the kind of content that is cached for n rows of the table: features, tokens or None."""
         model = self._model
         if not is_ours(model) or model.weights_overridden:
             return None
@@ -167,7 +167,7 @@ class RowCache:
         if found is None:
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # marks the file as used now, see trim()
+            os.utime(path)  # marks the file as just used, for trim()
         labels = None
         if not self._model.is_language_model:
             labels = preprocessing.labels_of(table, self._model.classes, index)
@@ -201,7 +201,7 @@ def encodes(model: Model) -> bool:
 
 
 def _content_of(rows: Rows) -> dict[str, Any] | None:
-    """The part of prepared rows that is written to the file. Labels and texts are in the source of the rows."""
+    """Return the part of prepared rows that is written to the file; labels and texts are in the rows' source."""
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}
     if rows.tokens is not None and not rows.tensors and not rows.token_arguments:
@@ -214,6 +214,6 @@ def _content_of(rows: Rows) -> dict[str, Any] | None:
 
 
 def size(place: Path) -> tuple[int, int]:
-    """Number of files and bytes in a cache folder."""
+    """Return the number of files and of bytes in a cache folder."""
     found = [path.stat().st_size for path in place.glob("*/*.safetensors")] if place.is_dir() else []
     return len(found), sum(found)

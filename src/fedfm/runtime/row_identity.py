@@ -1,6 +1,4 @@
-"""Hash all that determines the content of prepared rows; the hash names their file in
-:mod:`fedfm.runtime.row_cache`.
-"""
+"""Hash all inputs that determine the content of prepared rows; the hash names the file in :mod:`.row_cache`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from fedfm.models.model import Model
 
 
 def describe_preparation(model: Model) -> str | None:
-    """A description of the preprocessing; None if the preprocessing cannot be described."""
+    """Describe the preprocessing; return None if that is not possible."""
     tools = model.tools
     said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task.name}
     if tools.processor is not None:
@@ -41,7 +39,7 @@ def describe_preparation(model: Model) -> str | None:
 
 
 def sha256_of_frozen(model: Model) -> str:
-    """SHA-256 of the frozen tensors, the configuration, and all else that affects the last bits of features."""
+    """Return the SHA-256 of frozen tensors, configuration, and all else that affects the last bits of features."""
     device, spec = model.device, model.spec
     where = [str(device.type), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     if device.type == "cuda":
@@ -56,7 +54,7 @@ def sha256_of_frozen(model: Model) -> str:
 
 
 def sha256_of_rows(table: Table, index: np.ndarray) -> str:
-    """SHA-256 of the rows as read, without labels and paths."""
+    """Return the SHA-256 of the rows as read, without labels and paths."""
     digest = hashlib.sha256(table.kind.encode())
     for piece in _pieces(table, index):
         digest.update(len(piece).to_bytes(8, "little"))

@@ -1,8 +1,8 @@
 """A run directory: the experiment, the logs and results of a run, and all that a resume needs.
 
-``manifest.json`` exists before the first round. After every round, ``commit`` writes a checkpoint atomically; with that
-the round is complete. :mod:`fedfm.runtime.logs` writes lines before and after a commit. A run may be killed at any
-time: a resume continues after the last commit, and cuts off later lines of the logs.
+``manifest.json`` exists before the first round. After every round, ``commit`` writes a checkpoint atomically; this
+completes the round. :mod:`fedfm.runtime.logs` writes lines before and after a commit. A run may be killed at any time:
+a resume continues after the last commit, and cuts off later lines of the logs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
 _PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
 _PARTS += ["private/folder/*/.*", "private/folder/*/*/.*", "private/.underway.json.*", "private/underway/.*"]
-KEEP = 2  # number of checkpoints that are kept: the newest one, and one as a reserve
+KEEP = 2  # number of checkpoints that are kept: the newest, and the one before as a reserve
 
 
 class Run:
@@ -68,7 +68,7 @@ class Run:
         refuse_used(out)  # check before anything is made in the folder
         lock = claim(out, experiment.run.shared)
         try:
-            refuse_used(out)  # another process may have used it in the meantime
+            refuse_used(out)  # another process may have used the folder in the meantime
             run = cls(out, new_manifest(experiment))
             run._lock = lock
             (out / "checkpoint").mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self, *, wait: bool = False) -> Iterator[None]:
-        """Context manager: lock the run for this process, and read its manifest again, which may have changed.
+        """A context in which this process has locked the run; the manifest, which may have changed, is read again.
 
         The lock ends with the process, even if the process is killed. If this object has the lock already, nothing
         happens.
@@ -143,13 +143,13 @@ class Run:
         """Read the manifest again.
 
         Raises:
-            InputError: as :meth:`open`.
+            InputError: for the reasons of :meth:`open`.
         """
         self.manifest = read_manifest(self.path)
         self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
 
     def discard(self) -> None:
-        """Remove a run that this process made and locked. The lock goes last; after that others may use the folder."""
+        """Remove a run that this process made and locked; the lock is removed last, and frees the folder."""
         storage.discard(self.path, (MANIFEST, "checkpoint", "private"), self.path / "private" / LOCK)
 
     def refuse_links(self) -> None:
@@ -168,7 +168,7 @@ class Run:
                     raise InputError(f"{path} is a link: the run would write to {os.readlink(path)}; remove the link")
 
     def adapter(self, client: str = "", *, last: bool = False) -> Path:
-        """Folder of the trained model: of one client, or with "" of the model for all clients.
+        """Return the folder of a client's trained model; with "", of the model for all clients.
 
         Args:
             last: return the folder of the last round's model, even if ``run.patience`` chose another round's model.
@@ -221,24 +221,24 @@ class Run:
                 path.unlink(missing_ok=True)
 
     def begin(self, t: int) -> None:
-        """Record round t in the ledger before its messages are sent, if a repeated round would be one more release."""
+        """Record in the ledger that round t begins, if a repeated round would be one more release."""
         if self.experiment.aggregation.mechanism.fresh:
             self.manifest["ledger"]["begun"] = t + self.repeat_count(t - 1)
             self.write_manifest()
 
     def repeat_count(self, t: int) -> int:
-        """Number of rounds that began but are not among the t completed ones. Each of them is one more release."""
+        """Return the number of rounds that began but were not completed; each of them is one more release."""
         return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
 
     def note_messages(self, fed: Federation) -> int:
-        """Append the messages since the last call to ``messages.jsonl``; returns the file's length."""
+        """Append the messages since the last call to ``messages.jsonl``; return the file's length."""
         text = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
-        """The newest undamaged checkpoint, and the damaged files of later ones. This changes no file.
+        """Return the newest undamaged checkpoint, and damaged files of later checkpoints, without changing any file.
 
-        It does not check the state in the checkpoint.
+        The state in the checkpoint is not checked.
         """
         damaged: list[Path] = []
         for path in reversed(self._checkpoints()):
@@ -251,9 +251,8 @@ class Run:
     def restore(self, state_type: Any) -> dict[str, Any] | None:
         """Go back to the newest undamaged checkpoint and return it; None before the first commit.
 
-        This cuts off later lines of the logs, and removes damaged checkpoints and temporary files of killed processes.
-        The manifest gets notices about the round after which the run continues, and about lines that the logs have
-        lost.
+        The method cuts off later lines of the logs, and removes damaged checkpoints and temporary files of killed
+        processes. The manifest gets notices about the round after which the run continues, and about lost lines.
         """
         for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
@@ -277,12 +276,12 @@ class Run:
         self.note(f"{what}: the run {f'continues after round {t}' if t >= 0 else 'starts over'}")
 
     def note(self, notice: str) -> None:
-        """Add a notice to the manifest unless it is there already."""
+        """Add a notice to the manifest, unless the manifest has it already."""
         if notice not in self.manifest["notices"]:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """The server's state after the last committed round, also of a finished run. This changes no file.
+        """Return the server's state after the last committed round, also of a finished run, without changing any file.
 
         Args:
             mapped: see :func:`fedfm.core.storage.load`.
@@ -301,14 +300,14 @@ class Run:
         return conform(record["state"], state_type, "state")
 
     def state_of(self, t: int, state_type: Any) -> Any | None:
-        """The server's state after round t; None if its checkpoint is missing or damaged."""
+        """Return the server's state after round t; None if its checkpoint is missing or damaged."""
         record = storage.load(self.checkpoint(t))
         return None if record is None else conform(record["state"], state_type, "state")
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
         """Put the values of a restored checkpoint into a federation."""
         fed.begin(record["round"])
-        fed.call = record.get("call", 0)  # so that the next requests read the memories that this round has written
+        fed.call = record.get("call", 0)  # then the next requests read the memories that this round has written
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort = tuple(record["cohort"])
@@ -317,7 +316,7 @@ class Run:
         self.seconds = record["seconds"]
 
     def keep_arrays(self, t: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a method's arrays of round t, before the round is committed."""
+        """Write a method's arrays of round t; call it before the round is committed."""
         if arrays:
             (self.path / "arrays").mkdir(exist_ok=True)
             data = io.BytesIO()
@@ -325,7 +324,7 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """Stack the rounds' arrays into one file per name. ``rounds``, ``clients`` and the texts' arrays are added."""
+        """Stack the rounds' arrays into one file per name, and add ``rounds``, ``clients`` and the texts' arrays."""
         by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
         if not by_round:
             return {}
@@ -347,7 +346,7 @@ class Run:
         logs.append(self.path / logs.METRICS, to_json(line) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The undamaged lines of ``metrics.jsonl``; :func:`fedfm.runtime.logs.gaps` lists the missing ones.
+        """Read the undamaged lines of ``metrics.jsonl``; :func:`fedfm.runtime.logs.gaps` lists the missing lines.
 
         Raises:
             InputError: the file cannot be read.
@@ -356,7 +355,7 @@ class Run:
 
     @property
     def _folder(self) -> Path:
-        """Folder of the checkpoints.
+        """The folder of the checkpoints.
 
         If the server mixes a secret foundation model into the aggregate, the folder is in ``private/``: the server's
         moments and control variates reveal the aggregate before the mixture, and thus the foundation model.
@@ -366,9 +365,9 @@ class Run:
         return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
 
     def checkpoint(self, t: int) -> Path:
-        """File of round t's checkpoint."""
+        """Return the path of round t's checkpoint."""
         return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        """The files of all checkpoints, in order of rounds."""
+        """Return the paths of all checkpoints, in order of rounds."""
         return sorted(self._folder.glob("round-*.safetensors"))

@@ -38,15 +38,15 @@ _TRIES = 100  # attempts to make a folder while other processes remove theirs fr
 
 
 def own_place(name: str) -> Path:
-    """A new folder's path below ``runs/``."""
+    """Return the path of a new folder below ``runs/``."""
     return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}"
 
 
 def refuse_used(out: Path) -> None:
-    """Refuse a folder that already contains a run or something else.
+    """Refuse a folder that is not empty.
 
     Raises:
-        InputError: the folder does.
+        InputError: the folder contains a run or other files.
     """
     if (out / MANIFEST).exists():
         raise InputError(f"{out} contains a run already; continue it with `fedfm resume {out}`, or give another --out")
@@ -58,7 +58,7 @@ def claim(out: Path, shared: bool) -> Lock:
     """Make the folder of a new run and lock it, before anything else is written.
 
     Args:
-        shared: whether other users may read it, as the umask permits; only the owner can read ``private/`` in any case.
+        shared: whether other users may read the folder, as the umask permits; only the owner can read ``private/``.
 
     Raises:
         InputError: the folder cannot be made, or another process has the lock.
@@ -71,7 +71,7 @@ def claim(out: Path, shared: bool) -> Lock:
                 lock.path.parent.mkdir(mode=0o700, exist_ok=True)
                 taken = lock.take()
                 break
-            except FileNotFoundError:  # another process removes its own run here, because it could not begin
+            except FileNotFoundError:  # another process removes its own run here, which could not begin
                 if last:
                     raise
         if not taken:
@@ -126,7 +126,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def new_manifest(experiment: Experiment) -> dict[str, Any]:
-    """The manifest of a run that has not begun yet."""
+    """Make the manifest of a run that has not begun yet."""
     return {
         "schema": SCHEMA,
         "fedfm": __version__,
@@ -151,7 +151,7 @@ def new_manifest(experiment: Experiment) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, and of the libraries that affect the bits of the result."""
+    """Return the versions of Python, and of the libraries that affect the bits of the result."""
     names = ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors")
     installed = {name: version for name in names if (version := _version_of(name))}
     return {"python": sys.version.split()[0]} | installed
@@ -159,7 +159,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _version_of(name: str) -> str:
-    """The version of an installed library, from its metadata; "" if it is not installed."""
+    """Read the version of an installed library from its metadata; "" if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     with contextlib.suppress(PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Write what the manifest has before the first round: clients, split, fingerprints and notices."""
+"""Write the manifest's entries before the first round: clients, split, fingerprints and notices."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 
 LORA_ALONE = ("lora",)
 _NAMED = 10  # largest number of classes that a notice names
-_COMPARED = 10_000  # names of clients are compared if there are at most this many clients
+_COMPARED = 10_000  # largest number of clients whose names are compared with each other
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
-    """Write clients, split, fingerprints and notices into the manifest. A run that is resumed on other data is
-    refused.
-    """
+    """Write clients, split, fingerprints and notices into the manifest; refuse a run that is resumed on other data."""
     table = population.federated.table
     prints = fingerprints(run, table, population.model)
     check_same(run, prints, "a resumed run needs what it started with")
@@ -71,7 +69,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 
 
 def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
-    """A notice if delta is too large for the number of training rows.
+    """Return a notice if delta is too large for the number of training rows.
 
     There is no notice if the unit of privacy is not a row, or if the number of rows is unknown.
     """
@@ -85,7 +83,7 @@ def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
 
 
 def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[str]:
-    """Notices if the guarantee is nearly empty. They depend on public values only."""
+    """Return notices if the privacy guarantee is nearly empty; they depend on public values only."""
     privacy = experiment.privacy
     if privacy is None and spent.epsilon is None:
         return []
@@ -113,12 +111,12 @@ def fits(experiment: Experiment, model: Model) -> None:
 
 
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
-    """The method's notices before its first round; ``counts`` are each client's training rows by class, if known."""
+    """Return the method's notices before round 1; ``counts`` are each client's training rows by class, if known."""
     return method.forewarnings(counts or {})
 
 
 def of_arrival(experiment: Experiment, clients: int) -> list[str]:
-    """The method's notices before a run in which updates may be stale."""
+    """Return the method's notices before a run in which updates may be stale."""
     late, method = experiment.run.asynchronous, experiment.method
     if late is None or late.buffer >= clients:
         return []
@@ -126,7 +124,7 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
 
 
 def _similar(names: Sequence[str], of: str = "class") -> list[str]:
-    """Notices about names that are spelled in two ways; numbers of one length, as most names are, cannot be."""
+    """Return notices about names that are spelled in two ways; names that are numbers of one length cannot be."""
     if len({len(name) for name in names}) < 2 and all(
         n.isascii() and n.removeprefix("client-").isdecimal() for n in names
     ):
@@ -137,7 +135,7 @@ def _similar(names: Sequence[str], of: str = "class") -> list[str]:
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
-    """Notices about the rows: which rows are left out, and what is probably a mistake."""
+    """Return notices about the rows: rows that are left out, and probable mistakes."""
     found = [*population.federated.notices, *_no_task(population), *_similar(population.federated.table.classes)]
     return [
         *found,
@@ -150,10 +148,10 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
-    """Notices for a silo about its rows, and about its model on them, for its log and for ``fedfm silo check``.
+    """Return notices about a silo's rows, and about its model on them, for its log and for ``fedfm silo check``.
 
     Raises:
-        InputError: as :func:`fedfm.runtime.beforehand.check`.
+        InputError: for the reasons of :func:`fedfm.runtime.beforehand.check`.
     """
     looked = beforehand.check(method, population)
     model = population.model_or_none
@@ -162,10 +160,10 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Notices about rows: how the model's template writes them, and what the task says about them.
+    """Return the notices of the model's template and of the task about the rows.
 
     Raises:
-        InputError: as :func:`template_notices`.
+        InputError: for the reason of :func:`template_notices`.
     """
     table, model = population.federated.table, population.model_or_none
     if model is None or model.tools.tokenizer is None:
@@ -179,7 +177,7 @@ def row_notices(population: Partitioned) -> list[str]:
 
 
 def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
-    """Indices of the rows on which clients train or validate, and of the rows on which any party tests."""
+    """Return indices of the rows on which clients train or validate, and of the rows on which any party tests."""
     clients = population.federated.clients.values()
     trained = [int(i) for rows in clients for i in (*rows.train, *rows.val)]
     tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
@@ -187,7 +185,7 @@ def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
 
 
 def template_notices(population: Partitioned) -> list[str]:
-    """Notices about rows that the model's template shortens, because it cuts them or leaves a part out.
+    """Return notices about rows that the model's template shortens, because it cuts them or leaves a part out.
 
     Raises:
         InputError: the model's template cannot write a row.
@@ -214,7 +212,7 @@ def template_notices(population: Partitioned) -> list[str]:
 
 
 def _on_disk(population: Partitioned) -> list[str]:
-    """A notice if an earlier run has cached rows of these clients. It is about this machine, not about the run."""
+    """Return a notice if an earlier run has cached rows of these clients; it is about this machine, not the run."""
     cache, table = population.cache, population.federated.table
     if cache is None or population.encode is not None or population.client_model is None:
         return []
@@ -222,7 +220,7 @@ def _on_disk(population: Partitioned) -> list[str]:
 
 
 def _no_task(population: Partitioned) -> list[str]:
-    """A notice if all training rows of all clients have the same label."""
+    """Return a notice if all training rows of all clients have the same label."""
     table, clients = population.federated.table, population.federated.clients.values()
     if table.labels is None or not clients:
         return []
@@ -236,7 +234,7 @@ def _no_task(population: Partitioned) -> list[str]:
 
 
 def _classes_without_rows(population: Partitioned) -> list[str]:
-    """A notice about classes without any training row, since no model can learn these."""
+    """Return a notice about classes without any training row, which no model can learn."""
     table, clients = population.federated.table, population.federated.clients.values()
     if table.labels is None or not table.classes:
         return []
@@ -252,7 +250,7 @@ def _classes_without_rows(population: Partitioned) -> list[str]:
 
 
 def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
-    """A notice if only clients compute scores, but some of the global test rows belong to no client."""
+    """Return a notice if only clients compute scores, but some of the global test rows belong to no client."""
     if not method.traits.clients_judge or REST not in population.pieces:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
@@ -260,12 +258,12 @@ def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_model(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about settings that have no effect on this model, or that exceed what the model can learn."""
+    """Return notices about settings that have no effect on this model, or that are too large for it."""
     return [*_idle(spec, model), *_too_wide(model)]
 
 
 def _idle(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about settings that have no effect for this model on this device."""
+    """Return notices about settings that have no effect for this model on this device."""
     found = [*model.notices]
     if model.spec.compile and (model.compiled or model.hollow) and trains_without(model):
         found.append(
@@ -284,7 +282,7 @@ def _idle(spec: RunSpec, model: Model) -> list[str]:
 
 
 def _too_wide(model: Model) -> list[str]:
-    """A notice if LoRA's rank is above the largest rank that the shape of a layer allows."""
+    """Return a notice if LoRA's rank is above the largest rank that the shape of a layer allows."""
     rank, least = dict[str, int](), dict[str, int]()
     for name, _, shape in model.layout.entries:
         for part, at in ((".lora_A.", 0), (".lora_B.", 1)):
@@ -304,7 +302,7 @@ def _too_wide(model: Model) -> list[str]:
 
 
 def _elsewhere(run: Run, model: Model) -> list[str]:
-    """A notice if a run continues on another device, or with other device settings, than those it began with."""
+    """Return a notice if a run continues on another device, or with other device settings, than it began with."""
     before, now = run.manifest.get("device"), devices.about(model.device)
     if before in (None, now):
         return []

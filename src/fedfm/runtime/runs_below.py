@@ -9,17 +9,17 @@ from fedfm.core import storage
 from fedfm.core.text import from_json, to_json
 from fedfm.errors import InputError
 
-STUDY = "study.json"  # file next to a run and its baselines; it lists their folders, the run itself first
+STUDY = "study.json"  # file next to a run and its baselines, which lists their folders; the run itself comes first
 _SHOWN = 8  # largest number of runs that a message names
 
 
 def write_order(folder: Path, names: Sequence[str]) -> None:
-    """Write down the folders of a run and of its baselines, in order."""
+    """Write the list of the folders of a run and of its baselines, in order."""
     (folder / STUDY).write_text(to_json({"runs": list(names)}) + "\n", encoding="utf-8")
 
 
 def order_in(folder: Path) -> list[Path]:
-    """A run and its baselines, in the order of :func:`write_order`; empty if there is no valid list."""
+    """Read the folders of a run and its baselines, in the order of :func:`write_order`; empty without a valid list."""
     try:
         storage.refuse_pipe(folder / STUDY)
         names = from_json((folder / STUDY).read_text(encoding="utf-8"))["runs"]
@@ -30,7 +30,7 @@ def order_in(folder: Path) -> list[Path]:
 
 
 def each_run(paths: Iterable[Path]) -> list[Path]:
-    """Directories of runs: a folder of runs is replaced by all runs in it, each run before its baselines."""
+    """Return run directories: a folder of runs is replaced by all runs in it, each run before its baselines."""
     found: list[Path] = []
     for path in paths:
         inner = runs_in(path)
@@ -40,14 +40,14 @@ def each_run(paths: Iterable[Path]) -> list[Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The runs directly below a folder; empty if the folder is a run itself."""
+    """Return the runs directly below a folder; empty if the folder is a run itself."""
     if not path.is_dir() or (path / "manifest.json").exists():
         return []
     return sorted(found.parent for found in path.glob("*/manifest.json"))
 
 
 def no_run(path: Path) -> InputError:
-    """The error for a path that is not a run directory. It names the runs below the path, if there are any."""
+    """Make the error for a path that is not a run directory; it names the runs below the path, if there are any."""
     if not path.exists():
         return InputError(f"{path}: there is no such folder")
     if not path.is_dir():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _vectors(state: Any) -> Iterator[Params]:
-    """The parameter vectors in a state."""
+    """Yield the parameter vectors in a state."""
     if isinstance(state, Params):
         yield state
     elif isinstance(state, Mapping):
@@ -47,7 +47,7 @@ def _vectors(state: Any) -> Iterator[Params]:
 
 
 class Server:
-    """Runs one method over the clients of a link, and writes the run directory.
+    """Runs one method with the clients that a link connects, and writes the run directory.
 
     Args:
         model: the server's copy of the model.
@@ -92,7 +92,7 @@ class Server:
         self._evaluator = Evaluator(run, self.fed, judge)
 
     def go(self) -> dict[str, Any]:
-        """Run from the last commit to the end; returns the result."""
+        """Run from the last commit to the end; return the result."""
         run, fed, method, aggregation = self.run, self.fed, self.method, self.run.experiment.aggregation
         known = len(run.manifest["notices"])
         record = run.restore(method.state_type)
@@ -101,7 +101,7 @@ class Server:
         if record is None:
             fed.begin(0)
             for name in secrets_of(method, aggregation):
-                fed.secret(name)  # drawn before the first round, so that a resume detects its loss
+                fed.secret(name)  # draw the secret before the first round, so that a resume detects its loss
             state = method.init(fed)
             self._tell(fed.notices)
             state, t, of = self._commit(0, state), 0, None
@@ -145,7 +145,7 @@ class Server:
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 
     def _about_divergence(self) -> str:
-        """Advice for the case that a client's update contains NaN or has too large a norm."""
+        """Return advice for the case that a client's update contains NaN or has too large a norm."""
         from fedfm.config.advice import against_divergence
 
         return against_divergence(self.run.experiment)
@@ -160,7 +160,7 @@ class Server:
             self.run.write_manifest()
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
+        """Complete round t; return the state for the next round. A large state is mapped from the checkpoint."""
         self._check_class("step" if t else "init", state)
         if (where := nonfinite(state, "state")) is not None:
             if not t:
@@ -182,7 +182,7 @@ class Server:
         """Refuse a state whose class differs from the class as which a checkpoint would be read.
 
         Raises:
-            RunError: the classes differ; the error says how the method must declare its state's class.
+            RunError: the classes differ; the error explains how the method must declare its state's class.
         """
         of = self.method.state_type
         kind = get_origin(of) or of
@@ -196,7 +196,7 @@ class Server:
         )
 
     def _lean(self, state: Any) -> Any:
-        """The committed state. A large state is mapped from the checkpoint, so that training can use its memory."""
+        """Return the committed state; a large state is mapped from the checkpoint, which frees memory for training."""
         if not any(w.nbytes >= pages.LARGE for w in _vectors(state)):
             whole = payload.size(state)[1] > limit()
             return self.run.state(self.method.state_type) if whole else state
@@ -237,14 +237,12 @@ class Server:
         self._progress.round(line)
 
     def _before_aggregation(self, key: str) -> float | None:
-        """Mean accuracy or loss of the round's clients after local training, weighted as their updates are."""
+        """Return mean accuracy or loss of the round's clients after local training, weighted like their updates."""
         judged, total = self.fed.metrics.get(JUDGED), self.fed.metrics.get(key)
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """The final state and its round. With ``run.patience`` it is the best state, which becomes the last
-        checkpoint.
-        """
+        """Return the final state and its round; with ``run.patience``, the best state, which becomes a checkpoint."""
         best = early_stopping.best_round(self.run)
         if best is None or best == t or keeps_parts(self.method):
             return state, t

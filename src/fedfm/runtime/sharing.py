@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfm.privacy.spec import PrivacySpec
 
-FILE = "private/data.json"  # it has the exact numbers of rows; only a run with [privacy] has this file
+FILE = "private/data.json"  # the file with the exact numbers of rows; only a run with [privacy] has it
 _KEYS = "private/ holds clients' memories and keys, if the run has any: never share it."
 _OWN_MODELS = "clients/ has one model per client, which was fitted to that client's rows and discloses them in part."
 _WITHOUT_PRIVACY = (
@@ -12,10 +12,10 @@ _WITHOUT_PRIVACY = (
     "per-client accuracies. If the server has read the rows, the split in this manifest counts those of every "
     "client and class, the profile states coarse ranges of the values, and the fingerprint of the data shows which of "
     "several candidate data sets they are.",
-    "audit.json names single training rows, and says how far a foundation model that the server keeps is from the "
-    "models that it sent; report.html and dossier.html state that distance, too, once the run is audited.",
-    "weights.npz, arrays/ and the map in report.html, if a method weighs clients against each other, reveal whose rows "
-    "resemble whose.",
+    "audit.json names single training rows. If the server keeps a foundation model, audit.json gives its distance from "
+    "the models that were sent; once the run is audited, report.html and dossier.html state that distance, too.",
+    "If a method weighs clients against each other, weights.npz, arrays/ and the map in report.html reveal which "
+    "clients have similar rows.",
 )
 _UNDER_PRIVACY = (
     f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
@@ -36,7 +36,7 @@ _WITHOUT_EPSILON = (
 
 
 def do_not_share(privacy: PrivacySpec | None, own_models: bool) -> list[str]:
-    """The manifest's sentences on files that must not be shared.
+    """Return the manifest's sentences about files that must not be shared.
 
     Args:
         privacy: the experiment's table [privacy].

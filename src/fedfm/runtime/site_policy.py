@@ -1,4 +1,4 @@
-"""The rules of a silo with its own file, as the client's code uses them; ``fedfm.sites`` implements them."""
+"""The interface between the client's code and the rules of a silo with its own file (see ``fedfm.sites``)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Question:
         part = body.get("part", "")
         return cls(
             handler, at, digest.hexdigest(), part if part in PARTS else ""
-        )  # the server may send any text as part
+        )  # "part" may be any text that the server sends
 
 
 class SitePolicy(Protocol):
@@ -66,10 +66,10 @@ class SitePolicy(Protocol):
         """The attributes of :class:`~fedfm.core.client.Client` that come from the silo's file."""
 
     def reload(self) -> bool:
-        """Read the silo's file again if it has changed; returns whether it has. Raises a ClientFault."""
+        """Read the silo's file again if it has changed; return whether it has. Raises a ClientFault."""
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
-        """The silo's rows and model. Raises an InputError if the experiment does not fit."""
+        """Load the silo's rows and model. Raises an InputError if the experiment does not fit."""
 
     def count_hello(self, classes: Sequence[str]) -> None:
         """Count a hello before it is answered. Raises a ClientFault."""
@@ -78,31 +78,32 @@ class SitePolicy(Protocol):
         """Agree to the run: from now on the silo takes part."""
 
     def rereading(self) -> AbstractContextManager[None]:
-        """Context manager: read again the rows of a run that the silo has agreed to. The silo counts runs that no
-        longer fit. Raises a ClientFault.
+        """A context in which rows of a run that the silo agreed to are read again; runs that no longer fit are counted.
+
+        Raises a ClientFault.
         """
 
     def misfit(self, reason: str) -> None:
-        """Write into the log why the silo does not take part."""
+        """Write the reason why the silo does not take part into the log."""
 
     def note(self, text: str) -> None:
         """Write a line into the log."""
 
     def admit(self, question: Question, experiment: Experiment) -> None:
-        """Check whether the silo answers, before rows are read. Raises a ClientFault."""
+        """Check before rows are read whether the silo answers. Raises a ClientFault."""
 
     def leaves(self, question: Question, reply: tuple[str, bytes], experiment: Experiment, fault: str = "") -> None:
         """Enter a reply into the silo's ledger before the reply leaves the silo. Raises a ClientFault."""
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """The fault that the server gets if answering fails after the silo's rows were read."""
+        """Return the fault that the server gets if the answer fails after the silo's rows were read."""
 
     def log_refusal(self, handler: str, fault: ClientFault) -> None:
         """Write a request that was not answered into the log."""
 
 
 def session(folder: Path, site: Mapping[str, Any]) -> SitePolicy:
-    """The silo of a run's folder.
+    """Make the silo's session of a run from the run's folder.
 
     Args:
         site: the folder's ``site.json``, which names the silo's file.

@@ -54,7 +54,7 @@ class Epochs(EpochProgress):
 
 
 class Attacks(AuditProgress):
-    """A bar for an audit on a terminal: the completed attacks. A log file gets the notices instead."""
+    """A bar on a terminal that shows an audit's completed attacks; a log file gets lines of text instead."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,8 +1,8 @@
 """Notices about trained tensors that did not change in a complete run, because no row gave them a gradient.
 
-Training itself reports no such tensor. A tensor's gradient may be zero on all rows: that of an expert that no row
-chooses, or of attention that short rows do not need. Checksums stand for the start values, since a copy would take as
-much memory as the trained tensors.
+Training itself does not report such tensors. A tensor's gradient may be zero on all rows, e.g. if it belongs to an
+expert that no row chooses, or to attention that short rows do not need. The start values are stored as checksums, since
+a copy would take as much memory as the trained tensors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _NAMED = 2  # largest number of tensors that a notice names
 
 
 def checksums(w: Params) -> dict[str, int]:
-    """CRC-32 of each tensor's bytes."""
+    """Return the CRC-32 of each tensor's bytes."""
     return {name: zlib.crc32(to_bytes(tensor.cpu().contiguous())) for name, tensor in w.items() if tensor.numel()}
 
 
 def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], known: Iterable[str]) -> list[str]:
-    """A notice about tensors that are unchanged in all final models.
+    """Return a notice about tensors that are unchanged in all final models.
 
     Args:
         start: checksums of the model before the first round.
-        models: the final models; a model with other tensors than the trained ones is ignored.
-        known: earlier notices of the run; tensors that they name are not named again.
+        models: the final models; a model whose tensors are not the trained tensors is ignored.
+        known: earlier notices of the run; tensors that are named there are not named again.
     """
     still, seen = set(start), False
     for w in models:

@@ -1,4 +1,4 @@
-"""The population of a run if a Python function of the user returns the module and the rows."""
+"""Make the population of a run whose module and rows come from a Python function of the user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START = "checkpoint/start.safetensors"  # the module's parameters before a run o
 
 
 def of_experiment(experiment: Experiment) -> Partitioned:
-    """The population of an experiment whose ``data.name`` and ``model.name`` name a user's function.
+    """Make the population of an experiment whose ``data.name`` and ``model.name`` name a user's function.
 
     Raises:
         InputError: the function is not allowed, it fails, or its return value is invalid.
@@ -48,10 +48,10 @@ def brought_by(experiment: Experiment) -> Brought:
 
 
 def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
-    """The population of one silo, from the silo's own function: its ``train``, or the silo's entry in ``clients``.
+    """Make one silo's population from ``train``, or the silo's entry in ``clients``, of the silo's own function.
 
     Raises:
-        InputError: as :func:`of_experiment`; also if the function returns no rows of this silo.
+        InputError: for the reasons of :func:`of_experiment`, or if the function returns no rows of this silo.
     """
     try:
         brings = read_inputs(call(function(name, "data"), name, seed))
@@ -67,10 +67,10 @@ def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
 
 
 def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Partitioned:
-    """Module and rows as a population; clients with their own data sets need no partition.
+    """Make a population from module and rows; clients with their own data sets need no partition.
 
     Args:
-        name: name of the function that returned them.
+        name: name of the function that returned module and rows.
 
     Raises:
         InputError: module, loss, rows and partition do not match.
@@ -85,7 +85,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
 
 
 def partition(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
-    """Each client's rows, as the function returns them or as the partition's rule assigns them."""
+    """Return each client's rows, as the function returns them or as the partition's rule assigns them."""
     if ("train", "") in places:
         return deal(table, spec, seed=seed)
     names = [client for split, client in places if split == "train"]

@@ -1,4 +1,4 @@
-"""Which parties score the models of a run, and notices if none does."""
+"""Find the parties that score the models of a run, and make notices if no party does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def why_unasked(experiment: Experiment) -> str:
-    """The reason why no client is asked for scores on its own rows; "" if clients are asked.
+    """Return the reason why no client is asked for scores on its own rows; "" if clients are asked.
 
     In a run that states an epsilon no client is asked, since the ledger does not account for exact scores. If the
-    server may see only sums, clients are asked only if their scores are needed: because the method has no single model,
-    or because the server has no test rows.
+    server may see only sums, clients are asked only if the server needs their scores: the method has no single model,
+    or the server has no test rows.
     """
     method, privacy = experiment.method, experiment.privacy
     if method.traits.hides_counts:
@@ -38,11 +38,11 @@ def judged_by_clients(experiment: Experiment) -> bool:
 
 
 def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int | None = None) -> list[str]:
-    """A notice if the run cannot end with an accuracy, or with any score.
+    """Return a notice if the run cannot end with an accuracy, or with any score.
 
     Args:
         server_rows: number of test rows at the server.
-        client_rows: number of test rows of all clients; None: silos have their own, and the server does not know it.
+        client_rows: number of test rows of all clients; None if silos have their own files, so the server cannot know.
     """
     if not (why := why_unasked(experiment)):
         if client_rows == 0 and (not server_rows or judged_by_clients(experiment)):
@@ -51,7 +51,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
                 'from the training rows, and a column for data.split marks them by "test"'
             ]
         return []
-    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # then the server has no client's model
+    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # so no client's model is at the server
     if server_rows and not hidden and not judged_by_clients(experiment):
         there = f"{GLOBAL_ACCURACY}, of the clients' models on the server's test rows, is there"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
@@ -65,7 +65,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
 
 
 def test_rows(experiment: Experiment, federated: FederatedData) -> tuple[int, int | None]:
-    """Numbers of test rows at the server and of all clients; the latter is None if silos have their own rows."""
+    """Return numbers of test rows at the server and at all clients (None if silos have their own rows)."""
     elsewhere = experiment.silos_own_rows and experiment.run.engine in ("deployment", "folder")
     clients = () if elsewhere else federated.clients.values()
     return len(federated.test), sum(len(rows.test) for rows in clients) if clients else None

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.trackers.tracker import Tracker, figures, models, settings
 
-KEY = "fedfm.run"  # a resume finds its MLflow run by this tag
+KEY = "fedfm.run"  # tag by which a resumed run finds its MLflow run
 _BATCH, _TEXT = (
     1000,
     500,
-)  # largest number of entries in a request, and of characters in a parameter, that every store takes
+)  # largest numbers of entries in a request, and of characters in a parameter, that every store accepts
 
 
 class MLflow(Tracker):
@@ -36,7 +36,7 @@ class MLflow(Tracker):
     def start(self, run: Run, done: int) -> int:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # Without a server the store is a folder; this needs no further package.
+            # Without a server the store is a folder, which needs no further package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.path / "mlflow").resolve().as_uri()
         self._client = self._client_of(tracking_uri=uri)

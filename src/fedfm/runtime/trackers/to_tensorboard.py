@@ -22,8 +22,8 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def start(self, run: Run, done: int) -> int:
-        # An earlier process may have written more than the last commit has. So all is removed, and the committed rounds
-        # are written again.
+        # An earlier process may have written rounds after the last commit. So all events are removed, and the committed
+        # rounds are written again.
         self._writer = self._make(log_dir=str(run.path / "tensorboard"), purge_step=0)
         rows = "\n".join(f"| {key} | {value} |" for key, value in settings(run).items())
         self._writer.add_text("settings", f"| key | value |\n|---|---|\n{rows}", 0)

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run in ``WANDB_DIR``, or else in ``wandb/`` of the working directory, as with any program.
+"""Weights & Biases: a run in ``WANDB_DIR``, or else in ``wandb/`` of the working directory, which is its default.
 
 Data leave the machine only if ``WANDB_MODE=online``. The library's files include links. A run directory must not
 contain links, so these files are outside it.
@@ -16,7 +16,7 @@ from fedfm.runtime.trackers.tracker import Tracker, figures, models, settings
 
 
 class WandB(Tracker):
-    """Logs the configuration, figures by round, and as summary the result with the models' folders."""
+    """Logs the configuration, figures by round, and a summary with the result and the models' folders."""
 
     extra: ClassVar[str] = "wandb"
 

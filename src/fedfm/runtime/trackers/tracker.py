@@ -17,7 +17,7 @@ from fedfm.runtime.run_directory import Run
 
 
 class Tracker(ABC):
-    """One tracking service. A subclass imports its library when an object of it is made.
+    """One tracking service. A subclass imports its library when it is instantiated.
 
     Attributes:
         extra: name of the extra of fedfm that installs the library.
@@ -27,9 +27,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: Run, done: int) -> int:
-        """Open the run, or continue it after ``done`` rounds; returns the last round that the service has, -1 for
-        none.
-        """
+        """Open the run, or continue it after ``done`` rounds; return the service's last round, or -1 for none."""
 
     @abstractmethod
     def log(self, t: int, figures: Mapping[str, float]) -> None:
@@ -37,13 +35,13 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, run: Run, result: Mapping[str, Any] | None) -> None:
-        """Close the run. Without a result the run was stopped, and a resume may continue it."""
+        """Close the run. If there is no result, the run was stopped, and a resume may continue it."""
 
 
 class Tracked(Progress):
     """Passes every callback on to a progress display and to the trackers.
 
-    The run does not depend on trackers. If one fails, there is a notice, and that tracker gets no more calls.
+    The run does not depend on trackers. If a tracker fails, the run gives a notice and does not call it again.
     """
 
     def __init__(self, progress: Progress, trackers: Mapping[str, Tracker]) -> None:
@@ -86,7 +84,7 @@ class Tracked(Progress):
                 self._try(name, tracker.finish, run, result)
 
     def _begin(self, tracker: Tracker, run: Run, done: int) -> None:
-        """Open the run in a tracker, and log committed rounds that the tracker lacks because a process was killed."""
+        """Open the run in a tracker, and log committed rounds that it lacks because a process was killed."""
         known = tracker.start(run, done)
         for line in run.metrics():
             if known < line["round"] <= done:
@@ -103,7 +101,7 @@ class Tracked(Progress):
 
 
 def with_trackers(run: Run, progress: Progress) -> Progress:
-    """The progress display, extended by the trackers that ``run.track`` names.
+    """Return the progress display, extended by the trackers that ``run.track`` names.
 
     Raises:
         InputError: a library is missing; the error names the extra that installs it.
@@ -130,7 +128,7 @@ def open_tracker(name: str) -> Tracker:
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers in a line of metrics.jsonl; a client's accuracy is ``client_accuracy/<client>``."""
+    """Return the finite numbers in a line of metrics.jsonl; a client's accuracy is ``client_accuracy/<client>``."""
     found = {name: value for name, value in _flat("", line) if name != "round"}
     found["excluded"] = float(len(line.get("excluded") or ()))
     return found
@@ -145,12 +143,12 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def to_metric_name(key: str) -> str:
-    """A name that all services accept: characters except letters, digits, ``_ - .`` and spaces become ``_``."""
+    """Return a name that all services accept: characters except letters, digits, ``_ - .`` and spaces become ``_``."""
     return re.sub(r"[^\w\-. ]", "_", str(key), flags=re.ASCII)
 
 
 def settings(run: Run) -> dict[str, str]:
-    """Settings of the experiment as texts by dotted key, with fedfm's version and the run directory."""
+    """Return the experiment's settings as texts by dotted key, with fedfm's version and the run directory."""
     found = dict(_texts("", run.manifest["experiment"]))
     found |= {"fedfm": str(run.manifest["fedfm"]), "run": str(run.path.resolve())}
     return found
@@ -165,7 +163,7 @@ def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Folders of the final models, and their round, which is the best one under ``run.patience`` and else the last one.
+    """Return the final models' folders and round: the best round under ``run.patience``, otherwise the last round.
 
     If the best round is not the last one, ``last_model`` names the model of the last round.
     """
