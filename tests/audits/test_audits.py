@@ -253,7 +253,7 @@ def test_the_report_bears_what_is_no_audit(copy):
         (["--attack", "membershp"], 'did you mean "membership"'),
         (["--attack", "epsilon"], "claims no epsilon"),
         (["--attack", "inversion"], "it needs images"),
-        (["--pictures", "x.npz"], "only --attack inversion"),
+        (["--pictures", "x.npz"], "only the attack inversion"),
     ],
 )
 def test_an_attack_that_does_not_fit_is_refused(leaky, capsys, args, said):

@@ -78,7 +78,7 @@ def test_a_student_is_measured_in_and_out_of_the_clients_rows(masked):
     assert "does not promise to prevent this" in finding.says
     few = [finding.detail[f"cosine{where}_from_0.25_of_the_rows"] for where in ("", "_outside")]
     assert all(-1 <= cosine <= 1 for cosine in few)
-    told = finding.says.partition("From 20 rows the cosines are ")[2].rstrip(".").split(" and ")
+    told = finding.says.partition("trained on 20 rows, the cosines are ")[2].rstrip(".").split(" and ")
     assert [float(cosine) for cosine in told] == pytest.approx(few, abs=1e-2)
 
 

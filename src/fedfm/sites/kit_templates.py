@@ -69,7 +69,9 @@ def _nginx(kit: Kit) -> str:
         listen=listen,
         name=host,
         port=kit.port if kit.proxy else "18443",
-        hint="" if kit.proxy else "# This kit works without a proxy; for one, set proxy = true and make a new kit.\n",
+        hint=""
+        if kit.proxy
+        else "# This kit uses no proxy: set proxy = true in federation.toml, and make a kit with it.\n",
     )
 
 
