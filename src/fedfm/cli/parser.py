@@ -123,7 +123,9 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="new place of a file or party, such as run.folder, run.superlink or data.path, or a new run.timeout",
     )
 
-    audit = command("audit", "commands:audit", "attack a finished run: what its messages disclose", json=True, run=True)
+    audit = command(
+        "audit", "commands:audit", "attack a finished run to measure what its messages disclose", json=True, run=True
+    )
     audit.add_argument(
         "--attack",
         action="append",

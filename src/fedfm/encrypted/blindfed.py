@@ -114,7 +114,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         "with predict = true: folder of a finished run whose adapters are used; only the server reads it",
         metadata={"server_only": True},
     )
-    processes: int = setting(0, "worker processes of the server's encrypted computation; 0: one per core", ge=0)
+    processes: int = setting(0, "worker processes of the server's encrypted computation; 0 for one per core", ge=0)
 
     @property
     def ring(self) -> int:
@@ -210,7 +210,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         """The client half of the protocol for all clients of this process."""
         return ClientHalf(self.protocol, self.encryption)
 
-    # --- what the method needs and promises ---------------------------------------------------------------------------
+    # --- needs and promises of the method -----------------------------------------------------------------------------
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """Only the server has the model. Without encryption, server and clients have to be in one process."""

@@ -34,7 +34,7 @@ def distil(args: Namespace) -> int:
 
 
 def predict_remote(path: Path, file: Path, progress: Progress) -> dict[str, Any]:
-    """``fedfm predict --engine deployment``: see :func:`fedfm.encrypted.remote_prediction.predict_remote`."""
+    """Run ``fedfm predict --engine deployment``; see :func:`fedfm.encrypted.remote_prediction.predict_remote`."""
     from fedfm.encrypted import remote_prediction
 
     return remote_prediction.predict_remote(path, file, progress)

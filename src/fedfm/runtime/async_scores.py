@@ -35,7 +35,7 @@ def of_sent(
     If the request has several parameter vectors, there are no scores: only the method knows which vector is the model.
 
     Args:
-        as_told: reduces the scores to what may leave the silo.
+        as_told: converts the scores to the form in which they may leave the silo.
     """
     sent = [value for value in payload.values() if isinstance(value, Params)]
     if len(sent) != 1:

@@ -23,7 +23,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 
-_FEW = 8  # number of rows that are checked; for the two shortest of them the loss is computed
+_FEW = 8  # number of rows that are checked; the loss is computed for the two shortest rows
 _PAIR = 2
 
 

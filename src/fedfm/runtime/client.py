@@ -106,7 +106,7 @@ class Silos:
         transport: str = EXACT,
         own: Mapping[str, Any] | None = None,
     ) -> None:
-        # Make the evaluation now, before any message changes the model's parameters.
+        # Make the coding now: it needs the model's parameters before any message changes them.
         self._coding: Coding | None = None
         if transport != EXACT:
             from fedfm.core.transport import Coding
@@ -368,7 +368,7 @@ def _existing(model: Model | None) -> Model:
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the kinds of message that a client half answers: its decorator's kind, or else those in its method."""
+    """Return the kinds of message that a client half answers: its decorator's kind, or else its method's kinds."""
     of: Any = fn.__self__  # type: ignore[attr-defined]
     if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
         return (fn.kind or "query",)  # type: ignore[attr-defined]

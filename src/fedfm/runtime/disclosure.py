@@ -87,7 +87,7 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
                 raise InputError(
                     f"{path} is missing: it is the key for the fingerprint of the data. Without it nobody can check "
                     f"whether "
-                    "these data are those with which this run began; put the file back"
+                    "these are the data with which this run began; put the file back"
                 )
             began.pop("data", None)  # the run continues without the key, and the manifest records that
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
@@ -124,7 +124,7 @@ def check_partition(run: Run, federated: FederatedData) -> str | None:
 
 
 def _private(run: Run) -> dict[str, Any]:
-    """The content of :data:`FILE`; empty if it is absent or damaged."""
+    """Read the content of :data:`FILE`; empty if the file is absent or damaged."""
     try:
         found = from_json((run.path / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -60,7 +60,7 @@ def _refusal(run: Run, found: list[Loss]) -> str:
 
 def _meaning(loss: Loss) -> str:
     if loss.path.suffix == ".secret":
-        return "the run began with this secret, and another one would release a second sample of what it protects"
+        return "the run began with this secret; another secret would release a second sample of its data"
     if loss.path.name == logs.METRICS:
         return "run.patience chooses the model by its validation losses"
     if loss.root is None:

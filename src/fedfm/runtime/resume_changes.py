@@ -93,7 +93,7 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
         run.manifest["notices"].append(f"the run ended after {done} rounds, and was continued to round {rounds}")
-        run.manifest.pop("audits", None)  # the run will have other parameters than those that were audited
+        run.manifest.pop("audits", None)  # the run's final parameters will differ from the audited ones
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

@@ -38,7 +38,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     """Write clients, split, fingerprints and notices into the manifest; refuse a run that is resumed on other data."""
     table = population.federated.table
     prints = fingerprints(run, table, population.model)
-    check_same(run, prints, "a resumed run needs what it started with")
+    check_same(run, prints, "a resumed run needs the rows and the model with which it started")
     partition = check_partition(run, population.federated)
     notices = beforehand.check(run.experiment.method, population)
     notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]

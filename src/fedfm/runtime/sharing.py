@@ -9,7 +9,7 @@ _KEYS = "private/ holds clients' memories and keys, if the run has any: never sh
 _OWN_MODELS = "clients/ has one model per client, which was fitted to that client's rows and discloses them in part."
 _WITHOUT_PRIVACY = (
     "checkpoint/, adapter/ and metrics.jsonl reveal as much about the clients' data as the trained model and the "
-    "per-client accuracies. If the server has read the rows, the split in this manifest counts those of every "
+    "per-client accuracies. If the server has read the rows, the split in this manifest has the counts for every "
     "client and class, the profile states coarse ranges of the values, and the fingerprint of the data shows which of "
     "several candidate data sets they are.",
     "audit.json names single training rows. If the server keeps a foundation model, audit.json gives its distance from "

@@ -53,7 +53,7 @@ class SitePolicy(Protocol):
 
     Attributes:
         name: the silo's name.
-        policy: what the server's requests may expose.
+        policy: the silo's policy: which data requests may expose.
         classes: the server's class names, once the silo has accepted a hello with them.
     """
 

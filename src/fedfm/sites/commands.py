@@ -132,14 +132,14 @@ a silo's file, in the folder of its rows:
   label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
   classes = ["benign", "malignant"]                    as the federation agreed [the classes of the rows]
   models = ["/srv/models/bert-small"]                  that experiments may name, in addition to the built-in ones
-  methods = ["my_methods:Cautious"]                    the same for code from outside fedfm
+  methods = ["my_methods:Cautious"]                    code from outside fedfm that experiments may name
   downloads = false                                    true: hub ids in models are downloaded
-  allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
-  allow_methods = ["fedavg"]                           the only methods it takes part in [all]
-  require = { aggregator = "secagg", smallest_cohort = 5 }   what every experiment must promise
-  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
-  identity = "silo.key"                                signs for it under secagg; fedfm silo check creates it
-  roster = "roster.toml"                               the others' public keys, agreed without the server
+  allow = ["mean", "scores"]                           what requests may expose: mean, reply, scores, reveal, or []
+  allow_methods = ["fedavg"]                           the only methods that experiments may name [all]
+  require = { aggregator = "secagg", smallest_cohort = 5 }   properties that every experiment must have
+  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   limits on answers in its lifetime, over all runs
+  identity = "silo.key"                                key that signs under secagg; fedfm silo check creates it
+  roster = "roster.toml"                               the other silos' public keys, agreed without the server
   server = "64 hexadecimal digits"                     the server's public key, for fedfm silo serve
 """
 

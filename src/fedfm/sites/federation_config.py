@@ -33,7 +33,7 @@ AUTHORITY = "authority"  # folder of the keys that sign certificates
 
 @dataclass(frozen=True)
 class FederationFile:
-    """A federation's file."""
+    """The settings in a federation's file."""
 
     server: str = setting(
         "",
@@ -153,7 +153,7 @@ def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
             yield "silos", f'silos: "{name}" is the name of another folder in the output; give the silo another name'
     for key, host in (("server", found.host), *(("hosts", host.strip("[]")) for host in found.hosts)):
         if why := _unreachable(host):
-            yield key, f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"'
+            yield key, f'{key}: {host} is {why}; expected the address to which silos connect, e.g. "fed.example.org"'
     if found.port > 65535:
         yield "server", f'server = "{found.server}": expected a port of at most 65535'
     if found.port == 0 and not found.on_loopback:

@@ -23,7 +23,7 @@ class FileContents:
 
 
 def _content(path: Path) -> bytes | None:
-    """The bytes of a file; None if it cannot be read."""
+    """Return the bytes of a file; None if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

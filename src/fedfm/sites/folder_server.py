@@ -191,7 +191,7 @@ def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = l
     from fedfm.linalg.threads import torch_threads
 
     if not root.is_dir():
-        raise InputError(f"--folder {root}: no such folder; it is the one that the server's run.folder names")
+        raise InputError(f"--folder {root}: no such folder; expected the folder that the server's run.folder names")
     with torch_threads(1):
         desk = SiloDesk(path, root, lambda text: tell(visible(text)))
         with _alone(path.resolve().parent / ".fedfm"):

@@ -91,7 +91,7 @@ def _files(kit: Kit) -> str:
         if not path.is_file():
             raise InputError(f"{name} is missing; copy the kit again")
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
-            raise InputError(f"{name} is open to other users; chmod 600 {path}")
+            raise InputError(f"{name} is open to other users; run chmod 600 {path}")
     return "all there, keys for their owner only"
 
 
@@ -101,7 +101,7 @@ def _certificate(path: Path, now: datetime.datetime) -> str:
 
 def _valid(begin: datetime.datetime, end: datetime.datetime, now: datetime.datetime) -> str:
     if now < begin:
-        raise InputError(f"valid from {begin:%Y-%m-%d %H:%M} UTC, and this machine's clock says {now:%Y-%m-%d %H:%M}")
+        raise InputError(f"valid from {begin:%Y-%m-%d %H:%M} UTC, but this machine's clock has {now:%Y-%m-%d %H:%M}")
     if now > end:
         raise InputError(f"ended on {end:%Y-%m-%d}; `fedfm provision FILE --out KITS --renew` makes a new one")
     left = (end - now).days
@@ -143,7 +143,7 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
         silo = silo_config.load(file)
         silo_config.admit_methods(silo, file)
         if silo.name != name:
-            raise InputError(f'name = "{silo.name}", and the kit is of {name}')
+            raise InputError(f'name = "{silo.name}", but the kit belongs to {name}')
         identity.of(silo)
     except InputError as error:
         for line in lines_of(error, 500):
@@ -210,7 +210,7 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
 
 def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
     found = [f"without {name!r}" for name in theirs if name not in mine]
-    return ", ".join([*found, *(f"with {name!r} besides" for name in mine if name not in theirs)])
+    return ", ".join([*found, *(f"with {name!r} in addition" for name in mine if name not in theirs)])
 
 
 def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> str:
@@ -231,5 +231,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
         raise InputError(f"{name} has fingerprint {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
     description = f"{name}, fingerprint {found.fingerprint}"
     return (
-        description if pinned is not None else f"{description}; compare it with what `fedfm check` says at the server"
+        description
+        if pinned is not None
+        else f"{description}; compare it with the output of `fedfm check` at the server"
     )

@@ -178,7 +178,7 @@ def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
 
 
 def _is_begun(kit: Kit, federation: FederationFile) -> bool:
-    """Whether a folder has only files of its own kit: an earlier call was stopped before the kit was complete."""
+    """Whether a folder has only files of this kit, because an earlier call was stopped before the kit was complete."""
     names = {"node.key", "node.pub", "ca.crt", *kit_templates.of_silo(kit, federation)}
     return all(path.name in names or path.name.startswith(f".{FILE}.") for path in kit.folder.iterdir())
 

@@ -85,7 +85,7 @@ def render(found: Mapping[str, Any]) -> str:
     rows = [_HEAD, *(_row(one["run"], one["method"], one) for one in found["runs"])]
     if len(found["runs"]) > 1:
         rows.append(_row("all", "", found["total"]))
-    lines = [f"what left {found['name']}, by {found['ledger']}", "", *_columns(rows)]
+    lines = [f"messages that left {found['name']}, by {found['ledger']}", "", *_columns(rows)]
     if found["budget"]:
         table = [("budget", "spent", "limit", "left")]
         table += [(key, *(_number(key, of[k]) for k in table[0][1:])) for key, of in found["budget"].items()]
@@ -93,7 +93,7 @@ def render(found: Mapping[str, Any]) -> str:
     if found["total"]["epsilon"] is None:
         lines += ["", "epsilon none: nothing bounds what the answers of this run reveal about single rows"]
     if failures := found["total"]["failures"]:
-        lines += ["", f"failures {failures}: refusals, or empty parts of a masked sum; silo.log says why"]
+        lines += ["", f"failures {failures}: refusals, or empty parts of a masked sum; silo.log has the reasons"]
     if again := found["total"]["asked_again"]:
         lines += ["", f"asked again {again}: a second question to one handler in one round, counted as a round"]
     if found["total"]["claimed"]:

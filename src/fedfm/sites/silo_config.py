@@ -19,11 +19,11 @@
     [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
 
-    [require]                               # what every experiment must promise
+    [require]                               # properties that every experiment must have
     aggregator = "secagg"
     smallest_cohort = 5
 
-    [budget]                                # what the silo gives in its lifetime, over all runs
+    [budget]                                # limits on the silo's answers in its lifetime, over all runs
     epsilon = 8.0
     rounds = 100
 
@@ -75,7 +75,7 @@ def _column(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _File:
-    """A silo's file."""
+    """The settings in a silo's file."""
 
     name: str = setting(
         "",
@@ -98,7 +98,7 @@ class _File:
     )
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
     allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
-    require: Requirements = setting(Requirements, "what every experiment must promise")
+    require: Requirements = setting(Requirements, "properties that every experiment must have")
     budget: Budget = setting(Budget, "limits on the answers that the silo gives in its lifetime, over all runs")
     predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
     ledger: str = setting("", "the list of all messages that left [next to this file, with the suffix .ledger.jsonl]")
@@ -258,7 +258,7 @@ def render(found: Mapping[str, Any]) -> str:
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"discloses in all runs at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
         *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),
-        f"lists what leaves in {found['ledger']}",
+        f"lists all messages that leave in {found['ledger']}",
         *([f"answers the files of the server {found['server']}"] if found["server"] else []),
         f"signs as {found['public_key'] or 'a new key in each run'}",
         f"knows the keys of {', '.join(found['roster'])}"

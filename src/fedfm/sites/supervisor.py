@@ -1,7 +1,8 @@
-"""``fedfm start KIT``: run the processes of a kit, and restart those that end, until this process is stopped.
+"""``fedfm start KIT``: run the processes of a kit, and restart processes that end, until this process is stopped.
 
-The server's processes are Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo's are a
-SuperNode and the executor of ClientApps. If the server's kit gets a new certificate, the SuperLink restarts with it.
+The server's processes are Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo's
+processes are a SuperNode and the executor of ClientApps. If the server's kit gets a new certificate, the SuperLink
+restarts with the new certificate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | 
 
     Args:
         tell: called with each line for the user.
-        stop: polled; True ends the kit. By default the two signals end it.
+        stop: called repeatedly until it returns True, which ends the kit. By default SIGTERM and Ctrl-C end it.
 
     Raises:
         InputError: the kit is incomplete, or another process runs it.
@@ -61,7 +62,7 @@ def _check(kit: Kit) -> None:
             new = "; `fedfm provision` with the same file adds it to the kit" if name == OPERATOR else ""
             raise InputError(f"{path} is missing: the kit is incomplete; copy it again{new}")
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
-            raise InputError(f"{path} is open to other users; chmod 600")
+            raise InputError(f"{path} is open to other users; run chmod 600 on it")
     if kit.serves:
         end = certificate_authority.validity(kit.folder / "server.pem")[1]
         if end < datetime.datetime.now(datetime.UTC):
@@ -74,7 +75,7 @@ def _check(kit: Kit) -> None:
 
         silo = silo_config.load(kit.folder / "silo.toml")
         if silo.name != kit.name:
-            raise InputError(f'{kit.folder / "silo.toml"}: name = "{silo.name}", and the kit is of {kit.name}')
+            raise InputError(f'{kit.folder / "silo.toml"}: name = "{silo.name}", but the kit belongs to {kit.name}')
         if not Path(silo.data).exists():
             raise InputError(f"{kit.folder / 'silo.toml'}: data: {silo.data} does not exist; write where your rows are")
 
@@ -104,7 +105,7 @@ def _only(kit: Kit) -> Iterator[None]:
 
 
 class _Supervisor:
-    """Starts a kit's processes, and restarts those that end."""
+    """Starts a kit's processes, and restarts processes that end."""
 
     def __init__(self, kit: Kit, tell: Callable[[str], None]) -> None:
         self._kit, self._listener = kit, tell
@@ -209,7 +210,7 @@ class _Supervisor:
                 f"the server does not admit this silo's key yet: node.pub belongs there as silos/{self._kit.name}.pub; "
                 "or another node has the same key and is connected"
             )
-        after = text.partition("Exit Code:")[2].splitlines()[1:]  # Flower's own words
+        after = text.partition("Exit Code:")[2].splitlines()[1:]  # Flower's message about the end
         return next(iter(after or text.splitlines()[-1:]), "")
 
     def _begin(self, name: str, now: float) -> None:
@@ -220,7 +221,7 @@ class _Supervisor:
         self._children.start(name, self._commands[name])
 
     def _stamp(self) -> tuple[int, ...]:
-        """Modification times of the server's certificate and key; empty for a silo."""
+        """Return the modification times of the server's certificate and key; empty for a silo."""
         if not self._kit.serves:
             return ()
         try:

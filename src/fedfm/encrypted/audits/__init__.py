@@ -1,1 +1,1 @@
-"""Attacks on runs with encrypted rows: what ciphertexts, disclosed activations and losses reveal to an attacker."""
+"""Attacks on runs with encrypted rows: they measure the leaks of ciphertexts, disclosed activations and losses."""

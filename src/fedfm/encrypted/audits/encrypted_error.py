@@ -20,8 +20,8 @@ from fedfm.errors import ClientFault
 from fedfm.models.adapters.side_adapter import STATES, SideModel
 from fedfm.runtime.run_directory import Run
 
-ERROR = "How far are disclosed activations under encryption from those in the clear?"
-LOGITS = "How far are the logits of encrypted rows from those computed in the clear, end to end?"
+ERROR = "How far are disclosed activations under encryption from the same activations in the clear?"
+LOGITS = "How far are the logits of encrypted rows from the logits of the same rows in the clear, end to end?"
 REFUSED = "Are encrypted rows refused if they are damaged, altered, repeated, or made for another session or key?"
 ROWS = 16  # number of rows in the batch; the time of a batch does not depend on it
 MOST = 1e-2  # largest error that a run may have

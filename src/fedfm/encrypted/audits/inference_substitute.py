@@ -28,7 +28,7 @@ class SurrogateBlock(nn.Module):
         self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, T, d) -> (n, T, d)."""
+        """Apply the block: (n, T, d) -> (n, T, d)."""
         n, tokens, dim = x.shape
         q, k, v = self.inner(self.norms[0](x)).view(n, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, tokens, dim)
@@ -47,7 +47,7 @@ class Student(nn.Module):
         self.blocks = nn.ModuleList([SurrogateBlock(dim, heads, hidden) for _ in range(levels)])
 
     def forward(self, patches: Tensor) -> Tensor:
-        """(n, T, F) -> (n, L, T, d)."""
+        """Compute the states of all blocks: (n, T, F) -> (n, L, T, d)."""
         x, states = self.embed(patches) + self.place, []
         for block in self.blocks:
             x = block(x)

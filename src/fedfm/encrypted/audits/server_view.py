@@ -1,4 +1,4 @@
-"""What the server of a BlindFed run received, according to the log of all messages."""
+"""Audit of the bytes that the server of a BlindFed run received, according to the log of all messages."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class _Released(nn.Module):
         self.map = None if projection is None else nn.Linear(projection.shape[0], projection.shape[1], bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(n, L, T, d) -> (n, L, P, d')."""
+        """Select the disclosed positions: (n, L, T, d) -> (n, L, P, d')."""
         out = torch.matmul(self.positions, states)
         return out if self.map is None else self.map(out)
 

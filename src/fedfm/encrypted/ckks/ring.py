@@ -90,7 +90,7 @@ class Parameters:
         return self.bits[limbs - 1] >= self.scale_bits
 
     def modulus(self, limbs: int) -> int:
-        """The product of the first ``limbs`` primes."""
+        """Return the product of the first ``limbs`` primes."""
         return math.prod(self.primes[:limbs])
 
     @cached_property

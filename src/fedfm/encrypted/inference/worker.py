@@ -1,6 +1,6 @@
 """A worker process of the owner's encrypted computation. It reads jobs from stdin and writes questions to stdout.
 
-:mod:`~fedfm.encrypted.inference.worker_pool` starts it. It ends when the process that started it ends.
+:mod:`~fedfm.encrypted.inference.worker_pool` starts the worker. The worker ends when its parent process ends.
 """
 
 from __future__ import annotations

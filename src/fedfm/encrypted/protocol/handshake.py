@@ -26,7 +26,7 @@ class Hello:
         kernels: kind of compute kernels in local training (see ``run.kernels``).
         batch: number of rows per batch.
         tokens, patch, extra: number T of tokens of a row, (height, width) of a patch, number of tokens before patches.
-        image: how images become the model's input (see :func:`fedfm.models.image_settings.settings_of`).
+        picture: settings that turn images into the model's input (:func:`fedfm.models.image_settings.settings_of`).
         digest: SHA-256 of the model.
         key: the server's public key, if rows are encrypted.
         ring: degree of the ciphertexts' ring, if rows are encrypted.

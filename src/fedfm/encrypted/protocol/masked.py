@@ -55,7 +55,7 @@ class EncryptedForwardPass:
     """The forward pass of all clients, which relays the messages of worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
-        figures: seconds, bytes, refreshes and rows so far, including those of earlier processes of a killed run.
+        figures: seconds, bytes, refreshes and rows so far; if the run was killed, also of its earlier processes.
         gone: clients that gave no valid reply, so that they no longer take part.
     """
 

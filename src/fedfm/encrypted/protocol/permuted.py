@@ -4,9 +4,9 @@ Three things are as in :mod:`~fedfm.encrypted.protocol.masked`: each batch has i
 after every block, and refreshes inside a block are masked.
 
 After each block the client gets the states of all tokens of its rows in a secret order, and returns fresh encryptions
-of these states. At the end it gets its labels in the last order, and the relative orders
-(:mod:`~fedfm.encrypted.protocol.permutations`): for each row after a block, its position after the block before. The
-server sees neither rows nor labels.
+of these states. At the end the client gets its labels in the last order, and the relative orders
+(:mod:`~fedfm.encrypted.protocol.permutations`): for each row in the list of one block, the row's position in the list
+of the block before. The server sees neither rows nor labels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A simulation of the "permuted" protocol (BlindFed, Sections 3.2 and 3.3) without encryption.
 
 Every batch has new secret orders Pi_1 ... Pi_{L+1}. The client gets the states of all tokens of block l in the order
-Pi_l, and the relative orders Pi_{l-1}^-1 Pi_l, by which it reorders its own computation from block to block. In the
-paper the server returns the mean loss under encryption, which has no gradient. Here it returns the labels in the order
-Pi_{L+1}. The model is frozen, so the states are sent once and not in every round.
+Pi_l, and the relative orders Pi_{l-1}^-1 Pi_l, with which it reorders the states of its adapters from block to block.
+In the paper the server returns the encrypted mean loss, which has no gradient. Here the server returns the labels in
+the order Pi_{L+1}. The model is frozen, so the states are sent once and not in every round.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
 
     Args:
         path: folder of the finished run.
-        settings: settings of this run on which the adapters depend; they must equal those of the finished run.
+        settings: settings on which the adapters depend; they must be equal in this run and in the finished run.
 
     Raises:
         InputError: there is no such run, or it has another model.

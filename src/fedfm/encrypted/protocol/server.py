@@ -71,7 +71,7 @@ class ForwardPass:
         return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:
-        """Make the hello to every client; ``more`` has further fields of it."""
+        """Make the hello to every client; ``more`` has further fields of the hello."""
         model, patches = self.model, fold(self.model.frozen_parts[0].module).patch
         if not isinstance(patches, Patches):
             raise TypeError(f"clients cannot cut images into patches as {patches!r} does")

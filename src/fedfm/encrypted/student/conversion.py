@@ -120,7 +120,7 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 def pre_norm(module: Any) -> bool:
-    """Whether the module's blocks are like those of a ViT: norm, attention, sum, norm, MLP, sum."""
+    """Whether the module's blocks have the order of a ViT's: norm, attention, sum, norm, MLP, sum."""
     return families.type_of(families.unwrap(module)) in PRE_NORM
 
 

@@ -6,8 +6,9 @@ Three stages train one student, which starts as a copy of the teacher with centr
    variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
    After it, the functions' arguments are measured on the training rows, and polynomials replace the functions
    (:meth:`Distiller.swap`).
-1. *States*: match scores and states of every block with those of the tamed model: L_a + L_h (equations 10 to 14). Each
-   loss is a mean squared difference divided by the teacher's variance, summed over the blocks; H is a block's output.
+1. *States*: match every block's scores and states with the tamed model's: L_a + L_h (equations 10 to 14). Each of the
+   two losses is a mean squared difference divided by the teacher's variance, summed over the blocks; H is a block's
+   output.
 2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
 The teacher's head may be new for these classes, e.g. because a backbone has no head. Then its logits are of no use, and
@@ -159,13 +160,13 @@ class Taps:
         self.features = args[0].float()
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Logits (n, C)."""
+        """Compute logits (n, C), and record."""
         self.states.clear()
         hinge(self.modules())
         return self.model.logits(batch).float()
 
     def modules(self) -> list[Replaced]:
-        """All replaced functions."""
+        """Return the replaced functions of all blocks."""
         return [module for block in self.functions for module in block]
 
     @contextmanager

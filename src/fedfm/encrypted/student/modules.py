@@ -67,7 +67,7 @@ class Replaced(Bounded):
 def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
     """Return the distance from the interval's middle, divided by half its length.
 
-    For 1 / x and 1 / sqrt(x), distance and length are those of the logarithms.
+    For 1 / x and 1 / sqrt(x), distance and length are computed from logarithms.
     """
     low, high = polynomial.interval
     if isinstance(polynomial, (Inverse, InverseSquareRoot)):

@@ -45,7 +45,7 @@ class Polynomial(ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Number of sequential multiplications in :meth:`evaluate_folded`, including those by constants."""
+        """Number of sequential multiplications in :meth:`evaluate_folded`, including products with constants."""
 
     @property
     def fold(self) -> tuple[float, float]:
