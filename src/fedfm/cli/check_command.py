@@ -89,7 +89,7 @@ def check(args: Namespace) -> int:
             if (plan := experiment.method.plan(population.model, counts)) is not None:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
-    elif experiment.data.classes is not None:  # the server has no rows
+    elif experiment.data.classes is not None:  # the server has no rows, but knows the classes
         result["notices"] = scoring_notices(experiment, 0)
         text += "".join(f"\n\n# {line}" for line in result["notices"])
     if args.matching:

@@ -53,7 +53,7 @@ def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if "torch" not in sys.modules and not isinstance(error, OSError):
-        return None  # no library was loaded that could hide such an error in its own
+        return None  # the libraries that raise their own errors for such an error are not loaded
     from fedfm.core import storage
     from fedfm.runtime import row_cache
 

@@ -1,4 +1,4 @@
-"""The encrypted wing: BlindFed (arXiv:2502.01289). The server computes on encrypted rows; clients see no weights.
+"""The encrypted package: BlindFed (arXiv:2502.01289). The server computes on encrypted rows; clients see no weights.
 
 There are five layers, and each imports only the layers named before it: ``ckks`` (ring, ciphertexts, SEAL, refresh),
 ``student`` (a model whose functions are polynomials, and its distillation), ``inference`` (model owner, key holder,

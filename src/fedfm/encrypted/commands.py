@@ -1,4 +1,4 @@
-"""Commands of the encrypted wing: ``fedfm distil``, and ``fedfm predict --engine deployment``."""
+"""The commands of the encrypted package: ``fedfm distil``, and ``fedfm predict --engine deployment``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fedfm.core.update_metrics import SENT
 from fedfm.linalg.params import Params
 from fedfm.runtime.predictions import PARTS, scores, seen_by
 
-FAILED = f"{SENT}failed"  # an update has this metric, with value 1, if its client could not score the received model
+FAILED = f"{SENT}failed"  # metric with value 1 in an update whose client could not score the received model
 _NEWEST = (
     "newest_scores"  # key in the server's memory; its value maps client to {"round": round of the model, part: metrics}
 )

@@ -1,4 +1,4 @@
-"""The client side of a run: each request calls the client half of a method for one client.
+"""The client side of a run: for each request, call the client half of a method (its ``@on_client`` functions).
 
 All engines share this code. The local engine calls :meth:`Silos.answer` directly. A Flower ClientApp decodes a message,
 calls the method, and encodes its result.
@@ -67,7 +67,7 @@ class Population(Protocol):
 
 
 class Silos:
-    """Runs handlers for the clients of a population.
+    """Runs handlers (the functions that answer requests) for the clients of a population.
 
     Args:
         memory: folder of the clients' memories; each client has a subfolder.
@@ -112,7 +112,7 @@ class Silos:
             from fedfm.core.transport import Coding
 
             self._coding = Coding(transport, _existing(population.client_model))
-        self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload: as received, and decoded
+        self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload in two forms: as received, and decoded
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self.method, self._reveal, self._local_scores = method, reveal, local_scores

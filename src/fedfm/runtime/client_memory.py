@@ -24,7 +24,7 @@ BACK = 2  # a resume may go back this many rounds: to the newest checkpoint, or 
 
 FIRSTS, STORES = "+first", "+store"  # names that no party's folder can have, see LISTS in file_integrity
 
-entropy = os.urandom  # tests replace it
+entropy = os.urandom  # a name of its own, so that tests can replace it
 
 
 def secret(root: Path, client: str, name: str) -> bytes:
@@ -136,7 +136,7 @@ class DiskMemory(MutableMapping[str, Any]):
     """A memory that is loaded on first use. :meth:`commit` writes it if it changed; after an error it is not called.
 
     A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. With an older version the
-    run would continue from another state, and nobody would notice.
+    run would continue from another state without any sign of it.
 
     Args:
         root: folder of all memories; each party has a subfolder, which is made on the first write.

@@ -20,7 +20,7 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
-_SLACK = 4.0  # factor on the measured time, since a client's machine may be slower or busy
+_SLACK = 4.0  # the measured time is multiplied by this, since a client's machine may be slower or busy
 _WORK = (
     1e12  # product of parameters, positions and rows in a client's round; less work takes only seconds on any processor
 )

@@ -1,4 +1,4 @@
-"""Round the scores that a silo reports to the digits that a result needs.
+"""Round the scores that a silo reports, so that they have no more digits than a result needs.
 
 The server chooses the model that is scored. From a loss with all its digits the server could compute values of single
 rows. An accuracy stays exact: it is a count of right answers, and only exact counts can be added over silos.

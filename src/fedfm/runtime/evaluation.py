@@ -91,8 +91,8 @@ class Evaluator:
     """Server half of the evaluation: computes one line of metrics from the clients' scores and the global test rows.
 
     Args:
-        judge: computes metrics of one model on the global test rows (see ``models.metrics.evaluate``); None if the
-            server has no test rows.
+        judge: computes metrics of a model on the global test rows (see ``models.metrics.evaluate``); None if the server
+            has no test rows.
 
     Attributes:
         missing: clients from which the server did not get scores or their own model, each with the reason.
@@ -110,7 +110,7 @@ class Evaluator:
             from fedfm.runtime.async_scores import Newest
 
             self._newest = Newest(fed, every, late.buffer)
-        self._by_updates = False  # whether scores come with the updates; then no client is asked for them
+        self._by_updates = False  # whether scores come with the updates, so that no client is asked for them
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
@@ -279,7 +279,7 @@ def judge(
     A task that trains only some classes adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
 
     Args:
-        ask: returns cached logits of pieces; pieces that it leaves out are computed here.
+        ask: returns cached logits by piece; the logits of all other pieces are computed here.
         client_scores: returns the clients' own scores for exactly these parameters; empty if there are none.
     """
     if not len(population.federated.test):

@@ -153,7 +153,7 @@ def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
     Args:
         until: the round after which the run continues; files of later rounds do not matter, since they are written
             again.
-        wanted: the result of :func:`parties` at that round.
+        wanted: the result of :func:`parties` after this round.
     """
     for place in (private / name for name in wanted):
         if not (place / "list").is_file():

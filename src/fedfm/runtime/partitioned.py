@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedfm.attacks.attackers import Attackers
 
 REST = ""  # name of the piece with the global test rows that no client has
-_TIDY = 50  # the heap is trimmed after rows were prepared this many times
+_TIDY = 50  # number of times that rows are prepared before the heap is trimmed
 
 
 class Partitioned:

@@ -53,7 +53,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         spec, base = experiment.model, tasks.trained_classes(experiment.model)
         table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
         federated = deal(table, experiment.data, seed=seed)
-    if experiment.model.name == WITHHELD:  # at a silo: only the server has the model
+    if experiment.model.name == WITHHELD:  # this process is a silo, and only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)
     model = model_of(experiment, table, hollow=idle)

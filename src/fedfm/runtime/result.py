@@ -125,7 +125,7 @@ def finish(
         run.note(text)
         notice(text)
     hindsight = overfitting_notices(lines, run.experiment) if of == t else []
-    if privacy is None:  # the counts depend on the clients' rows
+    if privacy is None:  # the counts in this notice depend on the clients' rows, and no epsilon covers them
         hindsight += outside(fed.model.module)
     for text in hindsight:
         run.note(text)
@@ -219,7 +219,7 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
     """Write the final models.
 
     Args:
-        last: whether these are the models of the last round, where ``run.patience`` chose the models of another round.
+        last: whether these are the last round's models, although ``run.patience`` chose another round's models.
 
     Raises:
         RunError: the models cannot be written.

@@ -1,4 +1,4 @@
-"""A run directory: the experiment, the logs and results of a run, and all that a resume needs.
+"""A run directory: the experiment, the logs and results of a run, and all files that a resume needs.
 
 ``manifest.json`` exists before the first round. After every round, ``commit`` writes a checkpoint atomically; this
 completes the round. :mod:`fedfm.runtime.logs` writes lines before and after a commit. A run may be killed at any time:
@@ -50,7 +50,7 @@ class Run:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
         self.seconds = 0.0  # seconds that the run took in earlier processes
-        self._lock: Lock | None = None  # held from the creation of the run until its first use
+        self._lock: Lock | None = None  # the lock of a new run, from its creation until its first use
         self._within = False  # whether this process has locked the run
 
     def __repr__(self) -> str:
@@ -196,7 +196,7 @@ class Run:
 
         Args:
             extra: further entries of the checkpoint.
-            spared: a round whose checkpoint is kept although it is not among the newest ones.
+            spared: a round whose checkpoint is kept, even if it is not one of the newest.
         """
         length = self.note_messages(fed)
         record = {

@@ -34,7 +34,7 @@ _NEEDED = {
     "result",
     "split",
 }  # keys of a manifest
-_TRIES = 100  # attempts to make a folder while other processes remove theirs from the same path
+_TRIES = 100  # attempts to make a folder, while other processes remove their folders from the same path
 
 
 def own_place(name: str) -> Path:

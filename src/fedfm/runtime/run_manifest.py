@@ -96,7 +96,7 @@ def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[
 
 
 def fits(experiment: Experiment, model: Model) -> None:
-    """Refuse a model that the client optimiser cannot train or the mechanism of [privacy] cannot protect.
+    """Refuse a model that the client optimiser cannot train, or that the mechanism of [privacy] cannot protect.
 
     Raises:
         InputError: the model does not fit; the error names a setting that would work.

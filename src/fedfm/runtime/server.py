@@ -179,7 +179,7 @@ class Server:
         return self._lean(state)
 
     def _check_class(self, half: str, state: Any) -> None:
-        """Refuse a state whose class differs from the class as which a checkpoint would be read.
+        """Refuse a state whose class differs from the class that a checkpoint would be read as.
 
         Raises:
             RunError: the classes differ; the error explains how the method must declare its state's class.

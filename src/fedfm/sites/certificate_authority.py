@@ -13,11 +13,11 @@ from fedfm.engines.flower.loopback_keys import write_private
 from fedfm.errors import InputError
 
 YEARS = 10  # validity of the authority; the certificates that it signs end earlier
-_SKEW = datetime.timedelta(hours=2)  # validity begins this long before the creation, since clocks differ
+_SKEW = datetime.timedelta(hours=2)  # a certificate is valid from this long before its creation, since clocks differ
 
 
 def create(folder: Path, name: str) -> bool:
-    """Make an authority's ``ca.key`` (mode 0600) and ``ca.crt`` in a folder; return False if the folder has one.
+    """Make an authority's ``ca.key`` (mode 0600) and ``ca.crt`` in a folder; return False if the folder has both.
 
     Raises:
         InputError: the folder has only one of the two files.

@@ -18,7 +18,7 @@ _MOST = 0.5  # largest share of rows that an experiment may hold out for tests, 
 
 
 def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
-    """Refuse an experiment that exposes more than the silo allows, or guarantees less than it requires.
+    """Refuse an experiment that exposes more than the silo allows, or guarantees less than the silo requires.
 
     Args:
         rows: number of training rows of the silo; None if the rows are not read yet.

@@ -1,4 +1,4 @@
-"""Files that a running process has read, and whether they have changed since."""
+"""Keep the contents of files that a running process has read, and find files that have changed since."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fedfm.runtime import own_rows
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
 
-_SOON = 30  # days; a certificate that ends sooner is reported
+_SOON = 30  # a certificate that ends in fewer days than this is reported
 OK, DIFFERS, NOTE = "ok", "differs", "note"
 
 Line = dict[str, str]

@@ -41,11 +41,11 @@ class Cost:
     """The privacy cost of one release; the silo computes it from the experiment.
 
     Attributes:
-        unit: whose presence the noise hides, client or record; "" if there is no noise.
+        unit: the unit whose presence the noise hides, client or record; "" if there is no noise.
         relation: the neighbouring relation, as in :class:`fedfm.privacy.accountant.Spent`.
         noise_multiplier: z, standard deviation of the noise over the sensitivity; 0 means no noise and no bound.
         rate: probability with which a unit is in each of the ``times`` Gaussian mechanisms of the release.
-        by: who adds the noise: "silo", or "server", which the silo cannot check.
+        by: the party that adds the noise: "silo", or "server" (the silo cannot check the server's noise).
     """
 
     unit: str = ""
@@ -62,7 +62,7 @@ NOTHING = Cost(times=0)  # the cost of a release that does not depend on rows
 
 @dataclass(frozen=True)
 class Entry:
-    """One message that left.
+    """One message that left the silo.
 
     Attributes:
         run, experiment: the run's folder, and the SHA-256 of its experiment's text.
@@ -96,7 +96,7 @@ class Entry:
 
 
 class Totals:
-    """Sums over entries.
+    """Sums over the entries of a ledger.
 
     If a silo repeats an answer to the same question in the same run, it discloses nothing new: the repetition counts
     as a message and as bytes only. The same answer to another question discloses at least one bit, even if it is a

@@ -12,7 +12,7 @@ from fedfm.core.text import visible
 from fedfm.runtime.client_memory import Store
 from fedfm.sites import silo_config
 
-_RUNS = ".fedfm/runs"  # next to the silo's file: see fedfm.engines.flower.client_stub
+_RUNS = ".fedfm/runs"  # folder next to the silo's file, see fedfm.engines.flower.client_stub
 
 
 def report(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class ReleaseCosts:
     """The costs of a silo's answers in one run.
 
     Attributes:
-        mechanism: "own" if the method has its own mechanism and the silo adds the noise; else the name of the mechanism
+        mechanism: "own" if the method has its own mechanism and the silo adds the noise; else the mechanism's name
             in [privacy]; "" if nothing bounds the cost of a release.
         release: the cost of an answer that [privacy] covers.
 

@@ -26,7 +26,7 @@ HELLOS, RUNS = "hellos", "runs"  # the two kinds of misfits, each with its count
 
 
 class SiloLog:
-    """The log and the count of one silo, shared by all its runs.
+    """The log and the counts of misfits of one silo, which all its runs share.
 
     Args:
         folder: the silo's own folder.
@@ -38,7 +38,7 @@ class SiloLog:
         self.path = folder / "silo.log"
 
     def note(self, text: str) -> None:
-        """Add a line; print it if the disk is full."""
+        """Add a line to the log; print it if the disk is full."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             storage.append(self.path, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {visible(text)}\n")
@@ -101,7 +101,7 @@ class SiloLog:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock the count: the workers of several runs share it."""
+        """Lock the counts, because the workers of several runs share them."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self._folder / "hello.lock", "w", opener=storage.private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -258,7 +258,7 @@ def render(found: Mapping[str, Any]) -> str:
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"discloses in all runs at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
         *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),
-        f"lists all messages that leave in {found['ledger']}",
+        f"lists all messages that leave it in {found['ledger']}",
         *([f"answers the files of the server {found['server']}"] if found["server"] else []),
         f"signs as {found['public_key'] or 'a new key in each run'}",
         f"knows the keys of {', '.join(found['roster'])}"

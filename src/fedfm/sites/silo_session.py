@@ -45,10 +45,10 @@ class SiloSession:
     Attributes:
         name: the silo's name.
         policy: the silo's policy.
-        require: its requirements on an experiment.
+        require: the silo's requirements on an experiment.
         log: the silo's log.
-        classes: the server's class names, after a hello with them is accepted; a restarted process reads them from
-            disk.
+        classes: the server's class names; None until the silo has accepted a hello with class names. A restarted
+            process reads them from disk.
     """
 
     def __init__(self, folder: Path, site_file: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ class SiloSession:
         """Enter a reply into the silo's ledger, before it leaves.
 
         Args:
-            reply: head and data.
+            reply: head and data of the reply's message.
             fault: code of the failure, if the reply is an empty part of a masked sum in place of a refusal.
 
         Raises:

@@ -31,7 +31,7 @@ from fedfm.sites.request_log import SiloLog
 
 _POLL = 0.2
 _LOOK = 3.0  # seconds between checks for a new certificate and new keys of silos
-_PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
+_PAUSES = (1.0, 30.0)  # seconds before a process that ended starts again: first and longest pause
 _NOT_ADMITTED = "[code: 2004]"  # Flower's error for a node whose key is not registered or already in use
 _REPEAT = 600.0  # seconds before the same report about a process that ended is repeated
 _STEADY = 60.0  # seconds; a process that ran longer than this restarts after the first pause again
@@ -168,7 +168,7 @@ class _Supervisor:
             self._note(text)
 
     def _note(self, text: str) -> None:
-        with contextlib.suppress(OSError, RunError):  # a full disk
+        with contextlib.suppress(OSError, RunError):  # a full disk must not stop the kit
             SiloLog(self._state, self._kit.folder / "silo.toml").note(text)
 
     def _step(self, now: float) -> None:

@@ -29,18 +29,18 @@ class Unanswered:
     """The marks of all runs of a silo.
 
     Args:
-        folder: folder of the marks, which is made on first use.
+        folder: the folder for the marks, which is made on first use.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: BinaryIO | None = None  # this process's mark: it works on one question at a time
+        self._held: BinaryIO | None = None  # this process's mark; a process works on one question at a time
 
     def begin(self, entry: Entry) -> None:
         """Mark a question; call it before rows are read.
 
         Args:
-            entry: the entry of its answer, as far as it is known.
+            entry: the ledger entry of the answer, as far as it is known.
 
         Raises:
             NotWritten: the disk is full or read-only.

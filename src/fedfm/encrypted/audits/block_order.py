@@ -1,4 +1,4 @@
-"""BlindFed's permutations: can a client match the states of its samples before and after a block?
+"""Audit of BlindFed's permutations: can a client match the states of its samples before and after a block?
 
 The "permuted" protocol sends the states of each block with the samples in a new secret order. A client that matches the
 states before and after a block has pairs of inputs and outputs, and can fit the block to them. The paper's
@@ -31,7 +31,7 @@ LINE = 0.5  # an attacker that matches more than this fraction can fit a block a
 
 
 class BlockOrder(Audit):
-    """Fractions of the samples whose states before and after a block the attacker matches."""
+    """Finds the fraction of the samples for which an attacker matches the states before and after a block."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False

@@ -24,7 +24,7 @@ LINE = 0.5
 
 
 class CiphertextWeights(Audit):
-    """Fraction of the embedding's weights that an attacker computes from the second polynomials of ciphertexts."""
+    """Finds the fraction of the embedding's weights that an attacker computes from ciphertexts' second polynomials."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False

@@ -41,7 +41,7 @@ class EncryptedError(Audit):
         return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else None
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        from fedfm.encrypted.protocol import masked, permuted  # TenSEAL
+        from fedfm.encrypted.protocol import masked, permuted  # these modules need TenSEAL
 
         population, method = replay.population, replay.run.experiment.method_as(BlindFed)
         in_one_place = permuted.in_one_place if method.protocol == "permuted" else masked.in_one_place

@@ -1,7 +1,7 @@
-"""Undo the permutation of a batch: which state after a block belongs to which state before the block?
+"""Undo the permutation of a batch: find for each state before a block the same sample's state after the block.
 
-BlindFed (arXiv:2502.01289) permutes the samples of a batch anew for each block. A residual block changes its input only
-a little, so a sample's state after the block is similar to its state before.
+BlindFed (arXiv:2502.01289) uses a new permutation of the batch's samples for each block. A residual block changes its
+input only a little, so a sample's state after the block is similar to its state before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def align(before: Array, after: Array) -> Array:
     sum of cosines.
 
     Args:
-        before, after: (n, T, d), or (n, d); each is centred over the samples.
+        before, after: (n, T, d), or (n, d); the function centres each of them over the samples.
 
     Returns:
         A permutation (n,) of integers.
@@ -41,7 +41,7 @@ def align(before: Array, after: Array) -> Array:
 
 
 def shuffle(states: Array, seed: int) -> tuple[Array, Array]:
-    """Permute the samples anew for each block: from states (n, L, ...) to states (n, L, ...) and orders (L, n)."""
+    """Permute the samples in a new order for each block: states (n, L, ...) -> states (n, L, ...), orders (L, n)."""
     rng = np.random.default_rng(seed)
     orders = np.stack([rng.permutation(len(states)) for _ in range(states.shape[1])])
     return np.stack([states[order, level] for level, order in enumerate(orders)], axis=1), orders

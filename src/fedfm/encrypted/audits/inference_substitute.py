@@ -2,7 +2,7 @@
 
 BlindFed's clients (arXiv:2502.01289) have states of their rows. This allows two attacks. With the states of all tokens
 before and after a block, a client fits that block. With only the disclosed activations, a client trains a complete
-student that computes them from pixels.
+student that computes these activations from pixels.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Student(nn.Module):
 
 
 def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int, steps: int = STEPS) -> nn.Module:
-    """Fit a block that maps the states before it (n, T, d) to the states after it.
+    """Fit a block that maps states ``before`` (n, T, d) to states ``after``.
 
-    It minimises the squared error of the block's update (output minus input), in float32.
+    The fit minimises the squared error of the block's update (output minus input), in float32.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""BlindFed's step 6: the server returns the mean loss of encrypted predictions. What does the loss reveal of labels?"""
+"""Audit of BlindFed's step 6, which returns the mean loss of encrypted predictions: does it reveal the labels?"""
 
 from __future__ import annotations
 

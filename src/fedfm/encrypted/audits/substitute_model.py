@@ -31,7 +31,7 @@ CLOSE, ALIKE = 0.1, 0.8  # a block below this relative squared error, and featur
 UNLIKE = 0.5
 COPIED = VerdictRule(
     ("estimate < bound",), (f"estimate > {UNLIKE}",)
-)  # the estimate is an error, so a small one is a leak
+)  # the estimate is an error, so a small estimate is a leak
 ALIKE_FEATURES = VerdictRule(("estimate >= bound",), (f"estimate < {UNLIKE}",))
 SHARES = (0.25, 1.0)  # fractions of the client's rows on which students are trained
 NOT_PROMISED = (
@@ -182,7 +182,7 @@ class _Released(nn.Module):
 
 
 class _Flat(nn.Module):
-    """States with tokens and features in one axis: (n, L, T, d) -> (n, L, 1, T d)."""
+    """Joins tokens and features of states in one axis: (n, L, T, d) -> (n, L, 1, T d)."""
 
     def forward(self, states: Tensor) -> Tensor:
         """Flatten the last two axes."""

@@ -107,7 +107,7 @@ class Ciphertexts:
         return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
 
     def transparent(self) -> bool:
-        """Whether one of the ciphertexts is readable without a key, since only its first polynomial is not zero."""
+        """Whether one of the ciphertexts is readable without a key, because all polynomials but its first are zero."""
         return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
 
     # --- arithmetic ------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def relinearise_and_rescale(product: Ciphertexts) -> Ciphertexts:
 
 
 def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:
-    """Concatenate several arrays; the result has the scale of the first."""
+    """Concatenate several arrays; the result has the scale of the first array."""
     limbs = min(part.level for part in parts) + 1
     if any(abs(part.scale / parts[0].scale - 1) > SCALE_TOLERANCE for part in parts):
         raise InputError("arrays with different scales")

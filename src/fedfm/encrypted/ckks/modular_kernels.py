@@ -221,7 +221,8 @@ def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
 def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def]
     """Compute Garner's mixed-radix digits of x + ``half`` in place: x (rows, primes, N).
 
-    ``products[l, k]`` is the product of the first k primes modulo prime l; ``inverses[l]`` is its inverse for k = l.
+    ``products[l, k]`` is the product of the first k primes modulo prime l; ``inverses[l]`` is the inverse of
+    ``products[l, l]``.
     """
     for row in range(x.shape[0]):
         for limb in range(x.shape[1]):

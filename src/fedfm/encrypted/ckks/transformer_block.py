@@ -98,7 +98,7 @@ class EncryptedBlock:
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.
         inverse: polynomial for 1 / x, where x is the sum of a row times ``inverse_scales``.
-        inverse_scales: (heads,).
+        inverse_scales: (heads,), the factors of the row sums.
         gelu: polynomial for GELU.
         centred_keys: whether the mean over the tokens is subtracted from the keys, which does not change the softmax.
 

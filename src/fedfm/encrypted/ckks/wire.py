@@ -1,4 +1,4 @@
-"""Ciphertexts as bytes between one client and the server, with checks before any computation.
+"""Pack ciphertexts as messages between one client and the server; check messages before any computation.
 
 CKKS has no integrity check: decryption with another key gives noise, and a flipped bit gives another valid ciphertext.
 So a message states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share. The receiver compares
@@ -36,7 +36,7 @@ class Channel:
         parameters: the parameters that both sides agreed on.
         key: 32 bytes that only both sides have, e.g. from :func:`fedfm.privacy.crypto.keys.agree`.
         session: 16 bytes, new for each session.
-        sender: this side.
+        sender: name of this side, "client" or "server".
         most: largest allowed number of ciphertexts in a message.
 
     Raises:

@@ -36,8 +36,8 @@ class EncryptedPlan:
     """Costs of an encrypted run.
 
     Attributes:
-        ring_dimension: N.
-        log_q: bits of all primes, including the special one.
+        ring_dimension: N, the degree of the ring.
+        log_q: bits of all primes, including the special prime.
         security_bits: the largest security level that log_q allows, by HomomorphicEncryption.org's tables.
         depth: number of sequential multiplications in the deepest block.
         levels: number of rescalings between two refreshes.

@@ -1,4 +1,4 @@
-"""Frames between the owner's process and its worker processes: a kind, lengths, bytes."""
+"""Send and read frames between the owner's process and its workers; a frame has a kind, and parts of given lengths."""
 
 from __future__ import annotations
 

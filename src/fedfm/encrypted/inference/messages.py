@@ -74,7 +74,7 @@ class Checkpoint:
     """The states after some blocks, encrypted under the client's key; a later session continues from here.
 
     Attributes:
-        blocks: number of blocks that are computed and whose activations are disclosed.
+        blocks: number of completed blocks, whose activations are disclosed already.
         scale: scale of the ciphertexts.
         residues: (d, 2, primes, N).
     """

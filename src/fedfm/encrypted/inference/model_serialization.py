@@ -23,7 +23,7 @@ _ARRAYS = ("embedding", "bias", "positions", "scales", "ranges")
 
 @dataclass(frozen=True)
 class DecodedLayer:
-    """A :class:`~fedfm.encrypted.inference.folded_model.FoldedLayer`."""
+    """A :class:`~fedfm.encrypted.inference.folded_model.FoldedLayer` that was loaded from bytes."""
 
     weights: Mapping[str, Numbers]
     heads: int
@@ -37,7 +37,7 @@ class DecodedLayer:
 
 @dataclass(frozen=True)
 class DecodedModel:
-    """A :class:`~fedfm.encrypted.inference.folded_model.FoldedModel`."""
+    """A :class:`~fedfm.encrypted.inference.folded_model.FoldedModel` that was loaded from bytes."""
 
     embedding: Numbers
     bias: Numbers

@@ -82,7 +82,7 @@ def count_operations(
 
     Args:
         first: whether this is the first block, whose input has only the primes that the embedding leaves.
-        fresh: whether the protocol is "permuted". Then inputs of later blocks have all primes, and outputs are
+        fresh: whether the protocol is "permuted". If so, inputs of later blocks have all primes, and outputs are
             reordered.
     """
     short = cast(Parameters, _Short(parameters, tokens))

@@ -184,7 +184,9 @@ class ClientHalf:
             states = states[finite[part]] if part == "test" else states
             if len(states):
                 true = clear(part).tensors[STATES][finite[part]]
-                if self.protocol == "permuted":  # only the server knows the order, so compare each with the closest row
+                if (
+                    self.protocol == "permuted"
+                ):  # only the server knows the order, so compare each row with the closest one
                     true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
                 most = max(most, float((states - true).abs().max()))
         return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in finite.values()))}

@@ -32,7 +32,7 @@ class Sessions:
     """The clients' keys in this process.
 
     Attributes:
-        kind: class of the key holders.
+        kind: the class of the key holders.
     """
 
     kind: ClassVar[type[KeyHolder]] = KeyHolder
@@ -155,7 +155,7 @@ def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) ->
 
     Args:
         own, other: this side's secret key and the other side's public key, for key agreements.
-        run: :attr:`~fedfm.encrypted.protocol.handshake.Hello.session`.
+        run: the session of the run, :attr:`~fedfm.encrypted.protocol.handshake.Hello.session`.
 
     Raises:
         ClientFault: the other side's key is not a valid key.

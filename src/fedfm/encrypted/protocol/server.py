@@ -67,7 +67,7 @@ class ForwardPass:
 
     @property
     def batch(self) -> int:
-        """Rows per batch."""
+        """The number of rows per batch."""
         return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:

@@ -87,7 +87,7 @@ class _DistilWork(CentralWork[Distillation]):
         if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
         student = self._student(table)
-        if conversion.pre_norm(student.module):  # students of other types compute only in the clear
+        if conversion.pre_norm(student.module):  # students of other types cannot compute on encrypted rows
             check_tokens(student.parts.embedding)
         if spec.views > 1 and table.kind != "image":
             raise InputError(f"distil.views = {spec.views}: {table.source} contains no images")
@@ -149,7 +149,7 @@ class _DistilWork(CentralWork[Distillation]):
                 self._widen(distiller, lessons, STATES)
             if epoch - 1 in ends:
                 rule = Rule(Adam(), flat.p)
-            before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # epochs of this stage
+            before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # completed epochs of this stage
             loss = partial(self._loss, distiller, lessons.of(epoch), rule, stage, before, steps)
             mean = self.epoch(epoch, n, spec.batch_size, student, flat, rule, loss, cure)
             line: dict[str, Any] = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rule.eta}

@@ -28,7 +28,7 @@ _LEAST = 0.4  # smallest fraction of an image's area in a crop
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an image: left, top and side, as fractions of width and height; and whether the part is mirrored."""
+    """A part of an image: left, top and side, as fractions of width and height; ``mirrored`` flips the part."""
 
     left: float
     top: float

@@ -1,4 +1,4 @@
-"""Settings of `fedfm distil`, which are the tables of its file."""
+"""The settings of `fedfm distil`: the tables of its TOML file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class DistilSpec(Recipe):
-    """The table [distil]."""
+    """The settings in the table [distil]."""
 
     image_size: int | None = setting(
         None,

@@ -160,7 +160,7 @@ class Taps:
         self.features = args[0].float()
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Compute logits (n, C), and record."""
+        """Compute logits (n, C), and record states, features and arguments."""
         self.states.clear()
         hinge(self.modules())
         return self.model.logits(batch).float()
@@ -207,7 +207,7 @@ class Distiller:
     def __init__(self, teacher: Model, student: Model, recipe: Recipe, *, new_head: bool, low: bool = False) -> None:
         self.recipe, self.new_head, self.low = recipe, new_head, low
         self.teacher, self.student = Taps(teacher), Taps(student)
-        self.tamed = self.teacher  # until the switch to polynomials
+        self.tamed = self.teacher  # the switch to polynomials replaces this model by the tamed one
         self.entries: list[dict[str, Any]] = []
         student.train_too = [*student.train_too, *self.student.modules()]
         conversion.centre(student.module)

@@ -119,7 +119,7 @@ def refit(
     The model was trained with the coefficients of exp and GELU, so these do not change, only their intervals.
 
     Args:
-        measured: the arguments of these polynomials.
+        measured: the extremes of the block's arguments.
         name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
         keep: whether the new interval must include the old one. If the resulting ratio is too large for 1 / x or
             1 / sqrt(x), the lower end is cut: above an interval the iterations diverge, but below it they only lose

@@ -1,8 +1,8 @@
 """Softmax, LayerNorm and GELU as modules, which compute the exact function until they have a polynomial.
 
-Each module keeps the weights of the module that it replaces, under the same names. In training it clamps the argument
-of its polynomial to the interval, and adds a penalty on arguments beyond 80 % of the interval. In evaluation it clamps
-nothing, since encrypted values cannot be clamped. Instead it counts the arguments outside the interval.
+Each module keeps the weights of the module that it replaces, under the same names. In training the module clamps the
+argument of its polynomial to the interval, and adds a penalty on arguments beyond 80 % of the interval. In evaluation
+it does not clamp, since encrypted values cannot be clamped, but counts the arguments outside the interval.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
 
 
 class PolynomialSoftmax(Replaced):
-    """Attention weights: softmax, or exp / sum(exp) by polynomials.
+    """Computes attention weights: by softmax, or by polynomials for exp / sum(exp).
 
     Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
 
     Attributes:
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
-        scales: (heads,), factors that multiply the row sums before ``inverse``, and again its results.
+        scales: (heads,), factors of the row sums before ``inverse`` is applied, and of the results of ``inverse``.
     """
 
     scales: Tensor

@@ -37,7 +37,8 @@ class Polynomial(ABC):
     """A polynomial and the interval on which it is valid.
 
     Attributes:
-        interval: (low, high) of the argument. Outside it the polynomial may differ strongly from its function.
+        interval: (low, high) of the argument. Outside the interval the polynomial may differ strongly from its
+            function.
     """
 
     interval: tuple[float, float]
@@ -74,7 +75,7 @@ class Polynomial(ABC):
 
 @dataclass(frozen=True)
 class Exponential(Polynomial):
-    """exp by T_d(x / 2^r)^(2^r), where T_d is the Taylor polynomial at 0 (equation 1: degree 6, r = 0).
+    """The exponential function by T_d(x / 2^r)^(2^r); T_d is the Taylor polynomial at 0 (equation 1: d = 6, r = 0).
 
     The computation takes r levels, plus one for T_2 or ceil(log2(d + 1)) for other degrees.
 
@@ -115,7 +116,7 @@ class Exponential(Polynomial):
 
 @dataclass(frozen=True)
 class Inverse(Polynomial):
-    """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1). ``scale`` is folded into x.
+    """The function 1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1); ``scale`` is folded into x.
 
     Start with a = 2 - x, b = 1 - x; then repeat ``steps`` times: b <- b^2, a <- a (1 + b). The relative error is
     (1 - x)^(2^(steps + 1)). The default scale is 2 / (m + M) for the interval [m, M], which makes the error equal at
@@ -173,7 +174,7 @@ class Inverse(Polynomial):
 
 @dataclass(frozen=True)
 class InverseSquareRoot(Polynomial):
-    """1/sqrt(v) by Newton's iteration, which starts from a straight line.
+    """The function 1/sqrt(v) by Newton's iteration, which starts from a straight line.
 
     Let z = v / m, which is in [1, R]. Start with y = p - q z; then repeat ``steps`` times: y <- y (3 - z y^2) / 2. The
     result is y / sqrt(m). The line is chosen so that the errors after the first step are equal at both ends and at the
@@ -246,7 +247,7 @@ class InverseSquareRoot(Polynomial):
 
 @dataclass(frozen=True)
 class Quadratic(Polynomial):
-    """a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5). It takes one level.
+    """The polynomial a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5), which takes one level.
 
     Raises:
         ValueError: a is not positive.

@@ -65,7 +65,7 @@ def widen(
         tick: called after each block.
 
     Returns:
-        The new entries of all blocks.
+        The new entries of all blocks, with polynomials and intervals.
 
     Raises:
         InputError: the arguments of a block spread too far.

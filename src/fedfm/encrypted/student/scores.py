@@ -25,7 +25,7 @@ class RowSource(Protocol):
     """A source of rows that returns batches."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
 
     def batch(self, index: np.ndarray) -> Batch:
         """Return the rows with these indices."""

@@ -2,7 +2,7 @@
 
 For encrypted rotations, the number of tokens must be a power of two. A ViT at 224 pixels has 196 patches and a class
 token.
-Its linear maps accept any number of tokens. Only the position embeddings depend on the grid.
+The linear maps of a ViT accept any number of tokens. Only the position embeddings depend on the grid.
 """
 
 from __future__ import annotations

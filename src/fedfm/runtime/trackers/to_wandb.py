@@ -1,4 +1,4 @@
-"""Weights & Biases: a run in ``WANDB_DIR``, or else in ``wandb/`` of the working directory, which is its default.
+"""Weights & Biases: a run in ``WANDB_DIR``, or else in the library's default, ``wandb/`` of the working directory.
 
 Data leave the machine only if ``WANDB_MODE=online``. The library's files include links. A run directory must not
 contain links, so these files are outside it.

@@ -1,4 +1,4 @@
-"""The interface of trackers, and a Progress that passes data on to them."""
+"""The interface of experiment trackers, and a Progress that passes data on to them."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the final models' folders and round: the best round under ``run.patience``, otherwise the last round.
+    """Return the folders of the final models, and their round (under ``run.patience`` the best, else the last).
 
-    If the best round is not the last one, ``last_model`` names the model of the last round.
+    If the best round is not the last round, ``last_model`` names the model of the last round.
     """
     found = {"model_of_round": str(result.get("details", {}).get("model_of_round", result["rounds"]))}
     for name, root in (("model", run.path), ("last_model", run.path / "last")):
