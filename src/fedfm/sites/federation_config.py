@@ -142,7 +142,7 @@ def _unreachable(host: str) -> str:
 
 
 def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each fault that the bounds of single values do not exclude."""
+    """Yield (key, message) for each fault that the fields' own bounds do not find."""
     if not found.silos:
         yield "silos", 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
     lower = [alike(name) for name in found.silos]  # some file systems ignore case

@@ -1,7 +1,7 @@
 """A silo's permanent identity, and the roster of the other silos' identities.
 
     identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
-    roster = "roster.toml"      # or .json: for each silo, the public key that `fedfm silo check` prints there
+    roster = "roster.toml"      # or .json: for each silo, the public key that `fedfm silo check` prints at that silo
 
 The silos agree on the roster without the server. With it, a silo detects a server that impersonates or invents silos.
 """
@@ -52,5 +52,5 @@ def of(silo: Signer, *, create: bool = False) -> Identity:
     found = Identity(key_in(Path(silo.identity), create), roster_in(Path(silo.roster)) if silo.roster else None)
     own = (found.roster or {}).get(silo.name)
     if own is not None and own.hex() != found.public:
-        raise InputError(f"{silo.roster}: {silo.name} has the key {own.hex()}, and {silo.identity} {found.public}")
+        raise InputError(f"{silo.roster}: {silo.name} has the key {own.hex()}, but {silo.identity} has {found.public}")
     return found

@@ -78,7 +78,7 @@ class _Library:
         self.direct = False
 
     def check_access(self, encryptor: Any) -> None:
-        """Check whether residues can be accessed by a pointer. If not, use streams, which are slower."""
+        """Check whether residues can be accessed by a pointer; if not, later calls use streams, which are slower."""
         ciphertext = self.s.Ciphertext(self.context)
         encryptor.encrypt_zero(self.ids[2], ciphertext)
         self._version = self._stream_version(ciphertext)

@@ -2,7 +2,7 @@
 
 Each batch has its own session. After every block the batch's encrypted states are written to the server's disk. A run
 that was killed continues from these states, in a new session with new masks. The server stores the statistical distance
-of masks before it sends masked ciphertexts, so that a crash cannot make it forget distance that was spent.
+of masks before it sends masked ciphertexts, so that after a crash it knows the distance that was spent.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _FAINT = 1e-3  # initial fraction of the penalties' weight
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings by which a model becomes a polynomial student."""
+    """The settings with which a model is made into a polynomial student."""
 
     epochs: tuple[int, ...] = setting(
         (3, 15, 15),
