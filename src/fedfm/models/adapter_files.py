@@ -24,16 +24,16 @@ from fedfm.models.model_kinds import is_dual_model
 from fedfm.models.quiet import quiet
 
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
-WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # files of what weighs the two adapters of a folder
+WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # files of the tensors that weigh two adapters
 
 
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write the trained tensors, and ``fedfm.json``, which names the model and the classes.
 
     LoRA of any rank is written as ``adapter_config.json`` and ``adapter_model.safetensors``. Other tensors are written
-    as ``model.safetensors``. Two adapters are written as ``global/`` and ``local/``, and what weighs them as
-    ``mix.safetensors`` or ``gate.safetensors``. Two adapters with a mix are also written as one adapter, in which both
-    have the weight 1/2 if their weights differ from row to row.
+    as ``model.safetensors``. Two adapters are written as ``global/`` and ``local/``, and the tensors that weigh them
+    as ``mix.safetensors`` or ``gate.safetensors``. Two adapters with a mix are also merged into one adapter. If their
+    weights differ from row to row, the merged adapter gives both the weight 1/2.
 
     Args:
         head_takes: the transform of features before the head; ``fedfm.json`` names it.
@@ -86,7 +86,7 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
 
 @contextmanager
 def holding(model: Model, w: Params) -> Iterator[None]:
-    """Context manager: the model has the weights ``w``; afterwards it has its own again."""
+    """Context manager: the model has the weights ``w`` inside, and its previous weights afterwards."""
     own = model.params()
     model.load(w)
     try:
@@ -96,7 +96,7 @@ def holding(model: Model, w: Params) -> Iterator[None]:
 
 
 def is_lora(model: Model) -> bool:
-    """Whether the model has an adapter of PEFT."""
+    """Whether the model has a LoRA adapter from PEFT."""
     return model.adaptation in LORA and hasattr(model.module, "peft_config")
 
 
@@ -114,10 +114,10 @@ def _lora_state(model: Model) -> dict[str, Tensor]:
 
 
 def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
-    """Write PEFT's two files, for a dual encoder with the paths of the transformers model.
+    """Write PEFT's two files; for a dual encoder they use the module paths of the transformers model.
 
     Args:
-        rank: the adapter's rank; None: the model's.
+        rank: the adapter's rank; None means the rank of the model's own adapter.
     """
     config = copy.deepcopy(_config(model))
     if is_dual_model(model):
@@ -140,8 +140,8 @@ def _config(model: Model) -> Any:
 def _name_paths(config: Any, module: nn.Module) -> None:
     """Name the adapted modules by their paths in the transformers model, each with its own rank and alpha.
 
-    In fedfm's module all paths begin with ``clip.``. In the transformers model none does, so that a name or pattern
-    with this prefix would match nothing.
+    In fedfm's module all paths begin with ``clip.``. In the transformers model no path does, so a name or pattern with
+    this prefix would match nothing there.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -154,7 +154,7 @@ def _name_paths(config: Any, module: nn.Module) -> None:
 
 
 def folder_at(path: Path | str) -> Path:
-    """The folder, made if it is absent."""
+    """Return the path of the folder; create the folder if it is absent."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -168,13 +168,13 @@ def peft_name(model: Model, name: str) -> str:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors as safetensors, on the CPU."""
+    """Copy tensors to the CPU and write them to a safetensors file."""
     from safetensors.torch import save_file
 
     found, places = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.data_ptr() in places:  # the format forbids tensors that share memory, such as tied ones
+        if tensor.data_ptr() in places:  # the format forbids tensors that share memory, e.g. tied weights
             tensor = tensor.clone()
         places.add(tensor.data_ptr())
         found[name] = tensor

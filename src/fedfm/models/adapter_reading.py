@@ -14,7 +14,7 @@ from fedfm.models.model import Model
 
 
 def rank_on_disk(folder: Path | str) -> int | None:
-    """The rank of the LoRA that :func:`save_adapter` wrote, of each if there are two; None for other adaptations."""
+    """The rank of the LoRA adapter, or of each of two, that :func:`save_adapter` wrote; None for other adaptations."""
     path = Path(folder) / (GLOBAL if (Path(folder) / GLOBAL).exists() else "") / "adapter_config.json"
     return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
 
@@ -23,7 +23,7 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     """The parameters that :func:`save_adapter` wrote.
 
     Raises:
-        InputError: the files are missing, or of another model.
+        InputError: the files are missing, or belong to another model.
     """
     from safetensors.torch import load_file
 

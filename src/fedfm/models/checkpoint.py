@@ -25,10 +25,10 @@ from fedfm.models.heads import bases, head_of, output_maps, within
 if TYPE_CHECKING:
     from fedfm.models.stored_files import StoredWeights
 
-_FIRST = 3  # names in a message
+_FIRST = 3  # number of names that a message lists
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # prefixes of torch: parallel, compiled, sharded
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a block in a name
-_TRIED = 20  # missing names to look up under another prefix
+_TRIED = 20  # number of missing names to look up under another prefix
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Difference:
         path: folder or hub id of the checkpoint.
         missing: names of the tensors that the checkpoint lacks.
         leftovers: names of the checkpoint's tensors that the module does not have.
-        shapes: name -> (shape in the checkpoint, shape in the module), if they differ.
+        shapes: (shape in the checkpoint, shape in the module) by name, for the tensors whose shapes differ.
     """
 
     module: Any
@@ -237,8 +237,8 @@ class Difference:
     def _prefix(self, names: list[str]) -> str:
         """The prefix under which the checkpoint has at least half of the missing names; "" if there is none.
 
-        The search finds no names that transformers changes while loading. Prefixes of torch's wrappers are found even
-        then, if all extra names begin with one.
+        The search cannot find names that transformers changes while loading. If it fails, a prefix of one of torch's
+        wrappers is still found if all extra names begin with it.
         """
         tried = names[:_TRIED]
         found = Counter(
@@ -270,8 +270,10 @@ class Difference:
         ]
 
     def _left_out(self) -> list[str]:
-        """A notice about weights that the class leaves out by a pattern, such as the layers with which some models
-        predict a second word. Weights that the checkpoint's own class has are not in it.
+        """A notice about weights that the class leaves out by a pattern.
+
+        An example are the layers with which some models predict a second word. The notice does not name weights that
+        the checkpoint's own class has.
         """
         found = self._under_patterns() - self.leftovers
         left = sorted(n for n in found if not self._saved_has(n) and self._is_learned(n))

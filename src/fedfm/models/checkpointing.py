@@ -32,7 +32,7 @@ def check(parts: Parts, adaptation: str) -> None:
 
 
 def begin(parts: Parts) -> None:
-    """From now on the backward pass computes each block again."""
+    """Make the backward pass compute each block again, from now on."""
     for block in _blocks(parts):
         vars(block)["forward"] = partial(_twice, type(block).forward.__get__(block))
 

@@ -12,11 +12,11 @@ LISTED = 20  # number of mistakes that are listed
 
 
 class ClassCounts(NamedTuple):
-    """Rows by true class and predicted class, without the empty cells.
+    """The confusion matrix without its empty cells.
 
     Attributes:
         classes: the number of classes C.
-        cells: (true class, predicted class) -> rows.
+        cells: the number of rows by (true class, predicted class).
     """
 
     classes: int

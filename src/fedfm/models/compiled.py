@@ -54,7 +54,7 @@ def compile_blocks(parts: Parts, mode: str, device: torch.device) -> str:
 @cache
 def _missing(device: torch.device) -> str:
     """Why this device's compiler does not work; "" if it works. The test compiles a small function."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would not survive a fork
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes would not survive a fork
 
     def one_more(x: Tensor) -> Tensor:
         return torch.relu(x + 1)

@@ -1,4 +1,4 @@
-"""A model's configuration: as its folder states it, and as fedfm uses it."""
+"""Reads a model's configuration from its folder, and adapts it to fedfm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from fedfm.models import quantised_maps, refusals
 from fedfm.models.locate import ADAPTER, PREACT_RESNET, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
-_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # what a call returns
+_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # of each call
 
 
 def read(path: Path | str, spec: ModelSpec) -> Any:
-    """The configuration of a model with ``model.options``. Its output flags are set to the values that fedfm needs.
+    """The configuration of a model, changed by ``model.options``.
+
+    Its output flags are set to the values that fedfm needs.
 
     Raises:
         InputError: the file cannot be read, it belongs to an adapter, or the options do not fit.
@@ -50,7 +52,7 @@ def _is_preact_resnet(path: Path | str) -> bool:
 
 
 def class_names(config: Any) -> tuple[str, ...]:
-    """The names that a configuration has for the outputs of a head; () if it does not have them all."""
+    """The configuration's names for the outputs of a head; () if an output has no name."""
     named = getattr(config, "id2label", None) or {}
     return tuple(str(named[i]) for i in range(len(named))) if set(named) == {*range(len(named))} else ()
 
@@ -62,7 +64,8 @@ def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) 
     probabilities. Without a change transformers' pipelines would interpret the new head in the same way.
 
     Args:
-        problem_type: transformers' name for the kind of the head, e.g. ``single_label_classification``; None: no kind.
+        problem_type: transformers' name for the kind of the head, e.g. ``single_label_classification``; None removes
+            the kind.
     """
     config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
     config.problem_type = problem_type
@@ -72,8 +75,8 @@ def keep_weights(config: Any) -> None:
     """Stop the model from rescaling its own weights.
 
     Before an evaluation, RWKV divides some of its weights in place, so that float16 does not overflow. It does not
-    divide what an adapter adds to them. A program that loads the divided weights would divide them again. The outputs
-    are the same without the division.
+    divide the values that an adapter adds to them. A program that loads the divided weights would divide them again.
+    The outputs are the same without the division.
     """
     if getattr(config, "rescale_every", 0):
         config.rescale_every = 0

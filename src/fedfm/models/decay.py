@@ -6,12 +6,12 @@ import re
 
 from torch import nn
 
-# As in transformers.Trainer.get_decay_parameter_names, which also decays batch norms under other names.
+# As in transformers.Trainer.get_decay_parameter_names, which decays batch norms, too, if their names do not match.
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def no_weight_decay(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters without decay: all of an ``nn.LayerNorm``, and those whose path matches the rule.
+    """Names of the parameters without decay: all of an ``nn.LayerNorm``, and all whose path matches the rule.
 
     Example:
         >>> sorted(no_weight_decay(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))

@@ -1,8 +1,8 @@
-"""Derived modules: transformers modules with parts that a wing replaces, by a table in ``config.json``.
+"""Derived modules: transformers modules some of whose parts fedfm replaces, by a table in ``config.json``.
 
-A derived model is a transformers folder with one more key in its configuration. The wing's module that knows the key is
-imported only if a model has the key, so that other models do not pay for the import. A replaced function that is valid
-only for a bounded range of arguments is a :class:`Bounded`.
+A derived model is a transformers folder with one more key in its configuration. The Python module that handles the key
+is imported only if a model has the key, so that other models do not need the import. A new function that is valid only
+for a bounded range of arguments is a :class:`Bounded`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedfm.models import families
 
-INSTALLERS = {  # key of config.json -> the module whose ``install(module, config)`` knows its table
+INSTALLERS = {  # key of config.json -> the Python module whose ``install(module, config)`` reads the key's table
     "fedfm_polynomials": "fedfm.encrypted.student.conversion",
 }
 
@@ -27,7 +27,8 @@ class Bounded(nn.Module):
     Attributes:
         hinged: whether ``penalty`` is summed in training mode. The sum keeps its autograd graph alive until
             :func:`penalties` drops it.
-        penalty: mean squared distance by which arguments exceed the inner part of their intervals; None: no sum yet.
+        penalty: mean squared distance by which arguments exceed the inner part of their intervals; None before the
+            first sum.
         outside, total: in evaluation mode, the numbers of arguments outside their interval and of all arguments.
     """
 
@@ -79,5 +80,5 @@ def penalties(modules: Collection[Bounded]) -> Tensor:
 
 
 def violations(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Path of each bounded function -> (arguments outside its interval, all arguments) since the last count."""
+    """(arguments outside the interval, all arguments) of each bounded function by path, since the last count."""
     return {name: (m.outside, m.total) for name, m in module.named_modules() if isinstance(m, Bounded)}

@@ -33,12 +33,12 @@ def pick(name: str) -> torch.device:
 
 
 def placement(name: str) -> dict[str, Any]:
-    """Arguments of transformers' ``from_pretrained``; {} unless the layers are spread over several GPUs."""
+    """Arguments for transformers' ``from_pretrained`` that spread the layers over several GPUs; {} for one device."""
     return {"device_map": "auto"} if name == MAP and torch.cuda.is_available() else {}
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """For the manifest: the facts of this device that affect the bits of a result."""
+    """The facts of this device that affect the bits of a result, for the manifest."""
     name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -51,7 +51,7 @@ def about(device: torch.device) -> dict[str, Any]:
 
 
 def make_deterministic() -> None:
-    """From now on this process computes with deterministic algorithms; an operation without one raises an error."""
+    """Make this process use deterministic algorithms; from now on an operation that has none raises an error."""
     os.environ.setdefault(_CUBLAS, ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""A Model with two encoders, and the hidden states that two experts on it share.
+"""A model with two encoders, and the hidden states that two LoRA experts on it share.
 
 FedMS (Wu, Li, Wang, Wang) has a frozen global expert and a local one, both LoRA on one base. Below the lowest layer in
 which the local LoRA is trained, both experts compute the same. So the global expert computes the hidden states once,
@@ -32,7 +32,7 @@ class DualModel(Model):
 
     Attributes:
         dual: the module below PEFT's wrapper.
-        images_fixed: whether nothing before the images' features is trained; then :meth:`encode` gives the features.
+        images_fixed: whether the images' features depend on no trained parameter; then :meth:`encode` returns them.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
@@ -43,27 +43,27 @@ class DualModel(Model):
             self.dual.fix_texts()
 
     def encode(self, rows: Rows) -> Rows:
-        """The rows unchanged, or their ``features`` V (n, d) if nothing before them is trained."""
+        """The rows unchanged, or their ``features`` V (n, d) if these depend on no trained parameter."""
         if not self.images_fixed or "features" in rows.tensors:
             return rows
         return Rows({"features": self.features(rows)}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
-        """V (n, d), norm 1, on the CPU."""
+        """The images' features V (n, d), with norm 1, on the CPU."""
         if "features" in rows.tensors:
             return rows.tensors["features"]
         with self.evaluating():
             return self.by_batches(rows, self.dual.images)
 
     def logits(self, batch: Batch) -> Tensor:
-        """(b, C); takes batches of rows and of encoded rows."""
+        """The logits (b, C) of a batch of rows or of encoded rows."""
         if "features" in batch:
             with reduced_precision(self.spec.dtype, self.device):
                 return self.dual.logits(batch["features"].to(self.device))
         return super().logits(batch)
 
     def written_texts(self) -> Tensor:
-        """T (C, d), norm 1, from the prompts of ``model.templates``, also if context vectors are learned.
+        """The text features T (C, d), with norm 1, of the prompts of ``model.templates``, without learned vectors.
 
         Raises:
             InputError: a prompt is too long for the text encoder.
@@ -81,7 +81,7 @@ class DualModel(Model):
             yield
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """The results of ``function`` for all images (n, ...), on the CPU. It always gets 32 rows at a time."""
+        """The results (n, ...) of ``function`` for all images, on the CPU; each call of the function gets 32 rows."""
         done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in fixed_batches(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
 
@@ -106,19 +106,19 @@ def active_layers(model: Model, k: int) -> tuple[str, ...]:
 
 
 def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
-    """V (n, d), norm 1, on the CPU: the images' features with the LoRA tensors w, in evaluation mode."""
+    """The images' features V (n, d), with norm 1, on the CPU, from the LoRA tensors w in evaluation mode."""
     with install(model, w) as own:
         return own.by_batches(rows, own.dual.images)
 
 
 def expert_texts(model: Model, w: Params) -> Tensor:
-    """T (C, d), norm 1: the class names' features with the LoRA tensors w, in evaluation mode."""
+    """The class names' features T (C, d), with norm 1, from the LoRA tensors w in evaluation mode."""
     with install(model, w) as own:
         return own.dual.texts()
 
 
 def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
-    """(n, T, h), on the CPU: the images' states below the top k blocks. Call it within :func:`install`."""
+    """The images' states (n, T, h) below the top k blocks, on the CPU. Call it within :func:`install`."""
     return model.by_batches(rows, lambda x: _entering(model.parts.blocks, k, lambda: model.dual.images(x)))
 
 
@@ -138,19 +138,19 @@ def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[T
 
 
 def boundary_texts(model: DualModel, k: int) -> Tensor:
-    """(P, C, L, h): the prompts' states below the top k blocks. Call it within :func:`install`."""
+    """The prompts' states (P, C, L, h) below the top k blocks. Call it within :func:`install`."""
     run, blocks = model.dual.template_features, model.parts.text_blocks
     return torch.stack([_entering(blocks, k, lambda p=p: run(p)) for p in range(len(model.dual.input_ids))])  # type: ignore[misc]
 
 
 def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
-    """V (b, d), norm 1: the images' features with the model's own tensors, from the states (b, T, h) below the top k
-    blocks.
+    """The images' features V (b, d), with norm 1, from the states (b, T, h) below the top k blocks.
 
-    It equals the complete forward pass in every bit if the states are of the same batch and no lower block has dropout.
+    The top k blocks compute with the model's own tensors. The result equals the complete forward pass in every bit if
+    the states are of the same batch and no lower block has dropout.
 
     Args:
-        train: with gradients and LoRA's dropout; else in evaluation mode.
+        train: whether to compute with gradients and LoRA's dropout instead of in evaluation mode.
     """
     own = need(model)
     states = states.to(own.device)
@@ -159,8 +159,9 @@ def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
 
 
 def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
-    """T (C, d), norm 1: the class names' features with the model's own tensors, from the states (P, C, L, h) below the
-    top k blocks. See :func:`top_images`.
+    """The class names' features T (C, d), with norm 1, from the states (P, C, L, h) below the top k blocks.
+
+    See :func:`top_images`.
     """
     own, features = need(model), []
     with _mode(own, train):
@@ -187,7 +188,7 @@ def trunk_paths(model: Model) -> dict[str, str]:
 
 
 def trunk_images(model: Model, w: Params, trunk: Mapping[str, Tensor], states: Tensor) -> Tensor:
-    """V (b, d), norm 1: the images' features, with gradients for the ``trunk``.
+    """The images' features V (b, d), with norm 1, and with gradients for the ``trunk``.
 
     They are computed from the states (b, T, h) that enter the last image block. This block and the final norm use the
     weights of the ``trunk`` and the LoRA tensors w. LoRA has no dropout here.
@@ -232,7 +233,7 @@ def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:
 
 @contextmanager
 def install(model: Model, w: Params) -> Iterator[DualModel]:
-    """Context manager: the model has the parameters w in evaluation mode; afterwards it has its own again."""
+    """Context manager: the model has the parameters w in evaluation mode, and its previous parameters afterwards."""
     own, before = need(model), model.params()
     try:
         with lora.apply(own, w), own.evaluating():
@@ -251,7 +252,7 @@ def _mode(model: DualModel, train: bool) -> Any:
 
 
 def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
-    """The input of the lowest of the top k blocks when an encoder runs; these blocks return it unchanged."""
+    """The input of the lowest of the top k blocks when ``run`` runs an encoder; the top k blocks compute nothing."""
     caught: list[Tensor] = []
     upper = [block for _, block in _split(blocks, k)[1]]
 

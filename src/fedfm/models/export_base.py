@@ -3,8 +3,8 @@
 An adapter's file names its base, and the base's own ``config.json`` does not have the new classes. So the folder gets
 the configuration with the names of the classes, and a folder ``base/`` with that configuration and the base's weights,
 as hard links. A head of another size is left out of the weights, because the adapter has the new head. A run can hold
-the weights of experts in 4 bits, which bitsandbytes cannot. After such a run ``base/`` has the dequantised values of
-all quantised weights.
+the weights of experts in 4 bits, but bitsandbytes cannot load such weights. After such a run ``base/`` has the
+dequantised values of all quantised weights.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _INDEX = "model.safetensors.index.json"
 def complete(model: Model, folder: Path) -> bool:
     """Write ``config.json`` and ``base/`` next to the adapter, or the two adapters, of a transformers model.
 
-    If ``model.quantization`` rounds weights while loading, ``base/quantization.json`` says how.
+    If ``model.quantization`` rounds weights while loading, ``base/quantization.json`` has the settings of the rounding.
 
     Returns:
-        Whether ``base/`` was written: it needs weights in files, or quantised experts.
+        Whether ``base/`` was written. It is written if the base's weights are in files, or if experts are quantised.
     """
     whole: Any = unwrap(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole

@@ -16,7 +16,7 @@ from fedfm.errors import InputError
 from fedfm.models.locate import locate
 
 _STATISTICS = ("running_mean", "running_var")
-_FEW = 8  # values of a weight that may all be alike
+_FEW = 8  # a weight with fewer values is not checked for equal values
 _INDEX = "model.safetensors.index.json"
 
 
@@ -30,22 +30,22 @@ class Finite:
 
     def __init__(self, name: str, weights: Collection[str]) -> None:
         self._name, self._weights = name, weights
-        self._alike: list[tuple[str, float]] = []  # name, the value
+        self._alike: list[tuple[str, float]] = []  # (name, the single value)
 
     def notices(self) -> list[str]:
-        """A line about weights of which all values are alike."""
+        """A notice about weights whose values are all equal; [] if there are none."""
         if not self._alike:
             return []
         name, value = self._alike[0]
         more = f" and {len(self._alike) - 1} more" if len(self._alike) > 1 else ""
         words = "zeros" if value == 0 else f"{value:.3g}, in each place"
-        return [f"model.name: {name}{more} of {self._name} holds nothing but {words}: was it converted whole?"]
+        return [f"model.name: {name}{more} of {self._name} holds nothing but {words}: was its conversion complete?"]
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Check one tensor.
 
         Raises:
-            InputError: the tensor has such a value; the error names the tensor, the first place and the file.
+            InputError: the tensor has NaN or infinity; the error names the tensor, the first such place and the file.
         """
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             return
@@ -68,7 +68,7 @@ class Finite:
 
 
 def _alike(tensor: Tensor) -> bool:
-    """Whether all values are one, which is not that of a fresh norm."""
+    """Whether all values are equal, but not 1, because all weights of a new norm are 1."""
     if tensor.numel() < _FEW:
         return False
     first = tensor[(0,) * tensor.dim()]

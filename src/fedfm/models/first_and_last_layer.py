@@ -18,7 +18,7 @@ class Ends:
 
     Attributes:
         entrance: parameters of the first layer.
-        output: path of the last layer inside PEFT's wrapper; "": the module itself; None: unknown.
+        output: path of the last layer inside PEFT's wrapper; "" if it is the module itself; None if it is unknown.
     """
 
     entrance: tuple[nn.Parameter, ...]
@@ -57,10 +57,10 @@ class LayerCalls:
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def ends(self, output: Any = None) -> Ends:
-        """The ends that these calls show.
+        """The first and the last layer, according to these calls.
 
-        The first layer's parameters include those of its containers (class token, positions). The last layer is the one
-        that returned ``output``, or the last one that was called if none did.
+        The first layer's parameters include the parameters of its containers (class token, positions). The last layer
+        is the layer that returned ``output``. If no layer returned it, the last layer is the layer called last.
         """
         if not self.calls:
             return Ends((), None)

@@ -19,7 +19,7 @@ from fedfm.errors import InputError
 from fedfm.models.loss_graph import is_opaque, reach
 from fedfm.models.model import Model
 
-_NAMED = 2  # tensors that a notice names
+_NAMED = 2  # number of tensors that a notice names
 
 
 def look(model: Model, rows: Rows) -> list[str]:
@@ -125,7 +125,10 @@ def _calls(model: Model) -> Iterator[list[str]]:
 
 
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
-    """Tensors without a gradient. Tensors of experts and the like do not count, because a batch uses only some."""
+    """Names of the tensors without a gradient, apart from experts' tensors, since a batch uses only some experts.
+
+    A tensor counts as an expert's if a tensor of the same block whose name differs only in a number has a gradient.
+    """
     blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
 
     def place(name: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ UNIT_NORM = "features divided by their Euclidean norm"  # what an export calls t
 
 
 def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
-    """The inputs of this layer (n, d), on the CPU.
+    """The inputs (n, d) of this head, one vector for each row, on the CPU.
 
     Raises:
         InputError: a classifier's head does not compute its logits from one vector per row.

@@ -1,4 +1,4 @@
-"""Loads encoders for which transformers has no classifier: of images alone, and of images and texts."""
+"""Loads encoders for which transformers has no classifier: image encoders, and pairs of an image and a text encoder."""
 
 from __future__ import annotations
 

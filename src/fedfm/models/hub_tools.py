@@ -35,8 +35,8 @@ class Loaded:
             field of another version does not change it.
         new: paths of the modules that were created for this task.
         tools: preprocessing of its rows.
-        missing: names of the new weights: those that the checkpoint lacks or has in another shape.
-        stored: for a quantised base the checkpoint's own weights, since the module's differ; else None.
+        missing: names of the new weights, which the checkpoint lacks or has in another shape.
+        stored: for a quantised base the checkpoint's own weights, which the module has only rounded; else None.
         placed: whether the module is on its devices already.
         hollow: whether its weights are placeholders (zeros) that take no memory.
         notices: guesses that the user should know.

@@ -42,7 +42,7 @@ def call_from(how: Mapping[str, Any]) -> Preprocess:
 
 
 def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
-    """Resize to ``size`` (bilinear), x / 255, normalise: for models without a processor."""
+    """The preprocessing of models without a processor: resize to ``size`` (bilinear), divide by 255, normalise."""
 
     def call(pictures: list[Any]) -> Tensor:
         from PIL import Image

@@ -1,7 +1,8 @@
 """Finds the positions of a text on which a model's outputs depend, by gradients with respect to token embeddings.
 
-A comparison of outputs does not show the dependence, because a matrix product of other rows rounds differently. The
-gradient at a position on which an output does not depend is exactly zero.
+A comparison of outputs for two texts does not show it: outputs that do not depend on the changed token may still
+differ, because a matrix product with other rows rounds differently. A gradient shows it: at a position on which an
+output does not depend, the gradient is exactly zero.
 """
 
 from __future__ import annotations

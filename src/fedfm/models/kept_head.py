@@ -1,4 +1,4 @@
-"""Which class each output of a saved head is, where a head is kept: by the names in the checkpoint's configuration."""
+"""Assigns the outputs of a head that is kept to the classes, by the names in the checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _UNNAMED = re.compile(r"LABEL_\d+|\d+")  # names that transformers gives to outp
 
 
 def arrange(module: nn.Module, head: str, saved: Sequence[str], classes: Sequence[str], name: str) -> tuple[str, ...]:
-    """Put the outputs of a kept head in the order of the classes; a notice if its names do not say it.
+    """Put the outputs of a kept head in the order of the classes; return a notice if their names do not match these.
 
     Args:
         head: path of the last linear map.
         saved: names of the outputs in the checkpoint; () if it names none.
-        classes: of the rows, as many as outputs.
-        name: of the model, for messages.
+        classes: the rows' classes, as many as the head has outputs.
+        name: the model's name, for messages.
     """
     if tuple(saved) == tuple(classes):
         return ()

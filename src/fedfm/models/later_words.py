@@ -1,4 +1,4 @@
-"""Checks that a language model does not see the words that it predicts; else its loss is low without learning.
+"""Checks that a language model does not see the words that it predicts, since its loss would be low without learning.
 
 Some classes of transformers have a language head and attend in both directions, and no setting reveals all of them. So
 the check runs the model twice: if only the last word of a text changes, the logits before it must not change. A server
@@ -23,7 +23,7 @@ from fedfm.models.families import unwrap
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-_LONGEST = 32  # tokens; enough for the check, and cheap
+_LONGEST = 32  # number of tokens that the check computes: enough, and cheap
 _FEW = 6  # number of tokens for the check of a model without its weights
 _SIZE = 0.1  # standard deviation of the random weights
 
@@ -95,7 +95,10 @@ def _output_of(block: nn.Module, module: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _random_weights(model: Model, path: str) -> Iterator[None]:
-    """Context manager: the block at this path and all parts outside blocks have random weights, which share memory."""
+    """Context manager: the block at this path and all parts outside blocks have random weights.
+
+    All values of such a tensor lie in a small block of memory.
+    """
     blocks, draws = [name for name, _ in model.parts.blocks if name != path], torch.Generator().manual_seed(0)
     replaced = list[tuple[nn.Module, str, nn.Parameter]]()
     for place, part in unwrap(model.module).named_modules():
@@ -132,7 +135,7 @@ def _logits(model: Model, ids: Tensor) -> Tensor:
 
 
 def _ends_otherwise(ids: Tensor) -> Tensor:
-    """The same tokens with another last token. It is another token of the row, else a neighbouring id."""
+    """The same tokens with another last token: another token of the text, or a neighbouring id if there is none."""
     others = ids[ids != ids[-1]]
     end = others[0] if len(others) else (ids[-1] - 1).abs()
     return torch.cat([ids[:-1], end[None]])

@@ -1,4 +1,4 @@
-"""Group a model's trainable tensors by layer, to compare and mix task vectors layer by layer."""
+"""Groups a model's trainable tensors by layer, to compare and mix task vectors layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PEFT = "base_model.model."
 
 
 def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
-    """Layer -> names of its trainable tensors, in the model's order.
+    """The names of the trainable tensors of each layer, in the model's order.
 
     Args:
         model: if its blocks are unknown (``model.parts``), each module is a layer.
@@ -36,7 +36,7 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
 
 
 def body_and_head(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of the body, names of the head) of a model's tensors, including running statistics.
+    """The names of the model's tensors in its body, and those in its head, including running statistics.
 
     The head is the last linear layer and the modules that PEFT trains in full (``modules_to_save``).
     """
@@ -50,6 +50,6 @@ def body_and_head(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def module_of(name: str) -> str:
-    """The module of a parameter under its name in the foundation model, without PEFT's wrapper and LoRA's suffixes."""
+    """The path of a parameter's module in the foundation model, without PEFT's wrapper and LoRA's suffixes."""
     path = name.removeprefix(_PEFT).replace(".modules_to_save.default", "")
     return path.partition(".lora_")[0] if ".lora_" in path else path.rpartition(".")[0]

@@ -21,9 +21,9 @@ from fedfm.models.language.tool_calls import CALLS, has_calls
 _TAG = re.compile(r"<(/?)([^<>\s/]+)>")
 _PART = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|[^\s<\[]+|[<\[]")  # a tag that a template may search for, or a word
 _LETTER = re.compile(r"\w")
-_MARK = "Wzxk{}q"  # occurs nowhere else
+_MARK = "Wzxk{}q"  # occurs in no row and no template
 _RETOLD = "retold"
-Words = dict[str, tuple[str, str]]  # mark -> (the word that it replaces, the word's owner)
+Words = dict[str, tuple[str, str]]  # mark -> (the word that it replaces, the word's source, e.g. "what a user says")
 
 
 def count(rows: Iterable[Sequence[Any]], template: str | None, tokenizer: Any) -> Counter[str]:
@@ -53,7 +53,7 @@ def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
     """Notices about the results of :func:`count`.
 
     Args:
-        parts: "training" or "test" -> (the counts, the number of rows).
+        parts: (the counts, the number of rows) for "training" and for "test".
     """
 
     def rows(what: str) -> str:
@@ -75,7 +75,7 @@ def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
 
 
 def left_out(turns: Sequence[Turn], tokenizer: Any) -> set[str]:
-    """The owners of the words that a row's text lacks. The last message may be the answer or a question.
+    """The sources of the words that a row's text lacks. The last message may be the answer or a question.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -119,7 +119,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
     out: list[Turn] = []
     for turn in turns:
         role, content, *more = turn
-        if role == TOOLS:  # check_tools covers them
+        if role == TOOLS:  # check_tools checks them
             out.append(turn)
             continue
         called = has_calls(turn)
@@ -138,7 +138,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
 
 
 def _parts(role: str, content: str, *, next_to_calls: bool) -> Iterator[tuple[str, str]]:
-    """The pieces of a content, each with its owner; the owner is "" for space and for tags of templates."""
+    """The pieces of a content, each with its source; the source is "" for space and for tags of templates."""
     closed = {name for slash, name in _TAG.findall(content) if slash}
     within: list[str] = []
     end = 0

@@ -25,7 +25,7 @@ RESIZE = (
 
 
 def notice(spec: ModelSpec, tools: Tools) -> tuple[str, ...]:
-    """A line if the user's ``model.max_length`` exceeds the model's number of positions."""
+    """A notice if the user's ``model.max_length`` exceeds the model's number of positions; else ()."""
     asked = (
         spec.max_length != type(spec).max_length
     )  # the default applies to all models, such as CLIP with 77 positions
@@ -41,8 +41,8 @@ def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = No
     """Refuse rows with a token that the embedding lacks.
 
     Args:
-        where: the file.
-        rows: (n,) indexes of these rows in the file, from 0; None: unknown.
+        where: the file, for the message.
+        rows: (n,) indexes of these rows in the file, from 0; None if they are unknown.
 
     Raises:
         InputError: there is such a row; the error names the first one, its token, and both sizes.
@@ -65,5 +65,5 @@ def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = No
 
 
 def exceeds(tools: Tools) -> bool:
-    """Whether the tokenizer has tokens that the embedding lacks; only the rows show whether they occur."""
+    """Whether the tokenizer has tokens that the embedding lacks; such tokens need not occur in the rows."""
     return tools.tokenizer is not None and tools.vocabulary is not None and len(tools.tokenizer) > tools.vocabulary

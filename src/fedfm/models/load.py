@@ -1,7 +1,8 @@
 """load_model: make a Model from the [model] table.
 
-A name is, in this order: a built-in model, "features", a folder in the format of ``save_pretrained``, a .safetensors
-file of a CIFAR ResNet, a Hugging Face hub id. Weights are read only from safetensors; a model's code is not executed.
+A name is looked up in this order: a built-in model, "features", a folder in the format of ``save_pretrained``, a
+.safetensors file of a CIFAR ResNet, a Hugging Face hub id. Weights are read only from safetensors, and code that comes
+with a model is not executed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LinearSoftmax(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(b, d) -> logits (b, C)."""
+        """Features (b, d) -> logits (b, C)."""
         return self.head(features)  # type: ignore[no-any-return]
 
 
@@ -86,13 +87,14 @@ def load_model(
         spec: the [model] table.
         classes: class names; () for language models.
         kind: the kind of the data: image, text, features, instruction, preference or passages.
-        task: overrides ``spec.task``; None: implied by the data.
-        seed: seeds the new head, LoRA's A and random weights, so that they are the same everywhere.
+        task: overrides ``spec.task``; if both are None, the kind of the data implies the task.
+        seed: seeds the new head, LoRA's A and random weights, so that they are the same on all machines.
         feature_dim: d, for kind "features".
         keep_head: keep a saved head with as many outputs as classes, instead of drawing a new one.
         head_bias: with adaptation "head", add a bias of zeros to a head without one; the fingerprint ignores it.
-        hollow: if possible, do not load the frozen weights, and stay on the CPU: for a server that handles parameters
-            and computes no outputs. Trained tensors and fingerprint equal those of the complete model.
+        hollow: whether to skip the frozen weights if possible, and to stay on the CPU. This is for a server that
+            handles parameters and computes no outputs. Trained tensors and fingerprint equal those of the complete
+            model.
 
     Raises:
         InputError: there is no such model, or it does not fit the data, the task or the adaptation.
@@ -216,8 +218,9 @@ def load_model(
 
 
 def _weights(loaded: Loaded) -> set[str]:
-    """Names of the tensors that must be finite: parameters (in a quantised folder with or without the base's name as
-    prefix), and the scales of quantised values.
+    """Names of the tensors that must be finite: parameters, and the scales of quantised values.
+
+    For a quantised folder each name is there with and without the base's name as prefix.
     """
     own, stored = {name for name, _ in loaded.module.named_parameters()}, loaded.stored
     if stored is None:

@@ -1,4 +1,4 @@
-"""Names in the [model] table: built-in models, folders, files, hub ids; and dtypes."""
+"""Finds the model that a name in the [model] table means: a built-in model, a folder, a file or a hub id."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXPECTED = f"expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
 
 
 def locate(name: str) -> Path | str:
-    """Folder or file of a model name; a hub id as a str.
+    """The path of the model's folder or file; for a hub id the name itself, as a str.
 
     Raises:
         InputError: the name is none of these.

@@ -1,4 +1,4 @@
-"""The trained tensors on which a loss depends, from its autograd graph, without a backward pass and its memory."""
+"""Finds the trained tensors on which a loss depends in its autograd graph, without the memory of a backward pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reach(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
 
 
 def is_opaque(loss: Any) -> bool:
-    """Whether the graph has functions written in Python, such as checkpoints, which may hide their inputs."""
+    """Whether the graph has functions in Python, such as gradient checkpointing, which may hide their inputs."""
     return any(isinstance(node, BackwardCFunction) for node in _nodes(loss))
 
 

@@ -1,4 +1,4 @@
-"""Finds what a tokenizer drops from texts: words that it does not know, and the ends of texts that are too long."""
+"""Finds the words of texts that a tokenizer loses: unknown words, and the ends of texts that are too long."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _UNKNOWN = 0.1  # share of unknown tokens from which the tokenizer seems to be m
 
 
 def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
-    """Lines about words that the model's tokenizer does not know, and about texts beyond its ``max_length``.
+    """Notices about words that the model's tokenizer does not know, and about texts beyond its ``max_length``.
 
-    Of many rows only 256 are checked, at equal distances.
+    If there are more than 256 rows, only 256 of them are checked, at equal distances.
     """
     tools = model.tools
     tokenizer = tools.tokenizer

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-TOKENS = 1 << 15  # tokens of a batch without gradients, e.g. 64 rows of 512
+TOKENS = 1 << 15  # number of tokens of a batch without gradients, e.g. 64 rows of 512 tokens
 
 
 def warn(text: str) -> None:
@@ -34,7 +34,7 @@ def by_tokens(longest: int, most: int, each: int = 1, budget: int = TOKENS) -> i
 
 
 def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -> tuple[T, int]:
-    """(``work(size)``, size) for the largest size of most, most / 2, ... 1 that fits into the device's memory.
+    """(``work(size)``, size) for the largest of the sizes most, most / 2, ... 1 that fits into the device's memory.
 
     Args:
         work: starts again at every call.
@@ -53,7 +53,7 @@ def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -
         except torch.OutOfMemoryError:
             if most <= 1:
                 raise
-        # Outside the handler: its traceback keeps the tensors of the failed call alive.
+        # This is outside the handler, because its traceback keeps the tensors of the failed call alive.
         most //= 2
         gc.collect()
         if torch.cuda.is_available():

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedfm.errors import InputError
 
 _ROWS = 2  # number of rows of a probe
-_ALIKE = 0.01  # largest accepted difference over the largest output; the rounding of bfloat16 is smaller
+_ALIKE = 0.01  # largest accepted difference, as a share of the largest output; the rounding of bfloat16 is smaller
 
 
 def merge(module: Any) -> Any:

@@ -80,8 +80,10 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
 
 
 def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
-    """Accuracy of base rows among the first ``base`` classes, accuracy of new rows among the other classes, and their
-    harmonic mean, from logits (n, C); None without rows of either kind.
+    """Accuracy on rows of base classes, accuracy on rows of new classes, and their harmonic mean, from logits (n, C).
+
+    The first ``base`` classes are the base classes, the others are new. Rows of base classes are classified among the
+    base classes only, rows of new classes among the new classes only. A score without rows is None.
 
     Conditional Prompt Learning for Vision-Language Models (CoCoOp). Zhou, Yang, Loy, Liu. CVPR 2022. arXiv:2203.05557.
     Section 4.1.
@@ -96,7 +98,7 @@ def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
 
 
 def nothing(n: int = 0) -> Scores:
-    """Undefined scores of ``n`` rows."""
+    """Scores of ``n`` rows in which each score is None."""
     keys = ("accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity", "tokens")
     return {"n": n} | dict.fromkeys(keys)
 

@@ -53,15 +53,16 @@ class Model:
         layout: names, shapes and dtypes of :meth:`params`.
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
-        predictor: a function that computes logits faster, or returns None for rows that it does not support; None: the
-            model has no such function.
+        predictor: a function that computes logits faster, or returns None for rows that it does not support; None if
+            the model has no such function.
         loaders: number of processes that prepare deferred images in advance.
         notices: lines for the user on guesses about the model's files, and on settings that do nothing on this machine.
         compiled: whether the blocks compile at their first call.
         hollow: whether the frozen weights are not loaded; then the model cannot compute outputs.
         added_bias: whether the head has a bias that the architecture does not have.
         no_weight_decay: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
-        weigh: maps a batch's parts to (part, factor of its loss); None: the factors follow the numbers of targets.
+        weigh: maps the parts of a batch to (part, factor of its loss); None stands for factors in proportion to the
+            numbers of targets.
     """
 
     kernels: str = "exact"
@@ -76,7 +77,7 @@ class Model:
     weights_overridden: int = 0  # above 0: hooks change what its modules compute from its weights
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
-    answers_alone: bool | None = None  # whether prompts are answered one at a time; None: not yet checked
+    answers_alone: bool | None = None  # whether prompts are answered one at a time; None if not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 
     def __init__(
@@ -130,7 +131,7 @@ class Model:
 
     @property
     def identity(self) -> str:
-        """The fingerprints in one text."""
+        """The fingerprints, joined into one text."""
         return "/".join(self.fingerprints.values())
 
     @property
@@ -140,7 +141,7 @@ class Model:
 
     @property
     def last_layer(self) -> nn.Linear | None:
-        """The head, including a language model's."""
+        """The head, or the output layer of a language model; None if the model has neither."""
         return self.head or live_head(self.module, self.parts.head)
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -184,8 +185,8 @@ class Model:
         """Rows ``index`` of the table as tensors or tokens of this model, on the CPU.
 
         Args:
-            most: bytes of images that are prepared now; beyond that each batch prepares its own. None: see
-                :mod:`fedfm.models.images`.
+            most: largest number of bytes of images that are prepared now; if they take more, each batch prepares its
+                own images. For None see :mod:`fedfm.models.images`.
 
         Raises:
             InputError: the model does not accept this kind of data.
@@ -207,7 +208,7 @@ class Model:
     def encode(self, rows: Rows) -> Rows:
         """With adaptation ``head`` the rows' features (n, d) from the frozen backbone; else the rows unchanged.
 
-        The backbone always computes 32 rows at a time, so that the bits of a row's features depend only on these rows.
+        The backbone always computes 32 rows at a time, so that the bits of a row's features depend on no other rows.
         """
         rows = self.task.encode(self, rows)
         if self.adaptation != "head" or self.head is None or "features" in rows.tensors:
@@ -220,7 +221,7 @@ class Model:
         return Rows({"features": features}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
-        """The head's inputs (n, d), on the CPU; in causal models those of the last token before padding.
+        """The head's inputs (n, d), on the CPU; in causal models the inputs for the last token before padding.
 
         Raises:
             ValueError: the model has no head.
@@ -232,9 +233,10 @@ class Model:
         return head_inputs(self, self._existing_head(), rows)
 
     def last_states(self, rows: Rows) -> Tensor:
-        """The inputs of :attr:`last_layer` (n, d).
+        """The inputs (n, d) of :attr:`last_layer`.
 
-        In causal models it is the final hidden state of the last token; for instructions, of the prompt's last token.
+        In causal models an input is the final hidden state of the last token; for instructions it is that of the
+        prompt's last token.
 
         Raises:
             ValueError: the model has no head.
@@ -258,7 +260,7 @@ class Model:
 
     # --- forward ------------------------------------------------------------------------------------------------------
     def logits(self, batch: Batch) -> Tensor:
-        """(b, C), for language models (b, L, V), of a batch of rows or of encoded rows."""
+        """Logits (b, C), or (b, L, V) of a language model, for a batch of rows or of encoded rows."""
         if "features" in batch and self.head is not None:
             weight = self.head.weight
             return self.head(batch["features"].to(weight.device, weight.dtype))  # type: ignore[no-any-return]

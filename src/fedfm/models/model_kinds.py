@@ -1,4 +1,4 @@
-"""Find a model's class among those of fedfm without importing them, see :mod:`fedfm.models.kinds`."""
+"""Tests whether a model is of one of fedfm's own classes without importing them, see :mod:`fedfm.models.kinds`."""
 
 from __future__ import annotations
 

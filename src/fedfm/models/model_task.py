@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelTask(RowTask, Protocol):
-    """A task as models and runs use it; :class:`fedfm.tasks.task.Task` says what its methods return."""
+    """A task as models and runs use it; :class:`fedfm.tasks.task.Task` documents what its methods return."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
@@ -32,7 +32,7 @@ class ModelTask(RowTask, Protocol):
         """Lines for the user, before a run."""
 
     def auto_class(self, kind: str) -> str:
-        """Name of transformers' class."""
+        """The last part of the name of transformers' class ``AutoModelFor...``."""
 
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
@@ -95,4 +95,4 @@ class ModelTask(RowTask, Protocol):
         """The hub's tag of an export's pipeline."""
 
     def describe(self, model: Network) -> dict[str, Any]:
-        """What the configuration of an export says about the task."""
+        """The entries on the task in the configuration of an export."""

@@ -1,9 +1,10 @@
 """Multiply-accumulates (MACs) of the clients' training, after FedBaF's Appendix B (arXiv:2410.18352).
 
-TMAC = T E m n MACs, with T rounds to a target accuracy, E epochs, m clients per round, n the median number of training
-samples of a client, and MACs those of one sample's forward pass. The paper's MACS_k covers all of a client's data and
-is multiplied by n once more; here a sample counts once. As in the paper's figures, the backward pass (about twice the
-forward pass) is not counted: ratios between runs do not depend on it.
+TMAC = T E m n MACs, where T is the number of rounds to a target accuracy, E the number of epochs, m the number of
+clients per round, n the median number of training samples of a client, and MACs the count for one sample's forward
+pass. The paper's MACS_k covers all of a client's data and is multiplied by n once more; here a sample counts once. As
+in the paper's figures, the backward pass (about twice the forward pass) is not counted: ratios between runs do not
+depend on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.models.model import Model
 from fedfm.models.model_kinds import is_dual_model
 
-_LOOK = 64  # rows whose median length represents all rows
+_LOOK = 64  # number of rows whose median length represents all rows
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
 
     Args:
         rows: from :meth:`Model.prepare`, not encoded.
-        batch_size: rows that share one pass over the class names, if a text encoder computes these.
+        batch_size: number of rows that share one pass of a text encoder over the class names, if the model has one.
     """
     if not len(rows):
         return None
@@ -114,7 +115,7 @@ def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
         return int(out.numel() * _argument(args, kwargs, 1, "weight")[0].numel())
     if name in _FIRST:
         return int(out.numel() * _argument(args, kwargs, 0, "self", "input", "mat1").shape[-1])
-    if name in _SECOND:  # the first argument is the bias, the method's own tensor
+    if name in _SECOND:  # the product is added to the first argument
         return int(out.numel() * _argument(args, kwargs, 1, "mat1", "batch1").shape[-1])
     return 0
 
@@ -127,7 +128,7 @@ _FIRST = (
     "bmm",
     *_GROUPED,
 )  # products: the last axis of their first factor is summed over
-_SECOND = ("addmm", "baddbmm")  # products after another term of the sum
+_SECOND = ("addmm", "baddbmm")  # products that are added to the first argument
 
 
 def _argument(args: Sequence[Any], kwargs: Any, at: int, *words: str) -> Any:

@@ -24,7 +24,7 @@ Pool = Callable[[Tensor, Batch, int | None], Tensor]  # states (b, T, d), their 
 
 
 class Network(Protocol):
-    """A foundation model that computes outputs; :class:`fedfm.models.model.Model` says what each member is."""
+    """A foundation model that computes outputs; :class:`fedfm.models.model.Model` documents its members."""
 
     spec: ModelSpec
     classes: tuple[str, ...]
@@ -46,7 +46,7 @@ class Network(Protocol):
 
     @property
     def last_layer(self) -> nn.Linear | None:
-        """The head, including a language model's."""
+        """The head, or the output layer of a language model."""
 
     @property
     def is_language_model(self) -> bool:

@@ -20,7 +20,7 @@ _DENSE = 2  # largest number of matrices before a head's last map in transformer
 
 
 def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tuple[str, ...]:
-    """A line if more than a few per cent of the parameters are new.
+    """A notice if more than a few per cent of the parameters are new; else ().
 
     Args:
         module: a classifier before its adaptation.
@@ -29,7 +29,7 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
         name: the model's name, for messages.
 
     Raises:
-        InputError: more than a few per cent are new, and they are more than last maps with two dense layers before.
+        InputError: more than a few per cent are new, even without the last maps and two dense layers before them.
     """
     total, made = _numbers(module), {path: _numbers(module.get_submodule(path)) for path in new}
     count = sum(made.values())

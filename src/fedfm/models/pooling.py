@@ -16,7 +16,7 @@ from fedfm.errors import InputError
 from fedfm.models.network import Network, Pool
 from fedfm.models.probe_rows import made_texts, probe_rows
 
-_CLOSE = 1e-3  # largest accepted difference of two logits in float32, over the largest logit
+_CLOSE = 1e-3  # largest accepted difference of two logits in float32, as a share of the largest logit
 _ROUGHLY = 0.05  # the same in 16 bits
 
 

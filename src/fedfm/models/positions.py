@@ -56,7 +56,7 @@ def _positions(module: nn.Module, words: Any, config: Any) -> int | None:
     """The number of positions of the model; None without a limit."""
     keys = ("max_position_embeddings", "n_positions")
     stated = next((n for key in keys if isinstance(n := getattr(config, key, None), int) and n > 0), None)
-    if stated is None:  # XLNet says -1: its positions are relative
+    if stated is None:  # XLNet states -1, because its positions are relative
         return None
     tables = [m for m in module.modules() if m is not words and _rows(m) == stated]
     behind = [m.padding_idx + 1 for m in tables if isinstance(m.padding_idx, int)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.model_task import ModelTask
 
-CHUNK = 1024  # texts tokenised at a time: a tokenizer's records of a text take kilobytes
+CHUNK = 1024  # number of texts tokenised at a time, because a tokenizer's records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
 
@@ -65,8 +65,9 @@ def prepare(
     :func:`fedfm.models.language.encoding.passages`.
 
     Args:
-        task: the model's task; None: implied by the rows.
-        most: bytes of prepared images that may stay in memory; the others are deferred. None: see :mod:`.images`.
+        task: the model's task; None means the task that the kind of the rows implies.
+        most: bytes that prepared images may take in memory; if they take more, each batch prepares its own. For None
+            see :mod:`.images`.
         loaders: number of processes that compute deferred images in advance.
         check: called with tokens and the rows' indexes; it refuses tokens that the model does not know.
 
@@ -91,7 +92,7 @@ def prepare(
     tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
     rows = reader.rows(part, tools, classes)
     if rows.tokens is not None:
-        check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block is not a row
+        check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block has no index
     return rows
 
 
@@ -135,16 +136,16 @@ def check_pixels_alone(processor: Any, name: str) -> None:
     )
 
 
-_LEAST = 1 / 300  # of white: a deviation below it makes numbers of all pictures that no model was trained on
-_NEAR = 0.02  # between 1/255 and 1/256 of a rescaling
-_SHAPES = {(), (3,)}  # of a mean: a number for all channels, or one for each
+_LEAST = 1 / 300  # smallest plausible standard deviation, as a share of white
+_NEAR = 0.02  # relative tolerance of a scale, so that a rescaling by 1/256 counts as one by 1/255
+_SHAPES = {(), (3,)}  # shapes of a mean: one number for all channels, or one for each
 
 
 def check_scale(processor: Any, name: str) -> tuple[str, ...]:
-    """A notice if an image processor makes pictures of a scale that its mean and deviation, or no mean, belong to.
+    """A notice if the scale of an image processor's outputs is unusual, or does not fit its mean and deviation.
 
     Raises:
-        InputError: a deviation is zero, one of its numbers is not finite, or they are of other channels.
+        InputError: a standard deviation is zero, a number is not finite, or there are not 1 or 3 numbers.
     """
     said = processor.to_dict()
     white = 255 * (float(said.get("rescale_factor") or 1 / 255) if said.get("do_rescale", True) else 1.0)
@@ -152,8 +153,9 @@ def check_scale(processor: Any, name: str) -> tuple[str, ...]:
     centred = bool(said.get("rescale_offset")) or abs(2 * middle / white - 1) <= _NEAR
     if min(abs(white - 1), abs(white / 255 - 1)) > _NEAR and not centred:
         return (
-            f"model.name: the image processor of {name} makes 0..{white:.3g} of black to white, which is another scale "
-            f"than that of most models: rescale_factor = {said['rescale_factor']:.3g} of its preprocessor_config.json "
+            f"model.name: the image processor of {name} maps black to 0 and white to {white:.3g}, which is another "
+            f"scale than that of most models: rescale_factor = {said['rescale_factor']:.3g} of its "
+            "preprocessor_config.json "
             "is usually 1 / 255",
         )
     if not said.get("do_normalize") or said.get("image_mean") is None or said.get("image_std") is None:
@@ -219,7 +221,7 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
     """The model's arguments, other than ids and mask, for which a tokenizer writes nonzero values for each token.
 
     Without such an argument a model uses zeros. The tokenizers of XLNet and Funnel give the token for classification a
-    token type of its own; that of RoCBert writes the shapes and sounds of characters.
+    token type of its own; the tokenizer of RoCBert writes the shapes and sounds of characters.
     """
     with quiet():
         found = dict(tokenizer("a"))
@@ -235,7 +237,7 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
 
 
 def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
-    """The task that converts rows of this kind for a model of ``task``: the kind's own, else the model's."""
+    """The task that converts rows of this kind for a model of ``task``: the kind's own task, else the model's task."""
     return cast("ModelTask", tasks.owner(kind) or task or tasks.implied_task(kind))
 
 

@@ -17,7 +17,7 @@ _WORDS = (3, 7)  # number of words of the two texts
 
 
 def probe_rows(model: Network, rows: Rows) -> Rows:
-    """Two invented texts as in :func:`made_texts`; for rows that are no texts, the first and the last of the rows."""
+    """Two invented texts from :func:`made_texts`; if the rows are not texts, the first and the last row instead."""
     if model.tools.tokenizer is None or rows.tokens is None:
         return rows.take([0, len(rows) - 1])
     return made_texts(model)

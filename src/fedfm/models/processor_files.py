@@ -1,4 +1,4 @@
-"""What the files of a model's image processor say that is hardly meant, or that other files contradict."""
+"""Finds settings of a model's image processor that are probably mistakes, or on which its files differ."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 _ALONE, _WHOLE = "preprocessor_config.json", "processor_config.json"
 _NUMBERS = ("do_resize", "size", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "crop_size")
 _TABLES = ("position_embedding", "pos_embed", "relative_position_bias_table")
-_ANY_SIZE = ("dinov2",)  # published with tables for another size than that of its pictures
+_ANY_SIZE = ("dinov2",)  # published with position tables for another image size than its processor's
 
 
 def settings(path: Path | str) -> dict[str, dict[str, Any]]:
-    """The settings of the image processor by the file that has them; the last one counts in transformers."""
+    """The settings of the image processor by file; if there are two files, transformers uses the last one."""
     found = {_ALONE: _table(path, _ALONE), _WHOLE: _table(path, _WHOLE).get("image_processor")}
     return {name: table for name, table in found.items() if isinstance(table, dict) and table}
 
 
 def notices(path: Path | str, processor: Any) -> list[str]:
-    """Lines about settings on which two files differ, and about a mean that is not used, as its class would."""
+    """Notices about settings that differ between two files, and about a mean that is not used although it is set."""
     tables = settings(path)
     found = [*_differences(tables)]
     last = next(reversed(tables.values()), {})
@@ -41,9 +41,9 @@ def notices(path: Path | str, processor: Any) -> list[str]:
 
 
 def of_other_size(image: Preprocess, module: nn.Module, config: Any, name: str) -> list[str]:
-    """A line if pictures have another size than that for which the model has learned positions.
+    """A notice if prepared images have another size than the size for which the model has learned positions.
 
-    Such a model interpolates its table, and computes worse than at the size of its training.
+    Such a model interpolates its table of positions, and is less accurate than at the size of its training.
     """
     from PIL import Image
 
@@ -71,7 +71,7 @@ def _differences(tables: dict[str, dict[str, Any]]) -> Iterator[str]:
     odd = [key for key in _NUMBERS if key in alone and key in whole and alone[key] != whole[key]]
     if odd:
         said = ", ".join(f"{key} {alone[key]!r} and {whole[key]!r}" for key in odd)
-        yield f"has an image processor in {_ALONE} and in {_WHOLE}, which counts; they differ: {said}"
+        yield f"has an image processor in {_ALONE} and in {_WHOLE}, which is the one in use; they differ: {said}"
 
 
 def _table(path: Path | str, name: str) -> dict[str, Any]:
@@ -79,5 +79,5 @@ def _table(path: Path | str, name: str) -> dict[str, Any]:
         file = stored_file(path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
     except (OSError, ValueError):
-        return {}  # transformers says what is wrong with it
+        return {}  # transformers reports what is wrong with the file
     return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Names of classes as a text encoder reads them: identifiers instead of words, and names that it takes for one."""
+"""Checks the names of classes for a text encoder: identifiers instead of words, names that it cannot tell apart."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBER = re.compile(
 _YEAR = re.compile(r"(?:1[89]|20)\d\d\b")
 _JOINED = re.compile(r"[^\W\d_A-Z][A-Z]")  # words that are joined without spaces, such as GoldenRetriever
 _NAMES = re.compile(r"Ma?c[A-Z]|[ie][A-Z]")  # McDonald, MacBook, iPhone, eBay
-_SAME = 1e-6  # of the largest number of a vector
-_SHARE = 0.2  # of the classes, from which it is told, and two at least
+_SAME = 1e-6  # largest difference of equal vectors, as a share of a vector's largest number
+_SHARE = 0.2  # smallest share of the classes for a notice; there must be at least two such classes
 
 
 def notices(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """A line about names with a number in front, with capitals in place of spaces, or with folders."""
+    """A notice about names that begin with a number, have capitals instead of spaces, or contain folders."""
     found = [i for i, name in enumerate(classes) if _is_identifier(name)]
     if len(found) < max(2, _SHARE * len(classes)):
         return []
@@ -34,7 +34,7 @@ def notices(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
 
 
 def read_alike(prompts: Prompts, classes: Sequence[str]) -> list[str]:
-    """A line about classes whose prompts are the same tokens, since the tokenizer does not know their words."""
+    """A notice about classes whose prompts are the same tokens, since the tokenizer does not know their words."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, ids in zip(classes, prompts.input_ids[0].tolist(), strict=True):
         groups.setdefault(tuple(ids), []).append(name)
@@ -50,8 +50,8 @@ def read_alike(prompts: Prompts, classes: Sequence[str]) -> list[str]:
 def check_read(dual: DualEncoder, prompts: Prompts, name: str) -> None:
     """Refuse a text encoder whose vector of a text does not depend on the class's name in it.
 
-    A CLIP takes the vector at the end token that its configuration states, and that at the first place if no text has
-    this token.
+    A CLIP takes the vector at the end token that its configuration states. If no text has this token, it takes the
+    vector at the first position, which is the same for all texts.
 
     Raises:
         InputError: two different prompts have the same vector.
@@ -66,8 +66,9 @@ def check_read(dual: DualEncoder, prompts: Prompts, name: str) -> None:
     if torch.allclose(first, second, rtol=0, atol=_SAME * float(first.abs().max())):
         stated = getattr(dual.config.text_config, "eos_token_id", None)
         raise InputError(
-            f"model.name: the text encoder of {name!r} gives the same vector for different names of classes: expected "
-            f"as eos_token_id of text_config in its config.json, {stated}, the token that its tokenizer sets last",
+            f"model.name: the text encoder of {name!r} gives the same vector for different names of classes: "
+            f"eos_token_id of text_config in its config.json is {stated}, expected the token that its tokenizer puts "
+            "last",
             key="model.name",
         )
 

@@ -33,7 +33,7 @@ from fedfm.models.quantised_maps import of_folder as of_folder
 from fedfm.models.spec import ModelSpec
 from fedfm.models.stored_files import StoredWeights
 
-BLOCK = 64  # weights that share a scale
+BLOCK = 64  # number of weights that share a scale
 KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # class of a linear map in bitsandbytes -> its format
 TRAINS_WEIGHTS = ("full", "top_layers")
 _EXTRA = 'pip install "fedfm[quantized]"'
@@ -236,7 +236,7 @@ def rebuild(module: Any, dtype: torch.dtype) -> nn.Module:
         return module  # type: ignore[no-any-return]
     config = copy.copy(module.peft_config["default"])
     floats = ((name, p) for name, p in module.named_parameters() if p.dtype.is_floating_point)
-    held = {name: p.detach().to("cpu", copy=True) for name, p in floats}  # copies: the new base gets the trained heads
+    held = {name: p.detach().to("cpu", copy=True) for name, p in floats}  # copies, since the new base shares the heads
     base = module.unload()
     make_plain(base, dtype)
     config.fan_in_fan_out = any(type(m).__name__ == "Conv1D" for m in base.modules())

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fedfm.models.adapters.stacked import stacks
 
 Added = tuple[Tensor, Tensor, float]  # LoRA's update of a parameter: left (E, ., r), right (E, r, .), scale
-BLOCK = 64  # weights that share a scale
+BLOCK = 64  # number of weights that share a scale
 _BITS = "bits"  # name of the new submodule; no module of experts has a submodule of this name
 
 
@@ -91,7 +91,7 @@ class OnBits(nn.Module):
             del vars(self)["_added"][name]
 
     def _fold(self, tensor: Tensor) -> Any:
-        """What autograd saves for a tensor. For a dequantised parameter it saves the inputs to compute it again."""
+        """Return what autograd saves for a tensor: the tensor, or the inputs to compute a parameter again."""
         where = tensor.untyped_storage().data_ptr()
         for again, dense in vars(self)["_made"].values():
             if dense.untyped_storage().data_ptr() == where:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
 
-FIXED = 32  # rows in one batch of the frozen backbone
-LARGE = 100_000_000  # parameters; for larger models it would cost too much time to fill batches with copies of a row
+FIXED = 32  # number of rows in one batch of the frozen backbone
+LARGE = 100_000_000  # number of parameters from which it costs too much time to fill batches with copies of a row
 
 
 def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, int]]:
-    """(batch of FIXED rows, number of valid ones); copies of the last row fill the last batch.
+    """Yield (batch of FIXED rows, number of valid rows in it); copies of the last row fill the last batch.
 
     All batches have one size, so a row's outputs do not depend on the other rows, not even in the last bits. For a
     ``large`` model the last batch is only filled to the next multiple of 8.
@@ -28,7 +28,7 @@ def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, i
 
 
 def by_length(rows: Rows) -> tuple[Rows, Tensor]:
-    """(rows sorted by length, so that batches have little padding; the inverse permutation)."""
+    """The rows sorted by length, so that batches have little padding, and the permutation that restores the order."""
     if rows.tokens is None:
         return rows, torch.arange(len(rows))
     order = torch.argsort(torch.from_numpy(rows.tokens.length), stable=True)

@@ -22,7 +22,7 @@ _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
 
 
 def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
-    """(module, model type, names that its weights lack) of a model with its saved head and labels.
+    """A model with its saved head and labels: the module, its type, and the names of tensors that its weights lack.
 
     Args:
         name: a built-in model, a folder, a file of a CIFAR ResNet, or a hub id.
@@ -44,7 +44,7 @@ def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
 
 
 def _of_folder(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
-    """As :func:`as_saved`, of a folder or a hub id, without tokenizer and image processor."""
+    """As :func:`as_saved`, but only for a folder or a hub id; reads no tokenizer and no image processor."""
     spec = ModelSpec(name)
     with quiet():
         config = configuration.read(path, spec)

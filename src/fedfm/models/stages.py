@@ -2,8 +2,8 @@
 
 Blocks are entries of lists of modules: layers of a transformer, of a stage, or of an encoder and then of a decoder. An
 entry counts as a block if it has a norm (experts of a layer have none) and weight matrices. A stage is replaced by the
-blocks in it. Few models, such as XLM, have one list for each part of a block: a block then has one entry of each list.
-:mod:`fedfm.models.first_batch` checks that they run in this order.
+blocks in it. A few models, such as XLM, have one list for each part of a block; a block is then one entry of each list.
+:mod:`fedfm.models.first_batch` checks that the blocks run in this order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
 def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
     """For each block its modules: the entries of the same index in all lists of one module.
 
-    These lists must have the same length, and together hold at least half of the parameters outside embeddings. Empty
-    if no module has such lists.
+    These lists must have the same length, and together hold at least half of the parameters outside embeddings. The
+    result is () if no module has such lists.
     """
     embeddings = _numbers(m for m in module.modules() if isinstance(m, nn.Embedding))
     for path, owner in module.named_modules():
@@ -52,8 +52,9 @@ def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
 
 
 def unread_by_text(module: Any) -> tuple[str, ...]:
-    """Paths of the parts of a transformers model that no text uses: towers for images or sound, and other parts next to
-    the language part of a multimodal model. No path is inside another.
+    """Paths of the parts of a transformers model through which no text passes; no path is inside another.
+
+    These parts are towers for images or sound, and other parts next to the language part of a multimodal model.
     """
     if getattr(module, "main_input_name", None) != "input_ids":
         return ()

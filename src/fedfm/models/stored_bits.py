@@ -18,7 +18,7 @@ from fedfm.errors import InputError
 from fedfm.models.checkpoint import shape_faults, some, tensors
 from fedfm.models.stored_files import StoredWeights
 
-_STATE = "quant_state.bitsandbytes__"  # followed by nf4 or fp4: sizes of blocks and the weight's shape, as JSON
+_STATE = "quant_state.bitsandbytes__"  # followed by nf4 or fp4; has block sizes and the weight's shape as JSON
 _TABLES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
 _SCALES, _FORMAT = "SCB", "weight_format"  # tensors next to a weight in 8 bits
 
@@ -81,7 +81,7 @@ def _sibling(name: str, last: str) -> str:
 
 
 def _key(name: str, settings: Mapping[str, Any]) -> str:
-    """Name of the state of a weight in 4 bits."""
+    """Name of the tensor with the state of a weight in 4 bits."""
     return f"{name}.{_STATE}{settings.get('bnb_4bit_quant_type', 'fp4')}"
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as its files have them."""
+"""Reads the tensors of a checkpoint from its files, without changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """Tensor -> its file.
+        """The file of each tensor, by the tensor's name.
 
         The names come from the files themselves, because an index may name tensors that no file has. If there are both
         a single complete file and an index, the single file is used, as in transformers.

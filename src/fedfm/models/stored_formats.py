@@ -83,7 +83,7 @@ def check(stored: StoredWeights, name: str) -> None:
 
 
 def notice(module: nn.Module, config: Any, name: str) -> str:
-    """The line that says how the weights of a folder were read.
+    """A notice about how the weights of a folder were read.
 
     Raises:
         InputError: some weights are still quantised.

@@ -25,7 +25,8 @@ def hollow(
 ) -> tuple[Read, Mapping[str, Tensor]] | None:
     """As :func:`module_of`, but each weight is a single zero, expanded to the weight's shape.
 
-    None if the names in the files differ from the module's, because then only a complete load shows what is missing.
+    The result is None if the names in the files differ from the module's, because then only a complete load shows
+    which weights are missing.
     """
     from accelerate import init_empty_weights
 

@@ -62,7 +62,7 @@ def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, 
 
 
 def of_tokens(sums: Mapping[str, float]) -> Scores:
-    """``accuracy``, ``loss`` and ``perplexity`` of these sums, see :func:`count_tokens`; None without tokens."""
+    """``accuracy``, ``loss`` and ``perplexity`` from the sums of :func:`count_tokens`; None without tokens."""
     if not (tokens := sums["tokens"]):
         return dict.fromkeys(("accuracy", "loss", "perplexity"))
     loss = sums["loss_of_tokens"] / tokens
@@ -85,7 +85,7 @@ def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> dict[str, flo
 
 
 def of_answers(sums: Mapping[str, float]) -> Scores:
-    """``exact_match``, ``rouge_1`` and ``answers_cut`` of these sums, see :func:`compare_texts`; None without answers.
+    """``exact_match``, ``rouge_1`` and ``answers_cut`` from the sums of :func:`compare_texts`; None without answers.
 
     ``answers_cut`` is the share of answers that end at the limit of tokens: a longer answer might match.
     """
@@ -170,7 +170,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
 
 def _first(order: list[int], lengths: list[int], most: int, *, alike: bool) -> list[int]:
-    """The first rows in this order, of growing length, that fit into one batch; ``alike``: only those of one length."""
+    """The first rows in this order, by length, that fit into one batch; with ``alike`` only rows of one length."""
     size = 1
     while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
         if alike and lengths[order[size]] != lengths[order[0]]:
@@ -187,7 +187,7 @@ def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Network) -
 
 
 def _ends(model: Network, called: bool) -> set[int]:
-    """The tokens that end an answer: the model's, the tokenizer's, and those that end answers in training.
+    """The end tokens of the model and of the tokenizer, and the tokens that end answers in training.
 
     Args:
         called: whether an answer may be a call of a tool.
@@ -198,7 +198,7 @@ def _ends(model: Network, called: bool) -> set[int]:
     tokenizer, template = model.tools.tokenizer, model.tools.template
     taught = {tokenizer.eos_token_id, truncation.end_token(template, tokenizer)}
     if called:
-        with suppress(InputError):  # the template accepts tools, and writes calls as text
+        with suppress(InputError):  # a template may accept tools and still refuse this call
             taught.add(truncation.end_token(template, tokenizer, (one_call(ASSISTANT, "f", {"a": "b"}),)))
     return own | (taught - {None})
 

@@ -14,11 +14,13 @@ from typing import Any
 from fedfm.models.locate import stored_file
 from fedfm.models.preprocessors import AUTO
 
-PLAIN = "PreTrainedTokenizerFast"  # follows tokenizer.json
+PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
 _FILE = "tokenizer.json"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-_ROUNDED, _MOST = 64, 0.9  # rows of an embedding beyond its tokenizer that say nothing; share of tokens that does not
-_FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow it
+# An embedding is often rounded up: it may have this many rows more than the tokenizer has tokens, or the tokenizer may
+# have more tokens than this share of the rows.
+_ROUNDED, _MOST = 64, 0.9
+_FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow tokenizer.json
 _PHRASES = ("The fox", "THE FOX", "naïve Über", "b12 3456", "don't stop.", "(a-b)_c/d")
 _TEMPLATE = "chat_template.jinja"
 _LIKE_TEMPLATE = re.compile(r"chat\W?_?templ|\.jinja2?$", re.IGNORECASE)
@@ -26,7 +28,7 @@ _KIND = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 
 
 def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
-    """(tokenizer, the class of transformers that reads it, notices) of a folder or a hub id.
+    """The tokenizer of a folder or a hub id, the name of the transformers class that reads it, and notices.
 
     Args:
         name: the model's name, for notices.
@@ -64,9 +66,10 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
 
 
 def choose_padding(tokenizer: Any, config: Any) -> None:
-    """Give a tokenizer without a padding token that of the model's configuration, else its end or its unknown token.
+    """Set a tokenizer's padding token if it has none.
 
-    Classifiers of transformers find a text's end by the configuration's token.
+    The new padding token is the token of the model's configuration, because classifiers of transformers find a text's
+    end by it. If the configuration has none, it is the tokenizer's end token or its unknown token.
     """
     if tokenizer.pad_token_id is not None:
         return
@@ -78,10 +81,10 @@ def choose_padding(tokenizer: Any, config: Any) -> None:
 
 
 def _splits_otherwise(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
-    """A notice if a class of transformers normalises or splits words otherwise than the file that has them.
+    """A notice if the tokenizer's class normalises or splits words differently from ``tokenizer.json``.
 
-    Such a class makes its rules of ``tokenizer_config.json`` and its own defaults, e.g. lower case. Tokens that stand
-    around each text, and words that are unknown, are left aside.
+    Some classes of transformers take their rules from ``tokenizer_config.json`` and from their own defaults, e.g. lower
+    case. Tokens around each text, and unknown words, are not compared.
     """
     file, own = stored_file(path, _FILE), type(tokenizer).__name__
     if file is None or own in _FOLLOWS:
@@ -90,7 +93,7 @@ def _splits_otherwise(path: Path | str, tokenizer: Any, name: str) -> tuple[str,
 
     try:
         stored = Tokenizer.from_file(str(file))
-    except Exception:  # tokenizers has no class of its own; another release wrote the file
+    except Exception:  # tokenizers has no error class of its own; another release wrote the file
         return ()
     stored.no_padding()
     stored.no_truncation()
@@ -104,15 +107,15 @@ def _splits_otherwise(path: Path | str, tokenizer: Any, name: str) -> tuple[str,
         if theirs != ours:
             return (
                 f"model.name: transformers makes a {own} of the tokenizer of {name!r}, which reads {phrase!r} as "
-                f"{ours}, and its {_FILE} says {theirs}: the {own} counts, also in an export; if the model was trained "
-                f'by the file, correct tokenizer_config.json (such as do_lower_case), or set its tokenizer_class to "'
-                f'{PLAIN}", which follows the file',
+                f"{ours}, and its {_FILE} says {theirs}: the {own} is used, also in an export; if the model was "
+                f"trained with the file, correct tokenizer_config.json (such as do_lower_case), or set its "
+                f'tokenizer_class to "{PLAIN}", which follows the file',
             )
     return ()
 
 
 def contradictions(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
-    """A notice for special tokens on which two files of the folder differ."""
+    """A notice about special tokens that differ between two files of the folder."""
     tables = [_special_tokens(path, file) for file in (_CONFIG, _MAP)]
     odd = sorted(key for key in tables[0].keys() & tables[1].keys() if tables[0][key] != tables[1][key])
     if not odd:
@@ -122,10 +125,10 @@ def contradictions(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ..
 
 
 def of_another_model(tokenizer: Any, rows: int, name: str) -> tuple[str, ...]:
-    """A notice if a tokenizer has far fewer tokens than the model's embedding has rows, so that it may be another's.
+    """A notice if a tokenizer has far fewer tokens than the embedding has rows: it may belong to another model.
 
     Args:
-        rows: of the embedding, which is often rounded up.
+        rows: the number of rows of the embedding.
     """
     if rows - len(tokenizer) <= _ROUNDED or len(tokenizer) > _MOST * rows:
         return ()
@@ -136,7 +139,7 @@ def of_another_model(tokenizer: Any, rows: int, name: str) -> tuple[str, ...]:
 
 
 def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
-    """Notices about chat templates that other files of the folder have, and that do not count."""
+    """Notices about chat templates in files of the folder from which they are not read."""
     own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
     if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
         return (
@@ -158,7 +161,7 @@ def _table(path: Path | str, name: str) -> dict[str, Any]:
         file = stored_file(path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
     except (OSError, ValueError):
-        return {}  # transformers says what is wrong with it
+        return {}  # transformers reports what is wrong with the file
     return found if isinstance(found, dict) else {}
 
 

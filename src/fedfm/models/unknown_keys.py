@@ -1,4 +1,4 @@
-"""Finds misspelt keys in a model's files: its class does not read them, but reads a similar key that is absent.
+"""Finds misspelt keys in a model's files: the class does not read such a key, but reads a similar key that is absent.
 
 transformers keeps an unknown key as an attribute, and uses the default of the key that was meant. Unknown keys that are
 similar to no other are common, e.g. keys of older releases. They are no mistake and are not reported.
@@ -16,15 +16,15 @@ from typing import Any
 
 from fedfm.models.locate import stored_file
 
-_ALIKE = 0.87  # difflib's ratio of two keys without case and underscores, as of one letter lost, added or changed
-_LONGER = 2  # letters by which one of them is longer than the other at most
-_SHORTEST = 6  # letters of a key; shorter ones are close by chance
+_ALIKE = 0.87  # smallest ratio (difflib) of similar keys, without case and underscores; about one letter may differ
+_LONGER = 2  # largest number of letters by which one of two similar keys is longer
+_SHORTEST = 6  # smallest number of letters of a key that is checked; shorter keys are similar by chance
 _OF_OTHERS = (
     "_id",
     "_ids",
     "_file",
     "_type",
-)  # keys of a tokenizer's file end so where programs other than it wrote them
+)  # the ends of keys that other programs write into a tokenizer's file
 _OF_TOKENIZERS = frozenset(  # keys that transformers reads for all tokenizers
     (
         *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
@@ -36,12 +36,12 @@ _OF_TOKENIZERS = frozenset(  # keys that transformers reads for all tokenizers
 
 
 def of_configuration(path: Path | str, config: Any) -> list[str]:
-    """Texts about keys that are probably misspelt in ``config.json``, with the values that count instead."""
+    """Texts about keys that are probably misspelt in ``config.json``, with the values that are used instead."""
     return [f"has {text}" for text in _faults(_table(path, "config.json"), config, "", "config.json")]
 
 
 def of_image_processor(path: Path | str, processor: Any) -> list[str]:
-    """What is probably misspelt in ``preprocessor_config.json``, with the value that counts instead."""
+    """As :func:`of_configuration`, for the settings of the image processor."""
     from fedfm.models import processor_files
 
     tables = processor_files.settings(path)
@@ -49,14 +49,14 @@ def of_image_processor(path: Path | str, processor: Any) -> list[str]:
 
 
 def of_tokenizer(path: Path | str, tokenizer: Any) -> list[str]:
-    """What is probably misspelt in ``tokenizer_config.json``, with the value that counts instead."""
+    """As :func:`of_configuration`, for ``tokenizer_config.json``."""
     file = "tokenizer_config.json"
     table = {key: value for key, value in _table(path, file).items() if not key.endswith(_OF_OTHERS)}
     return [f"has {text}" for text in _faults(table, tokenizer, "", file)]
 
 
 def of_generation(path: Path | str) -> list[str]:
-    """What is probably misspelt in ``generation_config.json``, with the value that counts instead."""
+    """As :func:`of_configuration`, for ``generation_config.json``."""
     from transformers import GenerationConfig
 
     file = "generation_config.json"
@@ -68,12 +68,12 @@ def _table(path: Path | str, name: str) -> dict[str, Any]:
         file = stored_file(path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
     except (OSError, ValueError):
-        return {}  # transformers says what is wrong with it
+        return {}  # transformers reports what is wrong with the file
     return found if isinstance(found, dict) else {}
 
 
 def _faults(table: Mapping[str, Any], read: Any, within: str, file: str) -> Iterator[str]:
-    """A text for each misspelt key, also for those of nested configurations."""
+    """A text for each misspelt key, including the keys of nested configurations."""
     parts = getattr(read, "sub_configs", {})
     known = _keys_of(read) | set(parts)
     absent = {_plain(name): name for name in sorted(known - set(table)) if len(name) >= _SHORTEST}
@@ -103,7 +103,7 @@ def _is_another_token(key: str, name: str) -> bool:
 
 
 def _value(read: Any, name: str) -> Any:
-    """What counts for a key that is absent."""
+    """The value that is used for a key that is absent."""
     found = vars(read).get(name, getattr(type(read), name, None))
     if found is None or isinstance(found, property):
         found = getattr(read, name, None)

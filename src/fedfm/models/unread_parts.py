@@ -1,5 +1,7 @@
-"""What lies in a model's folder and is not read: other files of weights, adapters, code of its own, parts behind the
-model, and keys that are misspelt. And what would be read as something else: weights of whole numbers.
+"""Finds parts of a model's folder that are not read, and refuses weights that would be read as other values.
+
+Not read are other files of weights, adapters, the folder's own code, parts after the model, and misspelt keys. Integer
+weights without settings for their scale would be read as other values.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from fedfm.models.spec import ModelSpec
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
-_OF_NUMBERS = ("F", "BF")  # of the names of floating-point dtypes in safetensors
-_PARTS = "modules.json"  # of sentence-transformers: the model, what pools its vectors, maps behind them
+_OF_NUMBERS = ("F", "BF")  # beginnings of the names of floating-point dtypes in safetensors
+_PARTS = "modules.json"  # lists the parts of a sentence-transformers model: transformer, pooling, maps after it
 
 
 def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = False) -> list[str]:
-    """Lines about what is not read of a model's folder; of an id of the hub about its code and its keys alone, and of
-    weights that are drawn about the keys.
+    """Notices about the parts of a model's folder that are not read.
+
+    For a hub id they are only about its code and its keys, and for random weights only about its keys.
 
     Args:
         answers: whether the task generates answers.
 
     Raises:
-        InputError: two files of the folder hold a tensor of one name, or a weight is of whole numbers.
+        InputError: two files of the folder have a tensor of the same name, or a weight has integers.
     """
     if spec.name in BUILT_IN:
         return []
@@ -67,7 +70,7 @@ def _read_files(path: Path) -> set[str]:
     try:
         return set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()  # transformers says what is wrong with it
+        return set()  # transformers reports what is wrong with the file
 
 
 def _other_weights(path: Path) -> list[str]:
@@ -106,7 +109,7 @@ def _refuse_twice(path: Path) -> None:
             with safe_open(path / name, "pt") as file:
                 count.update(file.keys())
         except (OSError, SafetensorError):
-            return  # transformers says what is wrong with it
+            return  # transformers reports what is wrong with the file
     if twice := sorted(name for name, n in count.items() if n > 1):
         raise InputError(
             f"model.name: {path} has tensors in two of its files: {some(twice)}; save the model again, into an empty "
@@ -116,14 +119,14 @@ def _refuse_twice(path: Path) -> None:
 
 
 def _refuse_whole_numbers(path: Path) -> None:
-    """Refuse weights of whole numbers that nothing says how to scale: transformers would take them as they are."""
+    """Refuse integer weights without settings for their scale: transformers would use them unscaled."""
     odd: list[str] = []
     for name in sorted(_read_files(path)):
         try:
             with safe_open(path / name, "pt") as file:
                 odd += [f"{key} ({kind})" for key, kind in _kinds(file) if not kind.startswith(_OF_NUMBERS)]
         except (OSError, SafetensorError):
-            return  # transformers says what is wrong with it
+            return  # transformers reports what is wrong with the file
     if odd:
         raise InputError(
             f"model.name: {path} has weights that are no floating-point numbers: {some(odd)}, and its config.json has "
@@ -133,5 +136,5 @@ def _refuse_whole_numbers(path: Path) -> None:
 
 
 def _kinds(file: Any) -> Iterator[tuple[str, str]]:
-    """(name, dtype) of what can only be a weight; masks, counters and positions are whole numbers."""
+    """(name, dtype) of tensors that are certainly weights; others, e.g. masks and positions, may be integers."""
     return ((key, str(file.get_slice(key).get_dtype())) for key in file.keys() if key.endswith(".weight"))  # noqa: SIM118

@@ -44,7 +44,7 @@ def load(
     head: bool,
     **where: Any,
 ) -> Read:
-    """The module with the checkpoint's weights, or with those of ``model.weights = "random"``.
+    """The module with the checkpoint's weights, or with random weights for ``model.weights = "random"``.
 
     Args:
         head: whether the checkpoint may lack the task's head.
@@ -118,9 +118,10 @@ def load(
 
 
 def _of_two_tables(module: Any, path: Path | str) -> list[str]:
-    """A notice if a file has an output map of its own, although the configuration says that it is the embedding.
+    """A notice if a file has an output map of its own, although the configuration says that the embedding is that map.
 
-    transformers then keeps both, older releases drop the map. The configuration says so from here on, for exports.
+    transformers then keeps both; older releases drop the map. This function corrects the configuration, so that exports
+    keep both, too.
     """
     last = module.get_output_embeddings()
     if last is None or not getattr(module.config, "tie_word_embeddings", False) or not module._tied_weights_keys:
@@ -135,7 +136,7 @@ def _of_two_tables(module: Any, path: Path | str) -> list[str]:
     module.config.tie_word_embeddings = False
     return [
         f"model.name: {path} has an output map that differs from its embedding, although its config.json says "
-        "tie_word_embeddings = true: both count, as the file has them"
+        "tie_word_embeddings = true: both are used, as the file has them"
     ]
 
 

@@ -21,7 +21,8 @@ class WordTokens:
     Attributes:
         tokens: for each sentence its token ids.
         token_arguments: the tokenizer's other values for each token, by names of the model's arguments.
-        places: for each sentence: word -> position of its first token; words without a token are missing.
+        places: for each sentence the position of each word's first token, by the word's index; words without a token
+            are missing.
     """
 
     tokens: Tokens
@@ -67,7 +68,7 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
 def _first_tokens(
     words: Sequence[str], offsets: Sequence[tuple[int, int]], sentence: Sequence[int | None]
 ) -> dict[int, int]:
-    """Word -> position of its first token, for words joined by spaces.
+    """The position of each word's first token, by the word's index, for words joined by spaces.
 
     Args:
         offsets: for each token its characters [start, end).

@@ -26,7 +26,7 @@ class WrappedModel(Model):
     """A :class:`Model` with functions for the loss, the logits and the preparation of rows."""
 
     softmax = False
-    ends: Ends | None = None  # None: ``parts`` determines them
+    ends: Ends | None = None  # None if ``parts`` determines them
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
@@ -86,9 +86,9 @@ def wrap(
         loss: (module, batch) -> scalar, the mean over the batch.
         classes: class names, for metrics.
         head: path of the last linear layer, for methods that need features.
-        trainable: names of the parameters that clients train and send; None: all.
-        logits: (module, batch) -> (b, C); None: the module's output.
-        prepare: (table, index) -> Rows; None: rows of feature vectors.
+        trainable: names of the parameters that clients train and send; None means all.
+        logits: (module, batch) -> (b, C); None means the module's output.
+        prepare: (table, index) -> Rows; None means rows of feature vectors.
         name: the model's name in messages and manifests.
 
     Raises:

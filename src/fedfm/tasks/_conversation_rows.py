@@ -36,7 +36,7 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
 
 
 def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
-    """Pairs of answers; of rows to predict only the prompts are read, as instructions.
+    """Pairs of answers; for rows to predict only the prompts are read, as instructions.
 
     Raises:
         InputError: as :func:`instructions`.

@@ -59,7 +59,7 @@ class LanguageTask(Task):
         )
 
     def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
-        """Rows are padded to the longest of all, so that their logits have one shape."""
+        """Logits of all rows, which are padded to the longest row, so that the logits have one shape."""
         return model.in_batches(rows if rows.tokens is None else rows.to_padded(), batch_size)
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
@@ -76,7 +76,7 @@ class LanguageTask(Task):
 
 
 def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
-    """The likelihood of the text."""
+    """The output of ``fedfm predict`` for running text: its loss and its perplexity."""
     from fedfm.models.text_metrics import likelihood
 
     with trained.apply(trained.model.prepare(table, range(len(table)))) as rows:

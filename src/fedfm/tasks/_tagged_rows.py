@@ -21,7 +21,7 @@ Words = tuple[str, ...]
 
 _DOCUMENT = "-DOCSTART-"  # marks the beginning of a document in CoNLL-2003
 _BLANK = re.compile(" +")
-_NAMED = 3  # tags that a notice names
+_NAMED = 3  # number of tags that a notice names
 
 
 def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
@@ -120,8 +120,8 @@ def sheet_of(text: str, source: str) -> Sheet:
     """The sentences of a CoNLL file: one word per line, its tag in the last column, a blank line after a sentence.
 
     A file of one column has words without tags. Lines that mark documents are skipped, and so are comments. A comment
-    is a line before a sentence that begins with #. It has another number of columns than the words, or its last column
-    is not a tag of any word.
+    is a line that begins with # and stands before a sentence. It has another number of columns than the lines of words,
+    or its last column is not a tag of any word.
 
     Raises:
         InputError: lines have different numbers of columns, or there is no word.
@@ -160,7 +160,7 @@ def sheet_of(text: str, source: str) -> Sheet:
 
 
 def _columns(line: str) -> list[str]:
-    """The columns of a line, by tabs or else by blanks; none of a blank line."""
+    """The columns of a line, split at tabs if it has any, else at blanks; [] for a blank line."""
     if not line.strip():
         return []
     return [cell.strip() for cell in line.split("\t")] if "\t" in line.strip() else _BLANK.split(line.strip())

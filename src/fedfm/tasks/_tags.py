@@ -1,7 +1,7 @@
 """Tags of words, and the entities that they mark.
 
-Entities are counted as the script of the shared task counts them (Introduction to the CoNLL-2003 Shared Task. Tjong Kim
-Sang, De Meulder. CoNLL 2003. conlleval): a predicted entity is right if its span and its type are.
+Entities are counted as in the shared task's script, conlleval (Introduction to the CoNLL-2003 Shared Task. Tjong Kim
+Sang, De Meulder. CoNLL 2003): a predicted entity is right if its span and its type are both right.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Span = tuple[int, int, str]  # first word, the word after the last, type
 
 OUTSIDE = "O"
 PREFIX = re.compile(r"([BIESLU])(?:-(.*))?")
-_SAME = {"L": "E", "U": "S"}  # BILOU's names of BIOES's prefixes
+_SAME = {"L": "E", "U": "S"}  # a prefix in the notation BILOU -> the same prefix in the notation BIOES
 
 
 def _parse(tag: str) -> tuple[str, str]:
-    """(prefix, type) of a tag: B, I, E or S, or O outside; a tag without a prefix counts as I."""
+    """The prefix of a tag (B, I, E or S; O outside entities) and its type; a tag without a prefix counts as I."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
     found = PREFIX.fullmatch(tag)
@@ -26,7 +26,7 @@ def _parse(tag: str) -> tuple[str, str]:
 
 
 def spans(tags: Sequence[str]) -> list[Span]:
-    """The entities of a sentence, as conlleval reads the tags: BIO, IOB1 and BIOES alike.
+    """The entities of a sentence with tags in BIO, IOB1 or BIOES, as conlleval finds them.
 
     Example:
         >>> spans(["B-PER", "I-PER", "O", "I-LOC", "B-LOC", "S-ORG"])
@@ -56,7 +56,7 @@ def scores_of_entities(entities: float, found: float, right: float, known: bool)
 
 
 def entity(words: Sequence[str], span: Span) -> dict[str, Any]:
-    """An entity as JSON: ``end`` is the word after the last."""
+    """An entity as JSON; ``end`` is the index of the word after its last word."""
     start, end, name = span
     return {"type": name, "start": start, "end": end, "text": " ".join(words[start:end])}
 

@@ -11,7 +11,7 @@ from fedfm.tasks.task import LORA
 
 @dataclass(frozen=True)
 class Classification(OneClassTask):
-    """An image, a text or a vector -> one class."""
+    """The model predicts one class for an image, a text or a vector."""
 
     name: ClassVar[str] = "classification"
     default: ClassVar[bool] = True

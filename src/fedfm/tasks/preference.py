@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SECOND = "second"  # tensor of rows, (n,): where the second of a row's two texts begins
 REFERENCE = "reference"  # tensor of rows, (n, 2): log pi_ref of the two answers
-_AT_ONCE = 32  # rows (of two texts each) that are computed at once
+_AT_ONCE = 32  # largest number of rows (of two texts each) in a batch
 _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 
 
@@ -42,9 +42,9 @@ _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 class Preference(AnswerTask):
     """A language model adapted by LoRA that learns from pairs of answers.
 
-    A row has two texts, one after the other: :func:`fedfm.models.language.encoding.preferences`. The logits of a row
-    are its two rewards, so the loss is the cross-entropy with the first answer as the right class. Rows of one text,
-    e.g. prompts to answer, are treated as in any language model.
+    A row has two texts, one after the other, see :func:`fedfm.models.language.encoding.preferences`. The logits of a
+    row are its two rewards, so the loss is the cross-entropy with the first answer as the right class. Rows of one
+    text, e.g. prompts to answer, are treated as in any language model.
     """
 
     name: ClassVar[str] = "preference"
@@ -68,7 +68,7 @@ class Preference(AnswerTask):
     sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
 
     beta: float = setting(
-        0.1, "preference: how strongly DPO keeps the model near its frozen base; large = close", gt=0, finite=True
+        0.1, "preference: how strongly DPO keeps the model near its frozen base; larger is closer", gt=0, finite=True
     )
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
@@ -131,7 +131,7 @@ class Preference(AnswerTask):
         return len(batch[SECOND]) if SECOND in batch else super().count_targets(batch)
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
-        """Equation 7 on these rows, a scalar: their mean."""
+        """Equation 7, a scalar: the mean over these rows."""
         if SECOND not in batch:
             return super().loss(model, batch)
         return _losses(model.logits(batch)).mean()
@@ -155,7 +155,9 @@ class Preference(AnswerTask):
         }
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        """``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7);
+        """The scores computed from these sums.
+
+        They are ``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7); and
         ``reward_margin``, the mean difference of the rewards.
         """
         return self.means_over_rows(sums)
@@ -210,7 +212,7 @@ def _log_probabilities(model: Network, batch: Batch) -> Tensor:
 
 
 def _texts(model: Network, batch: Batch) -> Batch:
-    """The first texts (b, L), then the second ones."""
+    """A batch (2 b, L): the first text of each row, then the second text of each row."""
     import torch
 
     from fedfm.core.rows import Rows

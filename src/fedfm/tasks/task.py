@@ -1,8 +1,8 @@
 """Task: the facts and the computations that define a task.
 
-A task is a frozen dataclass in a file of its own. Its fields are the keys of the [model] table that only it has; its
-class variables are facts, which the packages below read; its methods are what the task computes. The defaults of this
-class are those of a classifier of rows: logits (b, C), and one label per row.
+A task is a frozen dataclass in a file of its own. Its fields are the keys of the [model] table that only this task has.
+Its class variables are facts, which the packages below read. Its methods are the task's computations. The defaults of
+this class fit a classifier of rows: logits (b, C), and one label per row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LORA = ("lora", "ffa_lora")
 
 @dataclass(frozen=True)
 class Task:
-    """A task; its defaults are those of a classifier.
+    """A task; the defaults fit a classifier.
 
     Attributes:
         name: its name in ``model.task``, and the name of its file.
@@ -49,29 +49,31 @@ class Task:
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
         columns: keys of the [data] table and of a silo's file that name its columns.
-        endings: of names of files that :meth:`sheet` reads; with the task named, it reads plain text (.txt), too.
-        new_head: transformers builds a new head for the classes.
-        needs_classes: its rows have classes.
-        one_class_a_row: a row has one label of several classes: logits (b, C), and the loss is their cross-entropy.
-        linear_head: fedfm works on the last linear map: features of a row, before it, exist.
-        two_encoders: the model compares rows with texts, such as a CLIP.
-        is_language_model: it is a causal language model, whose rows are tokens without labels.
-        means_over_tokens: the loss of a row is a mean over tokens.
-        compared_by_row: audits may compare what a model says of single rows.
-        keeps_base: its loss holds the model to its base, which no adaptation may change.
-        loss_is_opaque: the loss is known as the mean of a batch only.
-        softmax: the loss is the cross-entropy of the logits, unless :attr:`mixes_rows`; a class that overrides ``loss``
-            or ``objective`` has to say so anew.
-        texts_a_row: how many texts the tokens of a row are.
-        no_pretraining: why ``fedfm pretrain`` does not train it; empty: it does.
-        adaptations: those that it supports.
+        endings: endings of the names of files that :meth:`sheet` reads. If the experiment names the task, it reads
+            plain text (.txt), too.
+        new_head: whether transformers builds a new head for the classes.
+        needs_classes: whether its rows have classes.
+        one_class_a_row: whether a row has one label out of several classes. Then the logits are (b, C), and the loss is
+            their cross-entropy.
+        linear_head: whether fedfm works on the last linear map, so that a row's features before this map exist.
+        two_encoders: whether the model compares rows with texts, as a CLIP does.
+        is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
+        means_over_tokens: whether the loss of a row is a mean over tokens.
+        compared_by_row: whether audits may compare a model's results for single rows.
+        keeps_base: whether its loss compares the model with its base, so that no adaptation may change the base.
+        loss_is_opaque: whether only the mean loss of a batch is known.
+        softmax: whether the loss is the cross-entropy of the logits, unless :attr:`mixes_rows` gives a reason against
+            it. A class that overrides ``loss`` or ``objective`` has to state it again.
+        texts_a_row: number of texts in the tokens of a row.
+        no_pretraining: why ``fedfm pretrain`` does not train it; empty if it does.
+        adaptations: the adaptations that the task supports.
         lora_scale: the default of alpha / rank.
-        figures: names of the task's own scores, which results report in addition to the common ones.
+        figures: names of the task's own scores, which results report in addition to the common scores.
         drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
-        sums: names of the sums over rows from which its scores are made; empty: they cannot be joined.
-        row_means: score -> the sum of which the score is the mean over rows. A silo sends only the score, which gives
-            the sum.
-        problem_type: ``problem_type`` in the configuration of an exported classifier; None: it has none.
+        sums: names of the sums over rows from which its scores are computed; empty if scores cannot be joined.
+        row_means: the name of a sum for each score that is this sum's mean over rows. A silo sends only the score, from
+            which the sum follows.
+        problem_type: ``problem_type`` in the configuration of an exported classifier; None if it has none.
     """
 
     name: ClassVar[str]
@@ -104,7 +106,7 @@ class Task:
     problem_type: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """A task with a loss of its own does not inherit the claim that the loss is the cross-entropy."""
+        """Set ``softmax`` to False for a task with its own loss, unless the task's class sets it."""
         super().__init_subclass__(**keywords)
         if {"loss", "objective"} & vars(cls).keys() and "softmax" not in vars(cls):
             cls.softmax = False
@@ -139,7 +141,7 @@ class Task:
 
     @property
     def trained_classes(self) -> int | None:
-        """How many classes, the first in order, have training rows; None: all."""
+        """The number of classes with training rows, which are the first ones in order; None if all have them."""
         return None
 
     @property
@@ -148,12 +150,12 @@ class Task:
         return ""
 
     def packs(self, kind: str) -> bool:
-        """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
+        """Whether rows of this kind are joined and cut into blocks, so that blocks and rows differ in number."""
         return False
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
-        """Whether these columns hold rows of this task; it decides if the experiment names no task."""
+        """Whether these columns hold rows of this task; this decides the task if the experiment names none."""
         return False
 
     def sheet(self, text: str, source: str) -> Sheet:
@@ -165,7 +167,7 @@ class Task:
         raise NotImplementedError(f"{self.name}: no files of its own")
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
-        """The rows of these columns; None: images, texts and labels are read as for any task.
+        """The rows of these columns; None if images, texts and labels are read as for any task.
 
         Args:
             spec: names of the columns.
@@ -210,7 +212,7 @@ class Task:
         return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more)
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
-        """Notices before a run about the rows "training" and "test": what is cut off, or is probably wrong."""
+        """Notices before a run about rows ("training" and "test") that are cut off, or are probably wrong."""
         return []
 
     # --- model --------------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class Task:
         return "CausalLM"
 
     def peft_type(self, kind: str) -> str | None:
-        """PEFT's task type in an adapter's file, for rows of this kind; None: it has none."""
+        """PEFT's task type in an adapter's file, for rows of this kind; None if there is none."""
         return None
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
@@ -256,7 +258,7 @@ class Task:
         return rows
 
     def prompts(self, rows: Rows) -> Rows:
-        """The rows without their answers, where they have some."""
+        """The rows without their answers; rows that have no answers stay unchanged."""
         from fedfm.core.rows import Rows
 
         if "answer_start" not in rows.tensors or rows.tokens is None:
@@ -312,7 +314,7 @@ class Task:
         return self._scores_from(len(rows), self.count_of(model, rows, logits))
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
-        """The sums over rows that :attr:`sums` names; {}: the rows cannot be scored."""
+        """The sums over rows that :attr:`sums` names; {} if the rows cannot be scored."""
         return self.count_of(model, rows, model.predict(rows, batch_size)) if self.sums else {}
 
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
@@ -330,7 +332,7 @@ class Task:
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores on the union of several parts: the parts' sums are added. Parts without sums are left out.
 
-        Of a single part all scores are kept, even those that do not follow from sums.
+        If only one part has sums, all its scores are kept, even scores that do not follow from sums.
         """
         from fedfm.models import metrics
 
@@ -350,7 +352,7 @@ class Task:
         return {"rows": n, **made, **scores}
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:
-        """The scores computed from these sums; None where a score is unknown or not finite."""
+        """The scores computed from these sums; None for a score that is unknown or not finite."""
         return finite(self.from_sums(numbers(sums, self.sums)))
 
     def _scores_from(self, n: int, sums: Mapping[str, Any]) -> Scores:
@@ -379,7 +381,7 @@ class Task:
         }
 
     def pipeline(self, kind: str) -> str | None:
-        """The hub's pipeline tag of an export for rows of this kind; None: there is none."""
+        """The hub's pipeline tag of an export for rows of this kind; None if there is none."""
         return {"image": "image-classification", "text": "text-classification"}.get(kind)
 
     def describe(self, model: Network) -> dict[str, Any]:

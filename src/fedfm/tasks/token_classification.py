@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Figures = dict[str, float]
 
 _IGNORE = -100  # the target that does not count
-_AT_ONCE = 256  # rows whose logits are in memory together
+_AT_ONCE = 256  # number of rows whose logits are in memory together
 
 
 @dataclass(frozen=True)

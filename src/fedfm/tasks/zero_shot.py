@@ -17,7 +17,7 @@ _CONTRASTIVE = "contrastive"
 
 @dataclass(frozen=True)
 class ZeroShotTask(OneClassTask):
-    """An image -> the class whose name fits best; the model gets no new weights."""
+    """The model predicts the class whose name fits an image best; it gets no new weights."""
 
     name: ClassVar[str] = "zero_shot"
     kinds: ClassVar[tuple[str, ...]] = ("image",)
@@ -29,7 +29,7 @@ class ZeroShotTask(OneClassTask):
 
     templates: tuple[str, ...] = setting(
         ("a photo of a {}.",),
-        "zero_shot: prompts with {} for the class name; the mean of several",
+        "zero_shot: prompts with {} for the class name; the features of several are averaged",
         pattern=r"[^{}]*\{\}[^{}]*",
         least=1,
         most=512,
@@ -37,7 +37,7 @@ class ZeroShotTask(OneClassTask):
     )
     base_classes: int | None = setting(
         None,
-        "zero_shot: number of classes, the first in order, for training; the others are new, with only test rows",
+        "zero_shot: number of classes with training rows, the first in order; the others are new, with only test rows",
         ge=1,
     )
     loss_: str = setting(
@@ -74,8 +74,10 @@ class ZeroShotTask(OneClassTask):
 
 
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
-    """CLIP's loss of a batch (Radford et al., Figure 3): each image is classified among the batch's texts, and each
-    text among the batch's images. Images of one class share their text: the targets are uniform over equal labels.
+    """CLIP's loss of a batch (Radford et al., Figure 3).
+
+    Each image is classified among the batch's texts, and each text among the batch's images. Images of one class share
+    their text, so the targets are uniform over equal labels.
 
     Args:
         logits: (b, C), s <V, T> of the images and all classes.

@@ -53,7 +53,7 @@ def apply(
         parts: the module's parts.
         new: paths of the modules that were created for this task (the classification head).
         task: decides which adaptations are allowed.
-        seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that A is the same everywhere.
+        seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that all machines start with the same A.
 
     Raises:
         InputError: the specification does not fit the architecture.
@@ -81,8 +81,8 @@ def apply(
     if spec.name == "prompt":
         if not is_dual_encoder(module) or module.context is None:
             raise InputError(
-                f'model.adaptation.name: "prompt" learns words before class names, task {task.name!r} has none: '
-                'expected model.task = "zero_shot"',
+                f'model.adaptation.name: "prompt" learns words before class names, which task {task.name!r} does not '
+                'use: expected model.task = "zero_shot"',
                 key="model.adaptation.name",
             )
         module.context.requires_grad_(True)
@@ -111,10 +111,10 @@ def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str
 
 @contextmanager
 def base_alone(module: nn.Module) -> Iterator[None]:
-    """Context manager: a module with LoRA computes the same as its base.
+    """Context manager: LoRA is off, so that the module computes the same as its base.
 
-    Forward hooks of the adapted layers are off, too, because they add other adapters or a shift. Afterwards the trained
-    tensors, the active adapters and the hooks are as before.
+    Forward hooks of the adapted layers are off, too, because they add other adapters or shift the weights. Afterwards
+    the trained tensors, the active adapters and the hooks are as before.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -138,7 +138,7 @@ def base_alone(module: nn.Module) -> Iterator[None]:
 
 
 def give_bias(module: nn.Module, path: str) -> bool:
-    """Add a bias of zeros, which changes no output, to a linear head without one; returns whether it did."""
+    """Add a zero bias, which changes no output, to a linear head that has no bias; return whether one was added."""
     head = live_head(module, path)
     if head is None or head.bias is not None:
         return False
@@ -313,7 +313,7 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
     if start not in ("default", "gaussian"):
         why = {
             "random": "B starts at random, so that the initial model differs from the base",
-            "orthogonal": "A and B start at nonzero values, which averages of factors do not preserve",
+            "orthogonal": "A and B start at nonzero values, and averaging the factors does not preserve their product",
             "eva": "it reads rows before the start, and the rows differ between clients",
             "corda": "it reads rows before the start, and the rows differ between clients",
             "lora_ga": "it reads rows before the start, and the rows differ between clients",
@@ -357,7 +357,7 @@ def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None
 
 
 def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts: Parts) -> bool:
-    if isinstance(module, nn.Parameter):  # the parameter of experts
+    if isinstance(module, nn.Parameter):  # the weights of several experts in one parameter
         return True
     if isinstance(module, nn.Conv2d):
         return not strides_are_read(parts) and spec.rank % module.groups == 0
@@ -381,5 +381,5 @@ def _enough(count: int, parts: Parts) -> None:
 
 
 def _deepest(parts: Parts) -> int:
-    """Number of blocks of the deepest encoder; a shallower one is trained completely if more are requested."""
+    """Number of blocks of the deepest encoder; an encoder with fewer blocks than requested is trained completely."""
     return max(map(len, parts.stages))

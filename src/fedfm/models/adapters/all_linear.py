@@ -1,4 +1,4 @@
-"""The modules that ``targets = "all-linear"`` adapts, and those that it leaves out, with the reason."""
+"""Lists the modules that ``targets = "all-linear"`` adapts, and the modules that it leaves out, with the reason."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, re
 from fedfm.models.adapters.stacked import stacks
 from fedfm.models.families import Parts, unwrap
 
-_SHARE = 0.01  # smallest share of the model's parameters from which other matrices than linear maps are named
+_SHARE = 0.01  # a matrix that is no linear map is named only if it has at least this share of the model's parameters
 
 
 def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str, ...]:
     """Paths of all linear maps and experts that LoRA adapts.
 
-    The head, new modules and the maps that :func:`left_out` names are not in it.
+    The head, new modules and the maps that :func:`left_out` names are not among them.
     """
     return tuple(path for path, why in _reasons(module, parts, new).items() if not why)
 
 
 def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
-    """A line that names what "all-linear" leaves out, with its share of the parameters; "" if it leaves out nothing."""
+    """A notice of the matrices that "all-linear" leaves out, with their share of the parameters; "" without any."""
     total = sum(_size(m) for m in module.modules()) or 1
     found: dict[str, dict[str, int]] = {}  # reason -> last part of the name -> number of values
     for path, why in _reasons(module, parts, new).items():
@@ -43,7 +43,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
 
 
 def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
-    """Path of each linear map and experts' parameter in the forward pass -> why it is left out, or ""."""
+    """For the path of each linear map or experts' parameter that the forward pass uses: why it is left out, or ""."""
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
@@ -65,7 +65,7 @@ def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, s
 
 
 def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:
-    """Last part of the name -> number of values, for the blocks' own parameters of at least 2 axes, without experts."""
+    """Number of values in matrices that are neither in linear maps nor experts, by the last part of the name."""
     experts, sizes = {id(p) for p in stacks(module).values()}, dict[str, int]()
     for blocks in parts.encoders:
         for _, block in blocks:

@@ -2,7 +2,7 @@
 
 One of them is the model's own, which may be trained; the others are frozen. Each can be on or off in each layer.
 
-A pair is one parameter vector that has the shared adapter, a client's own adapter and their weights:
+A pair is one parameter vector of three parts: the shared adapter, a client's own adapter, and their weights. See
 Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
 arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, clipped to
 [0, 1]. Here h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. Without a slope a is
@@ -41,10 +41,11 @@ class Expert:
     """One of several adapters on a frozen base.
 
     Attributes:
-        w: its frozen tensors under the model's names, with LoRA of any rank; None: the model's own tensors.
+        w: its frozen tensors under the model's names, with LoRA of any rank; None means the model's own tensors.
         weight: the factor m.
-        layers: paths of the layers (from ``Parts.encoders``) or modules in which its LoRA is on; None: in all.
-        trained: paths of the layers in which the LoRA of the model's own tensors is trained, if it is on; None: in all.
+        layers: paths of the layers (from ``Parts.encoders``) or modules in which its LoRA is on; None means all.
+        trained: paths of the layers in which the LoRA of the model's own tensors is trained where it is on; None means
+            all layers.
     """
 
     w: Params | None = None
@@ -152,7 +153,7 @@ def _within(path: str, layers: Collection[str] | None) -> bool:
 
 
 def _heads(w: Params, device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Path of each trained module other than LoRA -> its parameters."""
+    """The parameters of each trained module other than LoRA, by the module's path."""
     found: dict[str, dict[str, Tensor]] = {}
     for name in lora.rest(w):
         path, _, own = name.partition(_SAVED)
@@ -175,7 +176,7 @@ def share(mix: Params, states: Tensor) -> Tensor:
 
 
 def mean_direction(states: Tensor) -> Tensor:
-    """(d,) m = mean over s of h_s / |h_s|, of states (S, d): the mean cosine of h to them is <m, h / |h|>."""
+    """The mean m (d,) of h_s / |h_s| over states h_s (S, d); the mean cosine of h to the states is <m, h / |h|>."""
     return F.normalize(states, dim=1).mean(0)
 
 
@@ -188,7 +189,7 @@ def apply(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     shared: Weight = 1 - a
     model.load(w.part(LOCAL))
     if by_row(w):
-        # As in the authors' program: the hidden states under the client's own adapter alone.
+        # As in the authors' program, only the client's own adapter is active when the hidden states are computed.
         shares = share(mix, model.last_states(rows)) if len(rows) else torch.zeros(0)
         rows = replace(rows, tensors=rows.tensors | {LOCAL_SHARE: shares})
         own, shared = (lambda y: _rows(model.share, y)), (lambda y: 1 - _rows(model.share, y))
@@ -197,7 +198,7 @@ def apply(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
 
 
 def one_adapter(model: Model, w: Params) -> Params:
-    """One adapter that computes the same as a pair; its rank is the sum of both ranks, its alpha the model's.
+    """One adapter that computes the same as a pair; its rank is the sum of both ranks, and its alpha is the model's.
 
     If the share differs from row to row, both adapters get the weight 1/2, as in training. For a head that is not a
     linear map the result is an approximation.
@@ -211,7 +212,7 @@ def one_adapter(model: Model, w: Params) -> Params:
 
 
 def _rows(a: Tensor | None, y: Tensor) -> Tensor:
-    """The shares a as (b, 1, ...), to multiply y (b, ...)."""
+    """The shares a in the shape (b, 1, ...), so that they multiply y (b, ...) row by row."""
     if a is None or len(a) != len(y):
         raise ValueError("rows without shares, or a module that does not keep rows apart")
     return a.to(y.device, y.dtype).view(-1, *[1] * (y.dim() - 1))

@@ -1,4 +1,4 @@
-"""LoRA by its parameter names: pairs of factors, adapters of any rank, and low-rank shifts of frozen weights.
+"""Computes with LoRA parameters by their names: factors, adapters of any rank, low-rank shifts of frozen weights.
 
 PEFT computes W x + (alpha / r) B A x. Here all adapters of a model have the model's alpha, whatever their rank r.
 """
@@ -29,7 +29,7 @@ from fedfm.models.spec import ModelSpec
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-Weight = float | Callable[[Tensor], Any]  # an adapter's weight, a number or a function of a module's output y (b, ...)
+Weight = float | Callable[[Tensor], Any]  # an adapter's weight: a number, or a function of a module's output y (b, ...)
 
 
 def alpha_of(model: Model) -> float:
@@ -39,7 +39,7 @@ def alpha_of(model: Model) -> float:
 
 
 def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Path -> (A (r, d_in), B (d_out, r)) of each adapted matrix; the path of expert e is ``path[e]``."""
+    """The factors (A (r, d_in), B (d_out, r)) of each adapted matrix, by path; the path of expert e is ``path[e]``."""
     out = dict[str, tuple[Tensor, Tensor]]()
     for path, (a, b) in pairs(w).items():
         if _of_experts(w[b].shape):
@@ -50,7 +50,7 @@ def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def assemble(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The factors by name, in the dtypes of ``like``; the inverse of :func:`matrices`. Their rank may differ."""
+    """The factors by name, in the dtypes of ``like`` but of any rank; the inverse of :func:`matrices`."""
     out = dict[str, Tensor]()
     for path, (a, b) in pairs(like).items():
         if _of_experts(like[b].shape):
@@ -63,15 +63,15 @@ def assemble(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tens
 
 
 def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
-    """Path (of expert e ``path[e]``) -> factors of (alpha / r) B A, (d_out, r) and (r, d_in), float64."""
+    """The float64 factors (d_out, r) and (r, d_in) of (alpha / r) B A, by the paths of :func:`matrices`."""
     return {path: (alpha / len(a) * b.double(), a.double()) for path, (a, b) in matrices(w).items()}
 
 
 def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
-    """One adapter for the adapter w and a shift of the frozen weights, under w's names; its rank is the sum of both.
+    """One adapter that replaces both the adapter w and a shift of the frozen weights.
 
-    Modules of lower rank are padded with zeros, since an adapter on disk has one rank. If there is a shift, an adapter
-    whose B are all zero is left out.
+    It has w's names, and its rank is the sum of both ranks. Modules of lower rank are padded with zeros, since an
+    adapter on disk has one rank. If there is a shift, an adapter whose B are all zero is left out.
     """
     own = factors(w, alpha)
     idle = bool(shift) and not any(bool(u.any()) for u, _ in own.values())
@@ -85,7 +85,7 @@ def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -
 
 
 def first(w: Params, rank: int | None) -> Params:
-    """The adapter of the first ``rank`` rows of A and columns of B; all other tensors are kept.
+    """The adapter with only the first ``rank`` rows of A and columns of B; all other tensors are kept.
 
     B is multiplied by rank / r, so that at the scale alpha / rank these rows and columns contribute the same as in w.
     """
@@ -100,7 +100,7 @@ def first(w: Params, rank: int | None) -> Params:
 
 
 def widen(w: Params, like: Layout) -> Params:
-    """An equal adapter with the larger rank of ``like``; :func:`first` is the inverse.
+    """An adapter that computes the same with the larger rank of ``like``; :func:`first` is the inverse.
 
     A and B are padded with zeros, and B is multiplied so that the update is the same at the scale alpha / rank.
     """
@@ -145,7 +145,7 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
 
 @contextmanager
 def scale_for_rank(model: Model, rank: int) -> Iterator[None]:
-    """Context manager: the model's LoRA has the scale alpha / rank, for parameters of this rank padded with zeros."""
+    """Context manager: LoRA's scale is alpha / rank, for parameters of this rank, padded to the model's rank."""
     if rank == model.adaptation_spec.rank:
         yield
         return
@@ -170,7 +170,7 @@ def shift_weights(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     not used within the context.
 
     Args:
-        shift: path (of expert e ``path[e]``) -> U (d_out, R), V (R, d_in).
+        shift: the factors U (d_out, R) and V (R, d_in) by path; the path of expert e is ``path[e]``.
     """
     if not shift:
         yield
@@ -266,7 +266,7 @@ def weights_overridden(model: Model) -> Iterator[None]:
 
 
 def _of_experts(shape: Sequence[int]) -> bool:
-    """Whether a B of this shape is (d_out, r, E) of experts; the shape of a convolution's B ends with 1."""
+    """Whether this is the shape (d_out, r, E) of the experts' factor B; the shape of a convolution's B ends with 1."""
     return len(shape) == 3 and shape[2] > 1
 
 

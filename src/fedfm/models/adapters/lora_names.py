@@ -10,9 +10,9 @@ DOWN, UP = ".lora_A.", ".lora_B."  # in the names of the factors A and B
 
 
 def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Path of each adapted module -> (name of its A (r, d_in), name of its B (d_out, r)), in the order of the names.
+    """Names of the factors A (r, d_in) and B (d_out, r) of each adapted module, by its path, in the order of ``names``.
 
-    For experts they are A (E, r, d_in) and B (d_out, r, E), see :mod:`fedfm.models.adapters.stacked`.
+    The factors of experts are A (E, r, d_in) and B (d_out, r, E), see :mod:`fedfm.models.adapters.stacked`.
 
     Example:
         >>> pairs(["q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"])
@@ -26,7 +26,7 @@ def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def rest(names: Iterable[str]) -> list[str]:
-    """Names of the trained tensors other than LoRA's: a new head."""
+    """Names of the trained tensors that are not LoRA's, e.g. of a new head."""
     return [name for name in names if DOWN not in name and UP not in name]
 
 

@@ -23,7 +23,7 @@ _CALLED = re.compile(r"\bself\.(\w+)\(")
 
 
 def is_read_alone(module: nn.Module, name: str) -> bool:
-    """Whether the owner of this map reads the map's weight instead of calling the map, and so would skip a wrapper."""
+    """Whether the parent module reads the weight of this map instead of calling the map, and so would skip LoRA."""
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
     return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(class_of(parent))
@@ -35,7 +35,7 @@ def returns_several(m: nn.Module) -> bool:
 
 
 def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """The last parts of these paths that PEFT refuses to adapt in this model, e.g. because kernels read the weights."""
+    """Last parts of those paths whose modules PEFT does not adapt in this model, e.g. as kernels read their weights."""
     with peft_alone():
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel

@@ -1,4 +1,4 @@
-"""LoRA's linear maps as one product: y = x (W + s B A)^T + b, with gradients of x, A and B.
+"""Computes a linear map with LoRA as one product: y = x (W + s B A)^T + b, with gradients of x, A and B.
 
 PEFT adds s B A x to the output of W x, which reads and writes each activation several more times. The sum W + s B A
 costs r multiplications for each entry of W, whatever the number of tokens.
@@ -50,7 +50,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 class _Merged(torch.autograd.Function):
-    """X (..., m), W (n, m), bias (n,), A (r, m), B (n, r) -> (..., n). W and the bias are frozen."""
+    """The product y (..., n) of x (..., m), W (n, m), bias (n,), A (r, m) and B (n, r). W and the bias are frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Names of the parts of a vector of two adapters: the shared one, the client's own one, and what weighs them."""
+"""Names of the parts of a vector of two adapters: the shared adapter, the client's own adapter, and their weights."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def weighed_by(w: Iterable[str]) -> str | None:
 
 
 def by_row(w: Iterable[str]) -> bool:
-    """Whether each row has its own share."""
+    """Whether the weights of the two adapters differ from row to row."""
     return f"{MIX}/slope" in w

@@ -1,7 +1,7 @@
 """Import PEFT without bitsandbytes.
 
-If bitsandbytes is installed, PEFT imports it, and bitsandbytes imports torch's compiler. This takes every command two
-seconds, and only a quantised base needs it.
+If bitsandbytes is installed, PEFT imports it, and bitsandbytes imports torch's compiler. These imports take two seconds
+in every command, although only a quantised base needs bitsandbytes.
 """
 
 from __future__ import annotations

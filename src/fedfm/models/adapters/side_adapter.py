@@ -1,4 +1,4 @@
-"""Low-rank side adapters: a chain of small maps next to a frozen transformer, which reads only its block outputs.
+"""Low-rank side adapters: a chain of small maps that reads only the block outputs of a frozen transformer.
 
 BlindFed, Section 3.3, equations 4 to 6 (after LoSA: Time-, Memory-, and Parameter-Efficient Visual Adaptation, Mercea,
 Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
@@ -32,13 +32,13 @@ from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
-CHUNK = 256  # rows; only their block outputs are in memory at the same time
+CHUNK = 256  # number of rows whose block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)
 _PROBES = 32  # number of noise images that set the scales of a model without stored scales
 
 
 def with_numbers(states: Tensor) -> Tensor:
-    """Mask (n,) of the valid rows of disclosed activations (n, L, P, d). A block that overflowed has only zeros."""
+    """Mask (n,) of the valid rows of disclosed activations (n, L, P, d). In an invalid row a block has only zeros."""
     return states.flatten(2).any(2).all(1)
 
 
@@ -69,7 +69,8 @@ class SideAdapter(nn.Module):
         bias 0.
 
         Alpha, like LoRA's scale, sets how fast the adapters learn in comparison with the head: with alpha = 1 and r = 8
-        they overfit a few thousand rows. Every tensor has its own stream, so that the values are the same everywhere.
+        they overfit a few thousand rows. Every tensor has its own random stream, so that the values are the same on all
+        machines.
         """
         _, positions, width = self.shape
         alpha = min(1.0, 2 / self.down.shape[1])
@@ -84,7 +85,7 @@ class SideAdapter(nn.Module):
         return self
 
     def last_states(self, states: Tensor) -> Tensor:
-        """(b, L, P, d) -> h_L (b, P, d)."""
+        """Block outputs (b, L, P, d) -> h_L (b, P, d)."""
         h = states[:, -1]
         for level in range(states.shape[1]):
             z, alpha = states[:, level] + h, self.alpha[level]
@@ -96,7 +97,7 @@ class SideAdapter(nn.Module):
         return h
 
     def forward(self, states: Tensor) -> Tensor:
-        """(b, L, P, d) -> logits (b, C)."""
+        """Block outputs (b, L, P, d) -> logits (b, C)."""
         first = self.last_states(states)[:, 0]
         return self.head(F.layer_norm(first, first.shape[-1:]))  # type: ignore[no-any-return]
 
@@ -106,24 +107,24 @@ class Release:
     """The linear map from a block's tokens to the disclosed activations.
 
     Attributes:
-        positions: (P, T) over the tokens.
-        projection: (d, p) over the features; None: all features.
+        positions: matrix (P, T) that combines the tokens.
+        projection: matrix (d, p) that combines the features; None keeps all features.
     """
 
     positions: Tensor
     projection: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """(..., T, d) -> (..., P, d), or (..., P, p)."""
+        """Block outputs (..., T, d) -> (..., P, d), or (..., P, p) with a projection."""
         out = torch.matmul(self.positions, states)
         return out if self.projection is None else torch.matmul(out, self.projection)
 
 
 def release(kind: str, tokens: int, grid: tuple[int, int], projection: Tensor | None = None) -> Release:
-    """The disclosure map ``kind`` for a block's ``tokens``; its last tokens are a grid of patches.
+    """The map of this kind from a block's tokens to the disclosed activations; the last tokens are a grid of patches.
 
-    ``class``: the first token, or the mean over all tokens if all are patches. ``grid``: the same, and the means
-    over the four quadrants of the grid. ``tokens``: all tokens, projected.
+    ``class`` discloses the first token, or the mean over all tokens if all are patches. ``grid`` discloses the same and
+    the means over the four quadrants of the grid. ``tokens`` discloses all tokens, projected.
 
     Raises:
         InputError: the grid has no quadrants.
@@ -168,8 +169,8 @@ class SideModel(Model):
         backbone: the frozen transformer; None at a client that only gets disclosed activations.
         released: the map from a block's tokens to the values that the adapters read.
         scales: (L,), divisors of the block outputs.
-        ranges: (L,), for a polynomial student: the largest disclosed value that rows have if all arguments of its
-            polynomials stay inside their intervals.
+        ranges: (L,), only for a polynomial student: no row has a larger disclosed value as long as all arguments of the
+            student's polynomials stay inside their intervals.
     """
 
     def __init__(
@@ -215,9 +216,9 @@ class SideModel(Model):
         return Rows({STATES: self.states(rows)}, labels=rows.labels)
 
     def states(self, rows: Rows) -> Tensor:
-        """Disclosed activations (n, L, P, d) over their scales, on the CPU; zeros for rows beyond a student's ranges.
+        """Disclosed activations (n, L, P, d), divided by their scales, on the CPU.
 
-        The head then treats such a row as unknown.
+        A row beyond a student's ranges has only zeros, and the head then treats it as unknown.
 
         Raises:
             ValueError: this model has no backbone.
@@ -231,11 +232,11 @@ class SideModel(Model):
         return torch.cat(done)
 
     def within_ranges(self, states: Tensor, unit: Tensor | float = 1.0) -> Tensor:
-        """The states (n, L, P, d), zeros for rows beyond a polynomial student's ranges.
+        """The states (n, L, P, d), with zeros for rows beyond a polynomial student's ranges.
 
         Args:
-            unit: factor that converts the ranges to the unit of the states, for all blocks or (L,) for each block. It
-                is 1 for states over their scales.
+            unit: factor that converts the ranges to the unit of the states: a number for all blocks, or (L,) with one
+                for each block. It is 1 for states that are divided by their scales.
         """
         if self.ranges is None:
             return states
@@ -325,12 +326,12 @@ def around(
 
 
 def _stored_scales(module: nn.Module, key: str) -> Tensor:
-    """(L,) of a polynomial student: "scale", root mean squares on its distillation data, or "range"."""
+    """Stored values (L,) of a polynomial student: "scale", root mean squares on its distillation data, or "range"."""
     return torch.tensor([entry[key] for entry in derived_modules.table(module)["blocks"]])
 
 
 def _probes(side: tuple[int, int]) -> Rows:
-    """Images of white noise, the same everywhere."""
+    """Images of white noise that are the same on all machines."""
     rng = seeds.generator(0, "side_adapter", "probes")
     return Rows({"pixel_values": torch.from_numpy(rng.standard_normal((_PROBES, 3, *side)).astype(np.float32))})
 

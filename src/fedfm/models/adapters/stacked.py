@@ -6,7 +6,8 @@ r, E), so that the shapes show the rank. PEFT's products accept these shapes. Fi
 
 In transformers 4 experts had linear maps with names such as ``gate_proj``. PEFT still accepts these names, and applies
 them to the parameters that experts have now. But dense layers and shared experts still have maps with these names. Here
-a name means only a module with this name. Files name such a map by its parameter, which PEFT does not confuse.
+a name means only a module with this name. Files name such a map by its parameter, so that PEFT does not take the name
+for experts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Path -> parameter (E, ., .), which has a matrix for each of E experts."""
+    """The parameters (E, ., .) that have a matrix for each of E experts, by path."""
     return {
         f"{path}.{name}": p
         for path, owner in module.named_modules()
@@ -41,7 +42,7 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
     """PEFT's wrapper of the module; it adapts the modules that the configuration names.
 
     Args:
-        maps: paths of the modules that must be adapted; None: not checked.
+        maps: paths of the modules that must be adapted; None means that they are not checked.
 
     Raises:
         InputError: PEFT adapts other modules.
@@ -148,7 +149,7 @@ def add_factors(layer: Any, shift: Factors) -> Iterator[None]:
 
 
 def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
-    """Whether the first axis counts experts: the owner knows their number, or its name says "experts"."""
+    """Whether the first axis counts experts: the owner has their number, or "expert" is in the owner's class name."""
     if p.dim() != 3 or len(p) == 1 or not p.is_floating_point():
         return False
     counts = {value for name, value in vars(owner).items() if "expert" in name and type(value) is int}
@@ -156,7 +157,7 @@ def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Name -> PEFT's layer around experts, one for each of their parameters."""
+    """PEFT's layers around experts, by name; each layer adapts one of the experts' parameters."""
     from peft.tuners.lora import layer
 
     wrapper = vars(layer).get("ParamWrapper", ())

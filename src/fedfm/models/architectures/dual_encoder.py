@@ -36,7 +36,7 @@ class Prompts:
     Attributes:
         input_ids: int64 (P, C, L).
         attention_mask: int64 (P, C, L).
-        context: positions of the learned context vectors; empty where there are none.
+        context: positions of the learned context vectors; empty if there are none.
     """
 
     input_ids: Tensor
@@ -66,7 +66,7 @@ class DualEncoder(nn.Module):
         self.register_buffer("input_ids", prompts.input_ids)
         self.register_buffer("attention_mask", prompts.attention_mask)
         self.register_buffer("fixed_texts", None, persistent=False)
-        self._kept: list[Tensor] | None = None  # the texts (C, d), within :meth:`keeping_texts`
+        self._kept: list[Tensor] | None = None  # text features (C, d), cached by :meth:`keeping_texts`
         self._places = prompts.context
         self.context: nn.Embedding | None = None
         if prompts.context:
@@ -79,20 +79,20 @@ class DualEncoder(nn.Module):
         return self.logits(self.images(pixel_values))
 
     def logits(self, images: Tensor, texts: Tensor | None = None) -> Tensor:
-        """V (b, d) -> logits (b, C), float32, for the texts T (C, d); by default :meth:`texts`."""
+        """Image features V (b, d) -> logits (b, C), float32, for text features T (C, d), by default :meth:`texts`."""
         return F.linear(images.float(), self.scale * (self.texts() if texts is None else texts).float())
 
     @property
     def scale(self) -> Tensor:
-        """s, a scalar."""
+        """The scale s, a scalar tensor."""
         return self.clip.logit_scale.detach().float().clamp(max=MAX_LOG_SCALE).exp().squeeze()  # type: ignore[no-any-return]
 
     def images(self, pixel_values: Tensor) -> Tensor:
-        """V (b, d), norm 1."""
+        """The image features V (b, d), with norm 1."""
         return F.normalize(self.clip.get_image_features(pixel_values=pixel_values).pooler_output, dim=-1)
 
     def texts(self) -> Tensor:
-        """T (C, d), norm 1: the mean over the templates of features of norm 1, normalised again."""
+        """The text features T (C, d), with norm 1: the normalised mean over the templates' normalised features."""
         if self.fixed_texts is not None:
             return self.fixed_texts
         if self._kept is None or torch.is_grad_enabled():
@@ -102,11 +102,11 @@ class DualEncoder(nn.Module):
         return self._kept[0]
 
     def encode_texts(self, context: Tensor | None = None) -> Tensor:
-        """:meth:`texts`, computed now; with these context vectors (M, h) instead of the learned ones."""
+        """Compute the text features T (C, d), with these context vectors (M, h) or, by default, the learned ones."""
         return mean_direction([self.template_features(p, context) for p in range(len(self.input_ids))])
 
     def template_features(self, p: int, context: Tensor | None = None) -> Tensor:
-        """(C, d), norm 1: the features of template p's prompts; for ``context`` see :meth:`encode_texts`."""
+        """The features (C, d), with norm 1, of template p's prompts; for ``context`` see :meth:`encode_texts`."""
         ids, mask = self.input_ids[p], self.attention_mask[p]
         if self.context is None:
             out = self.clip.get_text_features(input_ids=ids, attention_mask=mask)
@@ -118,7 +118,7 @@ class DualEncoder(nn.Module):
 
     @contextmanager
     def keeping_texts(self) -> Iterator[None]:
-        """Context manager: without gradients the texts are computed only once.
+        """Context manager: while gradients are off, the text features are computed only once.
 
         The weights must not change within the context.
         """
@@ -129,7 +129,7 @@ class DualEncoder(nn.Module):
             self._kept = before
 
     def fix_texts(self) -> None:
-        """Compute the texts once and keep them. Call it only if the texts do not depend on trained weights."""
+        """Compute the text features once and keep them. Call it only if they do not depend on trained weights."""
         with torch.no_grad():
             self.fixed_texts = self.encode_texts()
 
@@ -141,12 +141,12 @@ class DualEncoder(nn.Module):
 
     @property
     def trains_images(self) -> bool:
-        """Whether anything before V is trained."""
+        """Whether any parameter on which V depends is trained."""
         return any(p.requires_grad for name, p in self.named_parameters() if name.startswith(_IMAGE_SIDE))
 
     @property
     def trains_texts(self) -> bool:
-        """Whether anything before T is trained."""
+        """Whether any parameter on which T depends is trained."""
         return any(p.requires_grad for name, p in self.named_parameters() if not name.startswith(_IMAGE_SIDE))
 
     @property
@@ -172,7 +172,7 @@ class DualEncoder(nn.Module):
 
 
 def mean_direction(features: Sequence[Tensor]) -> Tensor:
-    """P tensors (C, d) of norm 1 -> their mean, normalised, (C, d); a single one is returned as it is."""
+    """The normalised mean (C, d) of P tensors (C, d) of norm 1; a single tensor is returned unchanged."""
     return features[0] if len(features) == 1 else F.normalize(torch.stack(list(features)).mean(0), dim=-1)
 
 
@@ -208,7 +208,7 @@ def tokenise(
         classes: class names.
         templates: texts with one ``{}`` for the name.
         length: the largest number of tokens that the text encoder reads.
-        whole: pad to ``length``; else to the longest prompt.
+        whole: whether to pad to ``length`` instead of to the longest prompt.
         context: number of learned vectors between the start token and the name, in place of the templates.
 
     Raises:

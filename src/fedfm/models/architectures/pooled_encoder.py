@@ -25,7 +25,7 @@ class PooledEncoder(nn.Module):
         pooling: the part of the encoder's output that the head reads.
     """
 
-    base_model_prefix = "encoder"  # PEFT and searches for a head read this attribute of transformers' classes
+    base_model_prefix = "encoder"  # transformers' classes have this attribute; PEFT reads it
 
     def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PooledEncoder(nn.Module):
         self.classifier = nn.Linear(width, classes, dtype=encoder.dtype)
 
     def get_output_embeddings(self) -> None:
-        """None: it predicts no words."""
+        """Return None, because the model predicts no words."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Images (b, 3, H, W) -> logits (b, C)."""
@@ -44,7 +44,7 @@ class PooledEncoder(nn.Module):
 
 
 def as_code(pooling: str, unit: bool) -> list[str]:
-    """Lines of Python that make the classifier with torch and transformers alone, from an export's ``FOLDER``.
+    """Lines of Python that build the classifier from an export's ``FOLDER`` with torch and transformers alone.
 
     Args:
         pooling: as in :class:`PooledEncoder`.
@@ -76,7 +76,7 @@ model.eval()""".splitlines()
 
 _INDENT = "\n        "
 _STATES = "states = self.encoder(pixel_values=pixel_values).last_hidden_state"
-_CODE = {  # the computation of _pool
+_CODE = {  # the computation of _pool, as text
     POOLER: ("pooled = self.encoder(pixel_values=pixel_values).pooler_output",),
     CLASS_TOKEN: (_STATES, "pooled = states[:, 0]"),
     MEAN: (_STATES, "pooled = states.mean((2, 3)) if states.dim() == 4 else states.mean(1)"),
@@ -84,7 +84,7 @@ _CODE = {  # the computation of _pool
 
 
 def has_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of images alone for this configuration."""
+    """Whether transformers has an encoder for this configuration that reads only images."""
     import transformers
 
     found = transformers.AutoModel._model_mapping.get(type(config), None)
@@ -98,7 +98,7 @@ def sees_all(config: Any) -> None:
 
 
 def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
-    """(the vector that a head can read, its width d) of an encoder.
+    """The kind of vector that a head can read from an encoder, and the vector's width d.
 
     Args:
         skeleton: the encoder, on any device; on ``meta`` it computes only shapes.

@@ -5,7 +5,7 @@ x_{l+1} = x_l + F(bn, relu, conv3x3, bn, relu, conv3x3). FedBaF (arXiv:2410.1835
 two blocks of 64, 128, 256 and 512 channels; fc. Strides 1, 2, 2, 2.
 
 The classes are registered with transformers, which loads and saves such a network like any other model:
-``config.json`` has ``model_type: fedfm_preact_resnet``. Names of tensors have section s and block i, such as
+``config.json`` has ``model_type: fedfm_preact_resnet``. A tensor's name contains its section s and its block i, e.g.
 ``sections.s.i.conv1.weight``.
 """
 
@@ -73,7 +73,7 @@ class PreActBlock(nn.Module):
 
 
 class PreActResNet(PreTrainedModel):  # type: ignore[misc]
-    """The classifier; a section after the first halves height and width."""
+    """The classifier; each section after the first halves height and width."""
 
     config_class = PreActResNetConfig
     main_input_name = "pixel_values"

@@ -1,7 +1,8 @@
 """ResNets for 32x32 images.
 
 Deep Residual Learning for Image Recognition. He, Zhang, Ren, Sun. CVPR 2016. Section 4.2: 6 n + 2 layers in three
-stages of 16, 32 and 64 channels; shortcuts without parameters (option A: every second pixel, new channels are zero).
+stages of 16, 32 and 64 channels. Shortcuts have no parameters (option A): between stages they take every second pixel,
+and the new channels are zero.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ResNetConfig:
 
 
 class Block(nn.Module):
-    """y = relu(x' + bn(conv(relu(bn(conv(x)))))), x' the shortcut of option A."""
+    """y = relu(x' + bn(conv(relu(bn(conv(x)))))), where x' is the shortcut of option A."""
 
     def __init__(self, c_in: int, c_out: int, stride: int) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
     """The network of a checkpoint, with a new ``linear`` for ``num_labels`` classes.
 
     Raises:
-        KeyError: the checkpoint has other keys, too few or too many.
+        KeyError: the checkpoint lacks keys of this architecture, or has others.
         RuntimeError: a tensor has another shape.
     """
     stages = [{int(m[1]) for k in state if (m := re.match(rf"layer{s}\.(\d+)\.", k))} for s in (1, 2, 3)]

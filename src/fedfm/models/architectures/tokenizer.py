@@ -20,10 +20,10 @@ def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
     Args:
         texts: pieces of text.
         size: largest number of tokens.
-        kind: ``bpe``: byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes) of 256
-            bytes, ``<eos>`` and merges; it is lossless for any text. ``words``: the most frequent words, separated by
-            white space, as in published perplexities of Penn Treebank and WikiText; a line break is ``<eos>``, any
-            other word ``<unk>``.
+        kind: ``bpe`` is byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes). Its
+            vocabulary has 256 bytes, ``<eos>`` and merges, and it is lossless for any text. ``words`` takes the most
+            frequent words, separated by white space, as in published perplexities of Penn Treebank and WikiText. A line
+            break becomes ``<eos>``, and any other word ``<unk>``.
 
     Raises:
         InputError: an unknown kind, or a size too small for it.

@@ -23,8 +23,8 @@ from fedfm.models.language.tool_calls import OBJECT, TEXT, has_calls, messages_o
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_DAY = datetime.date(2024, 7, 26)  # the date that templates get as today's; Llama 3's template has it as its default
-_SHOWN = 40  # characters of a text in a message
+_DAY = datetime.date(2024, 7, 26)  # the fixed date of today for templates; Llama 3's template has it as its default
+_SHOWN = 40  # number of a text's characters that a message shows
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
 _CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # mark generated text; transformers uses the same pattern
@@ -43,7 +43,7 @@ class Form:
         end: text to add after the tail so that a token ends the answer; empty if the tail has such a token.
         inner: the text that ends an answer if the conversation continues.
         begun: the text at the end of a prompt that the written conversation does not have.
-        arguments: the form that the template expects for the arguments of tool calls; empty: as in the row.
+        arguments: the form that the template expects for the arguments of tool calls; empty if they stay as in the row.
         call_end: like ``end``, for an answer that ends with a call.
     """
 
@@ -68,7 +68,7 @@ def form_of(tokenizer: Any) -> Form:
     """The form of the tokenizer's chat template.
 
     Raises:
-        InputError: the template writes nothing of the messages.
+        InputError: the template does not write the messages.
     """
     template = text_of(tokenizer)
     known = _forms.get(tokenizer)
@@ -149,7 +149,7 @@ def template_of(tokenizer: Any) -> str:
 def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
     """The template's text after the content of turn ``i``, or after its calls, in the complete conversation.
 
-    A unique word replaces the content, or an argument of the last call.
+    To find this text, a unique word replaces the content, or an argument of the last call.
 
     Raises:
         InputError: the template does not write that turn.
@@ -196,7 +196,7 @@ def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
         form = form_of(tokenizer)
         prompt = str(apply(turns[:1], tokenizer, form, tokenize=False, add_generation_prompt=True))
         whole = str(apply(turns, tokenizer, form, tokenize=False))
-    except InputError:  # the rows report which conversation the template refuses
+    except InputError:  # encoding the rows will report which conversation the template refuses
         return template, ""
     begun = prompt[_common(prompt, whole) :]
     if not begun or _ASK not in prompt.removesuffix(begun):
@@ -234,7 +234,7 @@ def _read(tokenizer: Any) -> Form:
     if not fits:
         if text(2, False) or text(2, True):
             raise InputError("model.template: the chat template writes nothing of the messages; set another one")
-        return Form()  # the template refuses a question with an answer; the rows show what it accepts
+        return Form()  # the template refuses a question with an answer, but may accept the rows
     parts = fits[0]
     whole, prompt = text(2, parts), text(1, parts, add_generation_prompt=True)
     before, _, tail = whole.partition(_SAY)
@@ -269,8 +269,8 @@ def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tupl
 
     given = {_KEY: _VALUE}
     as_object, as_text = text(given), text(json.dumps(given))
-    objects = _KEY in as_object and _VALUE in as_object and f"'{_KEY}'" not in as_object  # in Python's notation
-    texts = json.dumps(given) in as_text  # else in quotes, as a JSON string
+    objects = _KEY in as_object and _VALUE in as_object and f"'{_KEY}'" not in as_object  # no dict in Python's notation
+    texts = json.dumps(given) in as_text  # otherwise the text is in quotes, as a JSON string
     alike = objects == texts and (as_object == as_text or not objects)
     form = "" if alike else OBJECT if objects else TEXT
     whole = as_text if form == TEXT else as_object

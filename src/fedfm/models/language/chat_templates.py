@@ -1,8 +1,8 @@
 """Writes an instruction, or a conversation, and its answers as text for a language model.
 
-A template is a text with ``{instruction}``, followed by the answer, or the tokenizer's own chat template. A text is
-also converted into a chat template, which writes conversations and goes into exports. So a prompt to an exported model
-has the form of the training.
+A template is either a text with ``{instruction}``, after which the answer follows, or the tokenizer's own chat
+template. A text is also converted into a chat template, which writes conversations and goes into exports. So a prompt
+to an exported model has the same form as in training.
 
 Prompt and answer are tokenised as one text. In a conversation the loss counts the assistant's text and the token that
 ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise it is the text that each answer
@@ -50,7 +50,7 @@ _WITH_INPUT = {
 CHAT = "chat"
 _PLACE = "{instruction}"
 _PAIR = 2
-_SHOWN = 40  # characters of a text in a message
+_SHOWN = 40  # number of a text's characters that a message shows
 _RIGHT = 'set model.template = "alpaca" or a text with {instruction}, or mark answers with {% generation %}'
 
 
@@ -70,7 +70,7 @@ class Written:
 
 
 def text_of(template: str | None, tokenizer: Any) -> str | None:
-    """The text with ``{instruction}``; None: the tokenizer's chat template.
+    """The text with ``{instruction}``; None stands for the tokenizer's chat template.
 
     Args:
         template: a name, a text, or None for the tokenizer's chat template if it has one, else "plain".
@@ -125,7 +125,7 @@ def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[
         settings: variables of the tokenizer's own chat template.
 
     Raises:
-        InputError: a variable or its value is wrong, or the template writes nothing of the messages.
+        InputError: a variable or its value is wrong, or the template does not write the messages.
     """
     if text is not None:
         tokenizer.chat_template = as_chat_template(text, tokenizer)
@@ -169,7 +169,7 @@ def answer_of(generated: str, text: str | None, tokenizer: Any, *, special: bool
 
 
 def encode_row(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Written:
-    """A row: the prompt, its answer and the token that ends it; for a blank answer only the prompt.
+    """The tokens of a row: prompt, answer and the token that ends the answer; for a blank answer only the prompt.
 
     Raises:
         InputError: the chat template refuses the conversation, or no tokens belong to the answer.
@@ -208,7 +208,7 @@ def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
 
 
 def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
-    """Whether in training an answer of the row follows another text than the prompt to which a model would answer.
+    """Whether an answer follows another text in training than in the prompt that a model would get for it.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -225,7 +225,7 @@ def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
 
 
 def messages_of_row(said: Asked, output: Output, text: str | None) -> tuple[Turn, ...]:
-    """The messages of a row that the chat template writes; none if a text with {instruction} writes the row."""
+    """The messages of a row that the chat template writes; () if the template is a text with ``{instruction}``."""
     if isinstance(said, str) and text is not None and isinstance(output, str):
         return ()
     answer: tuple[Turn, ...] = ((ASSISTANT, output),) if isinstance(output, str) else output
@@ -242,7 +242,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """(tokens, for each token whether the template marks it as generated or it ends an answer)."""
+    """The tokens, and for each whether the template marks it as generated or it ends an answer."""
     form = form_of(tokenizer)
     found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
@@ -258,7 +258,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """(tokens, for each token whether it belongs to an answer), from the text with and without each answer."""
+    """The tokens, and for each whether it belongs to an answer, from the texts with and without each answer."""
     spans, size = [], 0
     pieces = _pieces(turns, tokenizer)
     for text, counts in pieces:
@@ -298,7 +298,7 @@ def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any) -> int:
-    """Position after answer ``i`` and its end, in a text that has the answer in another form.
+    """The position after answer ``i`` and its end token in ``whole``, which has the answer in another form.
 
     Raises:
         InputError: the rest of the text depends on the answer.
@@ -315,10 +315,10 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
 def _within(
     text: str, spans: Sequence[tuple[int, int | None]], tokenizer: Any, *, special: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """(tokens of a text, for each token whether it has a character in one of the spans).
+    """The tokens of a text, and for each whether it has a character in one of the spans.
 
     Args:
-        spans: [start, end) in characters; None: to the end of the text.
+        spans: [start, end) in characters; the end None stands for the end of the text.
         special: include the tokens that the tokenizer puts before every text.
     """
     ends = [(start, len(text) if end is None else end) for start, end in spans]

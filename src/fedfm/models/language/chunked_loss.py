@@ -29,8 +29,10 @@ _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a mo
 
 
 def mean_loss(model: Network, batch: Batch) -> Tensor | None:
-    """Mean cross-entropy over the next tokens that count, a scalar. None if a batch has few logits, if no gradient is
-    needed, or if the model changes its head's output (Gemma 2 bounds it).
+    """Mean cross-entropy over the next tokens that count, a scalar; None if the usual loss has to be used.
+
+    That is so if a batch has few logits, if no gradient is needed, or if the model changes its head's output (Gemma 2
+    bounds it).
     """
     head = model.last_layer
     if head is None or not torch.is_grad_enabled() or batch["input_ids"].numel() * head.out_features <= PIECE:
@@ -56,7 +58,7 @@ def mean_loss(model: Network, batch: Batch) -> Tensor | None:
 
 
 def _last_states(model: Network, head: nn.Module, batch: Batch) -> tuple[Tensor, Callable[[], bool]]:
-    """The head's inputs, and a function that tells whether the head's outputs are the model's logits.
+    """The head's inputs, and a function that returns whether the head's outputs are the model's logits.
 
     In this forward pass the head computes the outputs of one token only.
     """

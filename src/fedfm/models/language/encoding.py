@@ -46,7 +46,8 @@ def instructions(
 
     Returns:
         the rows, and ``answer_start`` (n,), where the last answer begins. If the loss does not count exactly the tokens
-        from there on, also ``answer_spans`` (n, k, 2), where each answer begins and ends; 0 if a row has fewer than k.
+        from there on, also ``answer_spans`` (n, k, 2), where each answer begins and ends. A row with fewer than k
+        answers has zeros for the others.
     """
     with quiet():
         whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)
@@ -112,7 +113,7 @@ def cut_rows(
 def template_losses(
     table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, template: str | None
 ) -> Counter[str]:
-    """The template's omissions in these rows, counted by :func:`fedfm.models.left_out.count`."""
+    """Counts of the words in these rows that the template leaves out, from :func:`fedfm.models.left_out.count`."""
     with quiet():
         return left_out.count(table.take(np.asarray(index, dtype=np.int64)).inputs, template, tokenizer)
 

@@ -1,4 +1,4 @@
-"""The model's own generation settings: those that greedy answers follow, and those that they ignore."""
+"""The model's own generation settings: which of them greedy answers follow, and which they ignore."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-# What answers are generated with, whatever the file says: one likeliest token after the other, by the model alone.
+# These settings replace the file's, so that each token of an answer is the likeliest one, by the model alone.
 GREEDY: Mapping[str, Any] = MappingProxyType(
     {
         **{"do_sample": False, "num_beams": 1, "num_return_sequences": 1},
@@ -18,7 +18,7 @@ GREEDY: Mapping[str, Any] = MappingProxyType(
         **{"return_dict_in_generate": False},
     }
 )
-_SILENT = ("return_dict_in_generate", "num_return_sequences", "is_assistant")  # they change no answer
+_SILENT = ("return_dict_in_generate", "num_return_sequences", "is_assistant")  # these change no answer
 _FOLLOWED = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
     *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
@@ -29,12 +29,12 @@ _READ_PADDING = (  # transformers (5.24) counts padding before a prompt as part 
     *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"),
     "forced_bos_token_id",
 )
-_ONE = ("num_beams", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale")  # 1: nothing
-_LONGEST = 40  # characters of a value in a notice
+_ONE = ("num_beams", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale")  # at 1 they have no effect
+_LONGEST = 40  # number of a value's characters that a notice shows
 
 
 def reads_padding(config: Any) -> bool:
-    """Whether a setting treats padding before a prompt as words of it, so that only prompts of one length go together.
+    """Whether a setting treats padding as a part of the prompt, so that a batch may only have prompts of one length.
 
     Args:
         config: transformers' generation configuration of a model.
@@ -43,7 +43,7 @@ def reads_padding(config: Any) -> bool:
 
 
 def left_out(model: Model) -> str:
-    """A line if ``generation_config.json`` has settings that greedy answers ignore; empty if it has none.
+    """A notice if ``generation_config.json`` has settings that greedy answers ignore; "" if it has none.
 
     Answers are greedy, so that a row gets the same answer each time. The other settings of that file apply, such as
     a repetition penalty.
@@ -60,7 +60,7 @@ def left_out(model: Model) -> str:
 
 
 def settings_in_force(model: Model) -> str:
-    """A line if ``generation_config.json`` has settings by which greedy answers are not of the likeliest tokens."""
+    """A notice if settings in ``generation_config.json`` make answers deviate from the likeliest tokens; else ""."""
     config = _config(model)
     found = {key: getattr(config, key, None) for key in _FOLLOWED}
     asked = [f"{key} = {_text(value)}" for key, value in found.items() if _acts(key, value)]
@@ -74,7 +74,7 @@ def _config(model: Model) -> Any:
 
 
 def _acts(key: str, value: Any) -> bool:
-    """Whether a setting has this value for something."""
+    """Whether the setting has an effect with this value."""
     if key.endswith("_token_id"):
         return value is not None
     return bool(value) and not (key in _ONE and value == 1)

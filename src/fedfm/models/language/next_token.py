@@ -18,13 +18,13 @@ from fedfm.models.preprocessing import IGNORE
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-FEW = 1 << 24  # logits of a batch, 64 MB in float32; for a batch with at most this many all are computed
+FEW = 1 << 24  # number of logits, 64 MB in float32; a batch with at most so many computes all of them
 _COUNTED = 256  # number of rows that are counted at a time
 MOST = 1 << 26  # largest number of logits of a batch in evaluation, 256 MB
 
 
 def logits_and_targets(model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (m, V) in float32 and targets (m,); of a large batch only those at tokens that count."""
+    """Logits (m, V) in float32 and targets (m,); of a large batch only at the tokens that count."""
     ids, head = batch["input_ids"], model.last_layer
     if head is None or ids.numel() * head.out_features <= FEW:
         return model.flat(model.logits(batch), batch)
@@ -61,6 +61,6 @@ def targets_of(model: Network, rows: Rows) -> int | None:
 
 
 def rows_at_once(model: Network, rows: Rows, most: int) -> int:
-    """The number of rows of a batch, so that its tokens stay within the budget and its logits within :data:`MOST`."""
+    """The number of rows of a batch whose tokens stay within the budget, and whose logits stay within :data:`MOST`."""
     head, most = model.last_layer, by_tokens(rows.longest, most)
     return most if head is None else by_tokens(rows.longest, most, head.out_features, MOST)

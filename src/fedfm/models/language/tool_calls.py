@@ -1,7 +1,7 @@
 """Tools and their calls in conversations, in the form that a chat template expects.
 
-A tool is a JSON schema. A message of the assistant calls tools with arguments; rows and templates have these as an
-object or as text. Some templates accept both, others only one of them.
+A tool is a JSON schema. A message of the assistant calls tools with arguments. In rows and templates the arguments are
+an object or a text. Some templates accept both, others only one of them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from fedfm.core.rows import TOOLS, Turn
 
 CALLS = "tool_calls"
 TEXT, OBJECT = "text", "object"  # forms of arguments
-_WORD = "Tzxk{}q"  # occurs nowhere else
+_WORD = "Tzxk{}q"  # occurs in no row and no template
 
 
 def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """(the messages in the form for ``apply_chat_template``, the tools).
+    """The messages in the form for ``apply_chat_template``, and the tools.
 
     Args:
         parts: whether the content of a message is a list of parts.
-        arguments: the template's form of arguments; "": as in the row.
+        arguments: the form of arguments that the template expects; "" keeps the form of the row.
     """
     tools: list[Any] | None = None
     messages: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def with_argument(turn: Turn, value: str) -> Turn:
 
 
 def with_words(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
-    """The same conversation with unique words in place of the tools' names, also in calls, and of the tools' answers.
+    """The same conversation with unique words for the names of tools, also in calls, and for the tools' answers.
 
     Returns:
         the conversation, and (word, description of what it replaces) for each word.

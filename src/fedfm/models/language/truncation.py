@@ -21,8 +21,8 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
     """The row, cut to at most ``most`` tokens; ``most`` is at least 2.
 
     Args:
-        longest: number of tokens of the longest answer to this prompt, so that all rows of the prompt keep the same
-            part of it; None: of this row's answer.
+        longest: number of tokens of the longest answer to this prompt, so that all rows with the prompt keep the same
+            part of it; None means the number of tokens of this row's answer.
 
     Example:
         >>> from types import SimpleNamespace
@@ -59,13 +59,13 @@ def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
 
 
 def _end(answer: list[int], tokenizer: Any) -> int:
-    """Index of the special token that ends the answer; without one the answer's length."""
+    """Index of the special token that ends the answer; the answer's length if there is none."""
     n, special = len(answer), special_ids(tokenizer)
     return next((i for i in range(n - 1, max(n - 1 - _END, -1), -1) if answer[i] in special), n)
 
 
 def end_token(template: str | None, tokenizer: Any, output: Output = "b") -> int | None:
-    """The token with which the template ends an answer; None if it has none."""
+    """The token with which the template ends an answer; None if it ends answers without one."""
     row = encode_row("a", output, template, tokenizer)
     answer = row.ids[row.start :]
     end = _end(answer, tokenizer)

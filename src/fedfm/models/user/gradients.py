@@ -2,7 +2,7 @@
 
 The trial runs in evaluation mode, and its graph stores no values, so it takes no more memory than without gradients.
 Tensors on which the trial's loss does not depend are checked again in training mode: a part may run only in training
-mode, and a part that a checkpoint recomputes is not in the graph.
+mode, and a part that gradient checkpointing recomputes is not in the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedfm.errors import InputError, first_line
 from fedfm.models.loss_graph import is_opaque, reach
 from fedfm.models.model import Model
 
-_NAMED = 2  # tensors that a notice names
+_NAMED = 2  # number of tensors that a notice names
 
 
 def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[str, ...]:
@@ -55,14 +55,16 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
         return ()
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"{len(names)} of {len(live)} trained tensors get no gradient from the first rows, and unless other rows use "
-        f"them, as with experts, are sent in vain: {', '.join(names[:_NAMED])}{more}",
+        f"{len(names)} of {len(live)} trained tensors get no gradient from the first rows, and are sent without any "
+        f"change unless other rows use them, as with experts: {', '.join(names[:_NAMED])}{more}",
     )
 
 
 @contextmanager
 def _as_in_training(model: Model) -> Iterator[None]:
-    """Context manager: training mode without gradients; then gradients, buffers, generators and mode are restored."""
+    """Context manager: training mode with cleared gradients; afterwards gradients, buffers, generators and mode are as
+    before.
+    """
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     buffers = [(b, b.clone()) for b in model.module.buffers()]
     gradients = [(p, p.grad) for p in model.module.parameters()]

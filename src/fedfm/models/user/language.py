@@ -1,4 +1,4 @@
-"""Users' own language models: how to recognise them, each row's loss, and answers if rows mark a prompt.
+"""Recognises users' own language models; computes each row's loss, and answers if rows mark a prompt.
 
 The outputs of such a model are logits over a vocabulary for each token, which a reader cannot use. So a row's result is
 its loss, and the text that the model writes after the prompt. Rows mark a prompt by targets of -100, as Hugging Face's
@@ -24,7 +24,7 @@ from fedfm.models.quiet import quiet
 if TYPE_CHECKING:
     from fedfm.models.user.user_module import Given
 
-_AT_ONCE = 16  # prompts of the same length that share a batch
+_AT_ONCE = 16  # largest number of prompts that share a batch
 _NO_TOKENIZER = "there is no tokenizer; give a Trainer with processing_class"
 _BY = "max_new_tokens of the module's generation_config"
 _MOST = 256  # largest number of tokens of an answer, if neither the module nor the Trainer sets a limit
@@ -172,7 +172,7 @@ def _places(module: Any) -> int:
 
 
 def _limits(given: Given) -> tuple[int, set[int], int, bool]:
-    """(largest number of an answer's tokens, tokens that end it, the padding token, whether it runs in bfloat16)."""
+    """An answer's largest number of tokens, its end tokens, the padding token, and whether bfloat16 is used."""
     module: Any = given.module
     tokenizer, settings, arguments = _tokenizer(given), module.generation_config, getattr(given.trainer, "args", None)
     places = _places(module)
@@ -199,7 +199,7 @@ def _generate(module: Any, half: bool, **inputs: Any) -> Tensor:
 
 
 def _text(tokenizer: Any, ids: list[int], stops: set[int]) -> tuple[str, bool]:
-    """(the answer in these tokens, whether a token ends it)."""
+    """The text of the answer in these tokens, and whether an end token ends it."""
     end = next((k for k, token in enumerate(ids) if token in stops), len(ids))
     return tokenizer.decode(ids[:end], skip_special_tokens=True), end < len(ids)
 

@@ -27,7 +27,7 @@ class Outputs:
     """The outputs of one batch.
 
     Attributes:
-        arrays: name -> (b, ...); only "logits" for a classifier and for a module that returns one tensor.
+        arrays: the outputs (b, ...) by name; only "logits" for a classifier and for a module that returns one tensor.
         left_out: names of outputs without an entry for each row.
     """
 
@@ -49,7 +49,7 @@ class Outputs:
         return {name: array.float().cpu().tolist() for name, array in self.arrays.items()}
 
     def rows(self, mask: Tensor | None) -> list[dict[str, Any]]:
-        """The arrays of each row as lists; an array with one entry per token loses the entries of padding.
+        """The arrays of each row as lists; the entries of padding are left out of arrays with one entry per token.
 
         Args:
             mask: (b, L) 1 at tokens, 0 at padding.

@@ -66,7 +66,7 @@ def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
 
 
 def _last_target(batch: Batch, alias: str) -> tuple[str, Tensor, Batch] | None:
-    """(name of the words, the words (1, L) of the first row, the row's batch with the last target alone).
+    """The key of the words in the batch, the words (1, L) of the first row, and this row with only its last target.
 
     None if the rows are not texts of which each word is predicted from the words before it.
     """

@@ -29,12 +29,12 @@ _TRL = "trl."  # its trainers are accepted if they learn from the given rows
 _SENTENCES = "sentence_transformers."  # its trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
-_OFFLOADS = "maybe_activation_offload_context"  # the step of TRL's trainers with it is the library's within it
+_OFFLOADS = "maybe_activation_offload_context"  # if a TRL trainer has this, its step runs transformers' step inside it
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
 
 def is_trainer(thing: Any) -> bool:
-    """Whether it is a ``transformers.Trainer``, without importing transformers."""
+    """Whether the object is a ``transformers.Trainer``, without importing transformers."""
     return any(c.__name__ == "Trainer" and c.__module__ == "transformers.trainer" for c in type(thing).__mro__)
 
 
@@ -51,7 +51,7 @@ class TrainersModule:
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The columns that go to the collator; None: all."""
+        """The columns that go to the collator; None if all do."""
         if not self.args.remove_unused_columns or _overrides(self.trainer, "get_train_dataloader"):
             return None  # only transformers' own loader drops columns
         self.trainer._set_signature_columns_if_needed()  # SFTTrainer's columns differ from the module's arguments
@@ -162,7 +162,7 @@ class TrainersModule:
         return ((part | extra, 1.0 if scaled else 1 / len(parts)) for part in parts)
 
     def loss(self, module: nn.Module, inputs: Any, items: torch.Tensor | None, outputs: bool) -> Any:
-        """``Trainer.compute_loss`` in the Trainer's precision; with ``outputs`` (loss, module's output)."""
+        """``Trainer.compute_loss`` in the Trainer's precision; with ``outputs`` also the module's output."""
         options: dict[str, Any] = {"return_outputs": True} if outputs else {}
         if module.training or items is not None:
             options |= {"num_items_in_batch": items}
@@ -188,7 +188,7 @@ class TrainersModule:
         """
         key = (
             "activation" if hasattr(self.args, "activation_checkpointing") else "gradient"
-        )  # transformers 5.20 renamed
+        )  # transformers 5.20 renamed gradient checkpointing
         if not getattr(self.args, f"{key}_checkpointing") or getattr(self.module, f"is_{key}_checkpointing", False):
             return lambda: None
         enable = getattr(self.module, f"{key}_checkpointing_enable", None)

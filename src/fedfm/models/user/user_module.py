@@ -86,7 +86,7 @@ class Given:
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """(train, test, [method.local]); what the arguments do not give comes from the Trainer."""
+        """Return (train, test, [method.local]); values that the arguments do not give come from the Trainer."""
         trainer, of_trainer = self.trainer, self.of_trainer
         assert of_trainer is not None  # noqa: S101 - only called if there is a Trainer
         if train is None and clients is None:
@@ -300,7 +300,7 @@ class Given:
         return model
 
     def _trial(self, model: WrappedModel, table: Table) -> int:
-        """Run the trial; returns a classifier's number of logits, else 0.
+        """Compute the loss of the first rows as a trial; return a classifier's number of logits, else 0.
 
         Raises:
             InputError: module or loss fail on the first rows, or the loss is not a scalar.
@@ -357,7 +357,7 @@ class Given:
             row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
-        """Scores as of :func:`fedfm.models.metrics.evaluate`, with the user's loss, which is a mean over rows."""
+        """Scores as in :func:`fedfm.models.metrics.evaluate`, with the user's loss, which is a mean over rows."""
         if not len(rows):
             return nothing()
 
