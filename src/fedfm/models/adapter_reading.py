@@ -38,7 +38,7 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     state = model.params().state()
     short = {name: peft_name(model, name) if is_lora(model) else name for name in state}
     if missing := [name for name in state if short[name] not in saved]:
-        raise InputError(f"{path}: no tensor {short[missing[0]]!r}, it is of another model")
+        raise InputError(f"{path}: no tensor {short[missing[0]]!r}: the file is of another model")
     saved |= {short[name]: from_files(saved[short[name]], tensor) for name, tensor in state.items()}
     for name, tensor in state.items():
         if saved[short[name]].shape != tensor.shape:

@@ -272,8 +272,8 @@ class Difference:
     def _left_out(self) -> list[str]:
         """A notice about weights that the class leaves out by a pattern.
 
-        An example are the layers with which some models predict a second word. The notice does not name weights that
-        the checkpoint's own class has.
+        Examples are the layers with which some models predict a second word. The notice does not name weights that the
+        checkpoint's own class has.
         """
         found = self._under_patterns() - self.leftovers
         left = sorted(n for n in found if not self._saved_has(n) and self._is_learned(n))

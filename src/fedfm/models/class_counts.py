@@ -39,10 +39,11 @@ def summary(counted: Sequence[ClassCounts]) -> dict[str, list[object]]:
     """Summed counts of one or more models, as plain values whose length depends only on C.
 
     Returns:
-        ``rows``, ``predicted`` and ``right``: for each class the number of its rows, of rows that are predicted as the
-        class, and of its rows that are predicted as the class, (C,) each;
+        ``rows``: (C,) the number of rows of each class;
+        ``predicted``: (C,) the number of rows that are predicted as each class;
+        ``right``: (C,) the number of rows of each class that are predicted as this class;
         ``taken_for``: (C,) the most frequent wrong class for the rows of each class, with its count, or None;
-        ``confused``: the :data:`LISTED` most frequent mistakes, each as true class, predicted class, rows.
+        ``confused``: the :data:`LISTED` most frequent mistakes, each as true class, predicted class, number of rows.
     """
     classes = counted[0].classes
     cells = sum((c.cells for c in counted), Counter[tuple[int, int]]())

@@ -11,7 +11,8 @@ from fedfm.models import quantised_maps, refusals
 from fedfm.models.locate import ADAPTER, PREACT_RESNET, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
-_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # of each call
+# The settings of what a forward pass returns.
+_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
 def read(path: Path | str, spec: ModelSpec) -> Any:
@@ -91,7 +92,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
-    """A new configuration with these keys changed, and with all values that depend on them derived again.
+    """A new configuration with these keys changed, and with all values that depend on them computed again.
 
     Raises:
         InputError: the configuration has no such key, or refuses the value.

@@ -1,4 +1,4 @@
-"""Devices: which one a model uses, which of its facts affect a result's bits, and deterministic algorithms."""
+"""Picks a model's device, lists its properties that affect a result's bits, and sets deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def placement(name: str) -> dict[str, Any]:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """The facts of this device that affect the bits of a result, for the manifest."""
+    """The properties of this device that affect the bits of a result, for the manifest."""
     name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -90,7 +90,7 @@ def need(model: Model) -> DualModel:
     """The model, if it has two encoders.
 
     Raises:
-        InputError: the model does not have them; the error names settings that work.
+        InputError: the model does not have two encoders; the error names settings that work.
     """
     if isinstance(model, DualModel):
         return model

@@ -36,10 +36,10 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     Args:
         model: the model, on any device.
         w: trained tensors of this model.
-        to: ``peft``: an adapter for ``PeftModel.from_pretrained``; an adapter of a classifier gets the files that
-            ``AutoPeftModel...`` needs in addition (see :mod:`fedfm.models.export_base`). ``hf``: the complete model
-            with the adapter merged into it, for ``AutoModelFor....from_pretrained(out)``. ``torch``: the same tensors
-            as safetensors, and ``fedfm.json``.
+        to: ``peft`` writes an adapter for ``PeftModel.from_pretrained``. The adapter of a classifier also gets the
+            files that ``AutoPeftModel...`` needs (see :mod:`fedfm.models.export_base`). ``hf`` writes the complete
+            model with the adapter merged into it, for ``AutoModelFor....from_pretrained(out)``. ``torch`` writes the
+            same tensors as safetensors, and ``fedfm.json``.
         out: created if it does not exist.
         head_takes: the transform of features before the head, which ``fedfm.json`` names.
 

@@ -94,7 +94,8 @@ class Parts:
         unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
             under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
-        side_by_side: for models with several parallel lists: for each block its modules, one from each list.
+        side_by_side: the modules of each block, one from each list, for models that have a list for each part of a
+            block.
     """
 
     embedding: nn.Module | None
@@ -118,7 +119,7 @@ class Parts:
 
     @property
     def stages(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
-        """For each encoder its blocks, and for each block its modules: one, or one from each of several lists."""
+        """The blocks of each encoder; a block is a tuple of one module, or of one module from each parallel list."""
         if self.side_by_side:
             return (self.side_by_side,)
         return tuple(tuple((place,) for place in blocks) for blocks in self.encoders)
@@ -241,8 +242,10 @@ def _resolve(module: nn.Module, prefix: str, path: str) -> str:
 
 
 def _guess(module: nn.Module) -> Parts:
-    """Find the blocks by :mod:`fedfm.models.stages`; the head is the one that transformers names, else the last
-    linear layer.
+    """Find the parts of a model of an unknown family.
+
+    :mod:`fedfm.models.stages` finds the blocks. The head is the layer that transformers names, else the last linear
+    layer.
     """
     from fedfm.models.stages import find_blocks, in_parallel_lists, unread_by_text
 

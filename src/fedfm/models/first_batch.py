@@ -1,8 +1,8 @@
 """A check of the model on two rows before the first round: whether the model computes what its settings assume.
 
 A head that is trained alone must compute its logits from one vector per row. A language model must not see the words
-that it predicts. The blocks must run in their order. Every trained tensor must get a gradient. The check changes
-nothing: no statistics, no generators, no gradients.
+that it predicts. The blocks must run in their order. Every trained tensor must get a gradient. The check changes no
+statistics, no random generators and no gradients.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _cuda(model: Model) -> list[torch.device]:
 
 @contextmanager
 def _at_rest(model: Model) -> Iterator[None]:
-    """Context manager: evaluation mode, without random draws and changes of statistics; then the former modes."""
+    """Context manager: evaluation mode without random draws and changes of statistics; afterwards the former modes."""
     modes = [(m, m.training) for m in model.module.modules()]
     model.module.eval()
     model.forget()

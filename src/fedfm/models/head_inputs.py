@@ -14,7 +14,7 @@ from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-UNIT_NORM = "features divided by their Euclidean norm"  # what an export calls this transform of the head's inputs
+UNIT_NORM = "features divided by their Euclidean norm"  # name of this transform in an export
 
 
 def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:

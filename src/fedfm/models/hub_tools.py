@@ -34,7 +34,7 @@ class Loaded:
         config: the architecture as JSON; for transformers models only differences from the defaults, so that a new
             field of another version does not change it.
         new: paths of the modules that were created for this task.
-        tools: preprocessing of its rows.
+        tools: the preprocessors of its rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.
         stored: for a quantised base the checkpoint's own weights, which the module has only rounded; else None.
         placed: whether the module is on its devices already.

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedfm.data.pixels import rgb_of
 from fedfm.linalg.out_of_core import limit
 
-CHUNK = 256  # images decoded at a time
+CHUNK = 256  # number of images decoded at a time
 AT_ONCE = 1 << 30  # bytes: a client's prepared images stay in memory up to this size, or limit() / 4 if that is less
 
 Preprocess = Callable[[list[Any]], Tensor]  # PIL images -> (n, 3, H, W)
@@ -27,7 +27,7 @@ class Pictures:
 
     Attributes:
         inputs: the table's inputs: uint8 (N, H, W, C), or N paths or encoded images.
-        index: (n,) the rows of the table.
+        index: (n,) indexes of these images in the table.
         preprocess: the model's preprocessing.
         loaders: number of processes that compute batches in advance.
     """
@@ -103,7 +103,7 @@ def _rgb_chunks(pictures: Any) -> Iterator[list[Any]]:
 
 
 def _rgb(item: Any) -> Any:
-    """An item as an RGB image, as :func:`fedfm.data.pictures.rgb` makes it."""
+    """The item as an RGB image, in the form of :func:`fedfm.data.pictures.rgb`."""
     if isinstance(item, np.ndarray):
         return rgb_of(item)
     from fedfm.data.pictures import rgb

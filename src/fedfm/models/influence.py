@@ -1,8 +1,8 @@
 """Finds the positions of a text on which a model's outputs depend, by gradients with respect to token embeddings.
 
-A comparison of outputs for two texts does not show it: outputs that do not depend on the changed token may still
-differ, because a matrix product with other rows rounds differently. A gradient shows it: at a position on which an
-output does not depend, the gradient is exactly zero.
+A comparison of the outputs for two texts is no proof. Even outputs that do not depend on the changed token may differ,
+because a matrix product with other rows rounds differently. The gradient at a position on which an output does not
+depend is exactly zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
 
 _READ = 8  # number of a text's tokens that the check reads
-_PADDING = 4  # number of padding tokens before them
+_PADDING = 4  # number of padding tokens before the text
 
 
 def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] | None:
@@ -31,7 +31,7 @@ def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] 
         compute: calls the module, in evaluation mode.
 
     Returns:
-        (b, L) for each call of the embedding; None if the module has no table of token embeddings.
+        a mask (b, L) for each call of the embedding; None if the module has no table of token embeddings.
     """
     reads = positions.embedding(unwrap(module))
     if reads is None:
@@ -54,7 +54,7 @@ def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] 
 
 
 def of_last(module: nn.Module, compute: Callable[[], Tensor]) -> bool | None:
-    """Whether the result of ``compute`` depends on the last token; None as in :func:`of_places`."""
+    """Whether the result of ``compute`` depends on the last token; None in the same case as in :func:`of_places`."""
     found = of_places(module, compute)
     return None if found is None else any(bool(depends[..., -1].any()) for depends in found)
 

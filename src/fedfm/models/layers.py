@@ -16,9 +16,10 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
 
     Args:
         model: if its blocks are unknown (``model.parts``), each module is a layer.
-        granularity: ``model``: one layer; ``layer``: a transformer block (all modules before the first one are the
-            layer ``embeddings``; final norm, pooler and head are one layer each); ``module``: one adapted module. A
-            module's A and B of LoRA are in one layer. Running statistics are in no layer, since they are not trained.
+        granularity: ``model`` makes one layer of all tensors. ``layer`` makes one layer of each transformer block; all
+            modules before the first block are the layer ``embeddings``, and final norm, pooler and head are one layer
+            each. ``module`` makes one layer of each adapted module. A module's A and B of LoRA are in one layer.
+            Running statistics are in no layer, since they are not trained.
     """
     trained = tuple(name for name in model.names if name in model.live())
     if granularity == "model":
@@ -36,7 +37,7 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
 
 
 def body_and_head(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the model's tensors in its body, and those in its head, including running statistics.
+    """The names of the tensors in the model's body and the names of those in its head, including running statistics.
 
     The head is the last linear layer and the modules that PEFT trains in full (``modules_to_save``).
     """

@@ -90,8 +90,9 @@ def load_model(
         task: overrides ``spec.task``; if both are None, the kind of the data implies the task.
         seed: seeds the new head, LoRA's A and random weights, so that they are the same on all machines.
         feature_dim: d, for kind "features".
-        keep_head: keep a saved head with as many outputs as classes, instead of drawing a new one.
-        head_bias: with adaptation "head", add a bias of zeros to a head without one; the fingerprint ignores it.
+        keep_head: whether to keep a saved head with as many outputs as classes, instead of drawing a new head.
+        head_bias: whether to add, with adaptation "head", a zero bias to a head that has none; the fingerprint ignores
+            this bias.
         hollow: whether to skip the frozen weights if possible, and to stay on the CPU. This is for a server that
             handles parameters and computes no outputs. Trained tensors and fingerprint equal those of the complete
             model.
@@ -336,7 +337,7 @@ def _load(
 
 
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
-    """Initialise the new modules: weights N(0, 0.02^2) from one stream per name, biases zero, norms one."""
+    """Initialise the new modules: weights N(0, 0.02^2) from one random stream per name, biases zero, norms one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for path in new:
             for name, parameter in module.get_submodule(path).named_parameters():

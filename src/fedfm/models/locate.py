@@ -10,7 +10,7 @@ import torch
 
 from fedfm.errors import InputError, close
 
-BUILT_IN = {  # folders in this package; those in architectures/ have no weights
+BUILT_IN = {  # folders in this package; the folders in architectures/ have no weights
     "nano-vit": "nano_vit",
     "nano-vit-fhe": "nano_vit_fhe",
     "nano-clip": "nano_clip",

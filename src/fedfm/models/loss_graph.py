@@ -1,4 +1,4 @@
-"""Finds the trained tensors on which a loss depends in its autograd graph, without the memory of a backward pass."""
+"""Searches a loss's autograd graph for the trained tensors on which the loss depends, without a backward pass."""
 
 from __future__ import annotations
 

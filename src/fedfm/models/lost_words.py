@@ -27,7 +27,7 @@ def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
     tools = model.tools
     tokenizer = tools.tokenizer
     if tokenizer is None or not len(index) or table.kind in ("image", "features"):
-        return []  # zero-shot models read the classes' names, too
+        return []  # a zero-shot model for images has a tokenizer only for the classes' names
     places = np.unique(np.linspace(0, len(index) - 1, _LOOKED_AT).astype(np.int64))
     rows = [" ".join(inputs_of(table.kind, table.inputs[int(index[int(i)])])) for i in places]
     # The beginning of a long text is enough: it shows unknown words, and that the text is too long.

@@ -41,7 +41,7 @@ def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -
         say: is called with one line for each halving.
 
     Raises:
-        torch.OutOfMemoryError: one row is too much.
+        torch.OutOfMemoryError: not even one row fits into memory.
 
     Example:
         >>> in_halves(8, lambda size: size * 2, print)

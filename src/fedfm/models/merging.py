@@ -39,7 +39,7 @@ def merge(module: Any) -> Any:
                 "raw weights: use peft"
             )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")  # above, layer by layer
+        warnings.filterwarnings("ignore", "All adapters are already merged")  # the loop has merged them
         return module.merge_and_unload()
 
 

@@ -24,9 +24,9 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 
     Returns:
         ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, the
-        task's own figures and the sums over rows from which they are made. ``loss`` is the mean over rows. For language
-        models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is the share of
-        right next tokens. For instructions the accuracy is the exact match of the answers.
+        task's own figures and the sums over rows from which they are computed. ``loss`` is the mean over rows. For
+        language models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is the share
+        of right next tokens. For instructions the accuracy is the exact match of the answers.
 
     Example:
         >>> from fedfm.models.wrap import wrap
@@ -55,8 +55,9 @@ def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
 def scores(logits: Tensor, labels: Tensor) -> Scores:
     """Scores of logits (n, C) against labels (n,).
 
-    ``balanced_accuracy`` is the mean recall over the classes in ``labels``, ``macro_f1`` the mean F1 over the classes
-    in labels or predictions (scikit-learn's definitions). ``rows``, ``right`` and ``loss_of_rows`` are sums over rows.
+    ``balanced_accuracy`` is the mean recall over the classes in ``labels``, and ``macro_f1`` is the mean F1 over the
+    classes in labels or predictions (scikit-learn's definitions). ``rows``, ``right`` and ``loss_of_rows`` are sums
+    over rows.
     """
     n = len(labels)
     if not n:

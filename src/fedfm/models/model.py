@@ -46,7 +46,7 @@ class Model:
         adaptation_spec, adaptation: the trainable part, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
         parts: its blocks and head.
-        tools: preprocessing of its rows.
+        tools: the preprocessors of its rows.
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
         head: the live linear head; None if the model has none.
         names: the trainable tensors that clients send, in the module's order.
@@ -74,8 +74,8 @@ class Model:
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     pool: Pool | None = None  # how a classifier pools its head's token inputs, once it is known
-    weights_overridden: int = 0  # above 0: hooks change what its modules compute from its weights
-    share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
+    weights_overridden: int = 0  # above 0 if hooks change the outputs of its modules
+    share: Tensor | None = None  # (b,) for the current batch: the weight of the model's own adapter in a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
     answers_alone: bool | None = None  # whether prompts are answered one at a time; None if not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
@@ -235,8 +235,8 @@ class Model:
     def last_states(self, rows: Rows) -> Tensor:
         """The inputs (n, d) of :attr:`last_layer`.
 
-        In causal models an input is the final hidden state of the last token; for instructions it is that of the
-        prompt's last token.
+        In causal models an input is the final hidden state of a row's last token. For instructions it is the final
+        hidden state of the prompt's last token.
 
         Raises:
             ValueError: the model has no head.

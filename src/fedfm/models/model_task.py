@@ -83,7 +83,7 @@ class ModelTask(RowTask, Protocol):
         """Scores from the logits of these rows."""
 
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
-        """Scores on the union of rows from those on its parts."""
+        """Scores on the union of several parts of rows, from the parts' scores."""
 
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
         """Lines for the user, after a run, on its figures."""

@@ -127,7 +127,7 @@ _FIRST = (
     "mm",
     "bmm",
     *_GROUPED,
-)  # products: the last axis of their first factor is summed over
+)  # products that sum over the last axis of their first factor
 _SECOND = ("addmm", "baddbmm")  # products that are added to the first argument
 
 
@@ -144,7 +144,7 @@ class Costs:
         macs_per_sample: MACs of a sample's forward pass in each epoch.
         macs_once_per_sample: MACs of a sample's forward pass through a frozen backbone whose features are cached; else
             0.
-        epochs: E.
+        epochs: number of epochs E.
         samples: median number of training samples of a client.
     """
 

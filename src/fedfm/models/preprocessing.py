@@ -77,7 +77,7 @@ def prepare(
     index = np.asarray(index, dtype=np.int64)
     if table.kind == "image":
         if image is None:
-            raise InputError(f"{_source(table)} holds images, which model.name does not take")
+            raise InputError(f"{_source(table)} holds images, which the model of model.name does not read")
         labels, found = labels_of(table, classes, index), Pictures(table.inputs, index, image, loaders)
         if found.exceed(most):
             return Rows(deferred={"pixel_values": found}, labels=labels)
@@ -87,7 +87,7 @@ def prepare(
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
         return Rows({"features": x}, labels=labels_of(part, classes))
     if tokenizer is None:
-        raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
+        raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
     reader = reader_of(table.kind, task)
     tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
     rows = reader.rows(part, tools, classes)

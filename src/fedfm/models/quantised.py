@@ -108,8 +108,8 @@ def keep_format(module: nn.Module) -> None:
 def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
     """Paths of the linear maps that are not quantised to ``nf4``, because their width is no multiple of a block.
 
-    For such rows bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every device, so that
-    all silos have the same base.
+    For the rows of such maps bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every
+    device, so that all silos have the same base.
     """
     if spec.quantization != "nf4":
         return []
@@ -119,7 +119,7 @@ def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def settings(spec: ModelSpec, stored: Mapping[str, Any] | None, keep: Sequence[str]) -> Any:
-    """The ``BitsAndBytesConfig``: that of the folder if its weights are quantised, else that of ``model.quantization``.
+    """The ``BitsAndBytesConfig`` of the folder if its weights are quantised, else of ``model.quantization``.
 
     Args:
         keep: paths of the modules that are not quantised.
@@ -271,7 +271,7 @@ class Unquantised(Mapping[str, Tensor]):
 
     @property
     def missing(self) -> set[str]:
-        """Names of the module's tensors for which the checkpoint has none of this shape."""
+        """Names of the module's tensors for which the checkpoint has no tensor of the same shape."""
         return set(self._state) - set(self._names)
 
     @property

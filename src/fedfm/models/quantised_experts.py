@@ -74,7 +74,7 @@ class OnBits(nn.Module):
             made.clear()
 
     def weight_of(self, name: str) -> Tensor:
-        """The parameter of this name plus LoRA's update; it is computed once in a forward pass."""
+        """The parameter of this name plus LoRA's update; the sum is computed once per forward pass."""
         made = vars(self)["_made"]
         if name not in made:
             again = _Again(self.get_submodule(f"{_BITS}.{name}"), vars(self)["_added"].get(name, ()))
@@ -127,7 +127,7 @@ def _unfold(kept: Any) -> Tensor:
 
 
 def pack(module: nn.Module) -> None:
-    """Quantise the parameters of all experts that fill complete blocks, also those in PEFT's wrappers."""
+    """Quantise each experts' parameter whose size is a multiple of :data:`BLOCK`, also in PEFT's wrappers."""
     found = {id(p) for p in stacks(module).values() if p.numel() % BLOCK == 0}
     for owner in list(module.modules()):
         own = {name: p for name, p in owner.named_parameters(recurse=False) if id(p) in found}
@@ -147,7 +147,7 @@ def pack(module: nn.Module) -> None:
 
 
 def unpack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the quantised parameters of all experts by dequantised ones, in this dtype, on the CPU."""
+    """Replace the quantised parameters of all experts by dequantised parameters, in this dtype, on the CPU."""
     for owner in [m for m in module.modules() if isinstance(m, OnBits)]:
         bits: Any = owner.get_submodule(_BITS)
         owner.__class__ = type(owner).__bases__[1]

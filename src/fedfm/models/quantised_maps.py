@@ -25,5 +25,5 @@ def settings(config: Any) -> dict[str, Any] | None:
 
 
 def maps(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, module) of each quantised linear map, also of those in PEFT's wrappers."""
+    """(path, module) of each quantised linear map, including the maps in PEFT's wrappers."""
     return ((path, m) for path, m in module.named_modules() if type(m).__module__.startswith("bitsandbytes."))

@@ -29,7 +29,7 @@ class AdaptationSpec:
     alpha: float | None = setting(
         None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
     )
-    dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
+    dropout: float = setting(0.0, "lora: dropout on the adapter's input; the model's own dropout is off", ge=0, lt=1)
     targets: tuple[str, ...] | None = setting(
         None,
         'lora: names of modules and of parameters of experts, or "all-linear": all linear maps of the blocks, and '
@@ -130,7 +130,7 @@ class _Common:
     )
     device: str = setting(
         "auto",
-        "auto, cpu, cuda, mps, or auto-map: a model's layers over all GPUs of the machine, by accelerate",
+        "auto, cpu, cuda, mps, or auto-map: accelerate spreads the model's layers over all GPUs of the machine",
         pattern="auto-map|(auto|cpu|cuda|mps)(:.*)?",
         words='"auto", "cpu", "cuda", "mps" or "auto-map"',
     )

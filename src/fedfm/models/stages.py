@@ -32,7 +32,7 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
 
 
 def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
-    """For each block its modules: the entries of the same index in all lists of one module.
+    """The modules of each block: the entries with the same index in all lists of one module.
 
     These lists must have the same length, and together hold at least half of the parameters outside embeddings. The
     result is () if no module has such lists.
@@ -113,7 +113,7 @@ def _is_block(module: nn.Module, matrices: int) -> bool:
 
 
 def _differ(entries: Iterable[nn.Module]) -> bool:
-    """Whether a list may be one of stages: stages differ in width or depth, layers do not."""
+    """Whether the entries of a list may be stages: stages differ in width or depth, layers do not."""
     shapes = [[(name, p.shape) for name, p in m.named_parameters()] for m in entries]
     return len(shapes) == 1 or any(s != shapes[0] for s in shapes)
 

@@ -56,10 +56,10 @@ def hollow(
 def module_of(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, *, head: bool
 ) -> tuple[Read, Mapping[str, Tensor] | None]:
-    """The module, and the checkpoint's weights if it is quantised.
+    """The module, and the checkpoint's weights if the module is quantised.
 
-    The fingerprint needs the original weights, and for a large model they do not fit into memory next to the quantised
-    ones. They are read from the files one by one if the files use the module's names, as for most language models.
+    The fingerprint needs the original weights. For a large model these do not fit into memory next to the quantised
+    weights. They are read from the files one by one if the files use the module's names, as for most language models.
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)

@@ -114,7 +114,7 @@ def answer_limit(model: Network) -> int:
 
 
 def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
-    """Greedy answers to instruction rows, independent of the right answers.
+    """Greedy answers to instruction rows; they do not depend on the rows' own answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
     :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, such as RWKV, answers one prompt at a
@@ -225,7 +225,7 @@ def references(model: Network, rows: Rows) -> list[str]:
 
 
 def rouge_1(answer: str, reference: str) -> float:
-    """F1 of the common words of answer and reference, lower case (Lin 2004)."""
+    """F1 of the common words of answer and reference, in lower case (Lin 2004)."""
     a, b = Counter(answer.lower().split()), Counter(reference.lower().split())
     common = sum((a & b).values())
     return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)

@@ -1,7 +1,8 @@
 """Reads a model's tokenizer as its own file defines it.
 
-For some model types transformers builds a tokenizer of a fixed class. It takes the vocabulary of ``tokenizer.json`` but
-not the algorithm: a WordLevel vocabulary becomes that of a BPE without merges, which finds none of the words in a text.
+For some model types transformers builds a tokenizer of a fixed class. Such a class takes the vocabulary of
+``tokenizer.json`` but not the algorithm. So a WordLevel vocabulary becomes the vocabulary of a BPE without merges,
+which finds none of the words in a text.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fedfm.models.preprocessors import AUTO
 PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
 _FILE = "tokenizer.json"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-# An embedding is often rounded up: it may have this many rows more than the tokenizer has tokens, or the tokenizer may
-# have more tokens than this share of the rows.
+# Embeddings are often rounded up. A tokenizer is accepted without a notice if the embedding has at most this many rows
+# more than the tokenizer has tokens, or if the tokens are more than this share of the rows.
 _ROUNDED, _MOST = 64, 0.9
 _FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow tokenizer.json
 _PHRASES = ("The fox", "THE FOX", "naïve Über", "b12 3456", "don't stop.", "(a-b)_c/d")
@@ -61,7 +62,7 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
         return ()
     return (
         f"model.name: the tokenizer of {name} has a classification token {tokenizer.cls_token} and does not write it "
-        "into texts: a model that was trained with this token reads another one in its place",
+        "into texts: a model that was trained with this token reads another token in its place",
     )
 
 
@@ -139,7 +140,7 @@ def of_another_model(tokenizer: Any, rows: int, name: str) -> tuple[str, ...]:
 
 
 def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
-    """Notices about chat templates in files of the folder from which they are not read."""
+    """Notices about chat templates in files of the folder that are not read."""
     own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
     if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
         return (

@@ -28,4 +28,4 @@ class Trained(Protocol):
         """Logits of all rows, float32 on the CPU, as the method predicts."""
 
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
-        """Context manager: the model has the trained weights; yields the rows with what the method adds to them."""
+        """Context manager: the model has the trained weights; yields the rows with the tensors that the method adds."""

@@ -1,6 +1,6 @@
 """Finds parts of a model's folder that are not read, and refuses weights that would be read as other values.
 
-Not read are other files of weights, adapters, the folder's own code, parts after the model, and misspelt keys. Integer
+Other files of weights, adapters, the folder's own code, parts after the model and misspelt keys are not read. Integer
 weights without settings for their scale would be read as other values.
 """
 

@@ -1,4 +1,4 @@
-"""Loads a module with transformers, with the weights of a checkpoint or with random ones."""
+"""Loads a module with transformers, with the weights of a checkpoint or with random weights."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class AnswerTask(LanguageTask):
     )
     answer_tokens: int | None = setting(
         None,
-        "instruction, preference: most tokens of an answer [max_length, at most half of the model's positions]; "
-        "with 0, task instruction generates none, and test rows give only the loss",
+        "instruction, preference: largest number of tokens of an answer [max_length, at most half of the model's "
+        "positions]; with 0, task instruction generates no answers, and test rows give only the loss",
         ge=0,
     )
 

@@ -34,7 +34,7 @@ class LanguageTask(Task):
         return "text-generation"
 
     def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits at position i predict token i + 1; padding and a prompt do not count."""
+        """Logits and targets: the logits at position i predict token i + 1; padding and prompts do not count."""
         from fedfm.models.language.encoding import next_tokens
 
         targets = next_tokens(batch).to(logits.device)

@@ -42,5 +42,5 @@ class LanguageModelling(LanguageTask):
         return Rows(tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0))
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """The likelihood of the text."""
+        """The loss and the perplexity of the text."""
         return answer_passages(trained, table)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
-SECOND = "second"  # tensor of rows, (n,): where the second of a row's two texts begins
+SECOND = "second"  # tensor of rows, (n,): the position at which the second of a row's two texts begins
 REFERENCE = "reference"  # tensor of rows, (n, 2): log pi_ref of the two answers
 _AT_ONCE = 32  # largest number of rows (of two texts each) in a batch
 _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")

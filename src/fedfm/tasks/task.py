@@ -225,7 +225,7 @@ class Task:
         return None
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
-        """Prepare a tokenizer to encode rows as the task's keys say.
+        """Prepare a tokenizer to encode rows as the task's keys require.
 
         Returns:
             (template of :class:`fedfm.models.preprocessors.Tools`, notices for the user).
@@ -278,7 +278,7 @@ class Task:
         return len(next(iter(batch.values())))
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
-        """The mean loss over the targets that count, a scalar; times :meth:`count_targets` it is their sum."""
+        """The mean loss over the targets that count, a scalar; multiplied by :meth:`count_targets` it is their sum."""
         return self.objective(*model.flat(model.logits(batch), batch))
 
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:

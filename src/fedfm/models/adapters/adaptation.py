@@ -292,7 +292,7 @@ def _matches(name: str, ends: Iterable[str]) -> bool:
 
 
 def _within(name: str, paths: Iterable[str]) -> bool:
-    """Whether the name is one of these paths, or below one."""
+    """Whether the name is one of these paths, or is below one of them."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
@@ -328,7 +328,7 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
 
 
 def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable[str]) -> None:
-    """Refuse an exclusion that matches no target, and exclusions that match all. ``stacked``: experts' parameters."""
+    """Refuse an exclusion that matches no target, and exclusions that match all; ``stacked``: experts' parameters."""
     names, parameters = list(hits), list(stacked)
     has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():

@@ -43,7 +43,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
 
 
 def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
-    """For the path of each linear map or experts' parameter that the forward pass uses: why it is left out, or ""."""
+    """Why each linear map or experts' parameter of the forward pass is left out, by path; "" if it is adapted."""
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None

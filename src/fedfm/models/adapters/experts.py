@@ -69,7 +69,7 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
         InputError: the model is not adapted by LoRA on linear maps.
         KeyError: an expert's names differ from the model's.
         AttributeError: the model has no layer with one of the paths.
-        ValueError: two experts with the model's own tensors.
+        ValueError: two experts have the model's own tensors.
 
     Example:
         Train the top 2 layers of a local expert with a frozen global one, each at the weight 1/2::

@@ -91,7 +91,7 @@ def first(w: Params, rank: int | None) -> Params:
     """
     r, out = rank_of(w), dict(w)
     if r is None or rank is None or rank > r:
-        raise ValueError(f"no first {rank} of an adapter of rank {r}")
+        raise ValueError(f"an adapter of rank {r} has no first {rank} rows")
     if rank == r:
         return w
     for a, b in pairs(w).values():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-DOWN, UP = ".lora_A.", ".lora_B."  # in the names of the factors A and B
+DOWN, UP = ".lora_A.", ".lora_B."  # parts of the names of the factors A and B
 
 
 def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -46,11 +46,11 @@ class SideAdapter(nn.Module):
     """Adapters of L blocks and a linear head; the weights of all blocks are stacked.
 
     Args:
-        blocks: L.
-        positions: P, disclosed positions; the token mixer exists for P > 1.
-        width: d.
-        rank: r.
-        classes: C.
+        blocks: number of blocks L.
+        positions: number of disclosed positions P; the token mixer exists for P > 1.
+        width: width d of an activation.
+        rank: rank r of the adapters.
+        classes: number of classes C.
     """
 
     def __init__(self, blocks: int, positions: int, width: int, rank: int, classes: int) -> None:

@@ -174,7 +174,7 @@ def _parameter(name: str, layer: Any) -> str:
 
 
 def _taken_for_experts(config: Any, base: nn.Module, leaves: set[str]) -> set[str]:
-    """The last parts of module names that PEFT would take for experts' parameters, or refuses."""
+    """The last parts of module names that PEFT would take for experts' parameters, or would refuse."""
     conversion = _conversion()
     convert = None if conversion is None else vars(conversion).get(_CONVERT)
     if convert is None:

@@ -45,7 +45,7 @@ class Prompts:
 
 
 class DualEncoder(nn.Module):
-    """logits = s <V(x), T>: scaled cosines of the image's features and those of the class names' prompts.
+    """logits = s <V(x), T>: scaled cosines between the image's features V and the class names' features T.
 
     s = exp(logit_scale), at most 100, is never trained. SigLIP's bias is the same for all classes and is left out.
 

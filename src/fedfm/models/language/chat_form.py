@@ -2,8 +2,8 @@
 
 Templates differ in more than their words. Some expect the text of a message as a list of parts. Some write no end token
 after an answer, so that the next turn ends it. Some write an answer differently if the conversation continues: without
-its reasoning, or without the token that ends the conversation. Some begin a block of reasoning in a prompt, which a
-written answer does not have.
+its reasoning, or without the token that ends the conversation. Some begin a block of reasoning in a prompt, although a
+written answer does not have such a block.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedfm.models.language.tool_calls import OBJECT, TEXT, has_calls, messages_o
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_DAY = datetime.date(2024, 7, 26)  # the fixed date of today for templates; Llama 3's template has it as its default
+_DAY = datetime.date(2024, 7, 26)  # templates get this date as today's; it is the default of Llama 3's template
 _SHOWN = 40  # number of a text's characters that a message shows
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
 _CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # mark generated text; transformers uses the same pattern
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # these tags mark generated text; transformers uses the same pattern
 # variables of a template that ``apply_chat_template`` sets itself
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
@@ -109,7 +109,7 @@ def apply(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -> 
         ValueError,
         LookupError,
         AttributeError,
-    ) as error:  # the template expects another kind of content
+    ) as error:  # e.g. the template expects another kind of content
         raise InputError(f"model.template: the chat template refuses {describe(turns)}: {first_line(error)}") from None
 
 

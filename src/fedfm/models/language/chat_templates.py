@@ -298,7 +298,7 @@ def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any) -> int:
-    """The position after answer ``i`` and its end token in ``whole``, which has the answer in another form.
+    """The position after answer ``i`` and the text that ends it in ``whole``, which has the answer in another form.
 
     Raises:
         InputError: the rest of the text depends on the answer.
@@ -319,7 +319,7 @@ def _within(
 
     Args:
         spans: [start, end) in characters; the end None stands for the end of the text.
-        special: include the tokens that the tokenizer puts before every text.
+        special: whether to include the tokens that the tokenizer puts before every text.
     """
     ends = [(start, len(text) if end is None else end) for start, end in spans]
     options = {} if special else {"add_special_tokens": False}
@@ -339,13 +339,13 @@ def _within(
 
 
 def _common_length(ids: list[int], beginning: str, tokenizer: Any, options: dict[str, bool]) -> int:
-    """The number of a text's tokens that agree with those of its beginning."""
+    """The number of a text's first tokens that equal the tokens of its beginning."""
     part = list(tokenizer(beginning, **options)["input_ids"]) if beginning else []
     return next((i for i, (a, b) in enumerate(zip(ids, part, strict=False)) if a != b), min(len(ids), len(part)))
 
 
 def _open(ids: list[int], tokenizer: Any) -> list[int]:
-    """Tokens of a text without those that the tokenizer puts after every text, since more text follows."""
+    """Tokens of a text without the tokens that the tokenizer puts after every text, since more text follows."""
     empty = tokenizer("")["input_ids"]
     behind = len(empty) - (1 if empty and empty[0] == tokenizer.bos_token_id else 0)
     return ids[: len(ids) - behind] if behind and ids[-behind:] == empty[-behind:] else ids

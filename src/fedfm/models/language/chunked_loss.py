@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedfm.core.rows import Batch
     from fedfm.models.network import Network
 
-PIECE = 1 << 26  # logits per chunk, 256 MB in float32; a batch with fewer logits uses the usual loss
+PIECE = 1 << 26  # number of logits per chunk, 256 MB in float32; a batch with fewer logits uses the usual loss
 _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a model's logits are its head's outputs
 
 
@@ -93,7 +93,7 @@ class _Pieces(torch.autograd.Function):
         precision: Callable[[], AbstractContextManager[None]],
         *parameters: Tensor,
     ) -> Tensor:
-        """Args: states (m, d), targets (m,), the head and its trained parameters."""
+        """The sum for states (m, d) and targets (m,), with the head and its trained parameters."""
         size = max(PIECE // head.out_features, 1)
         total = torch.zeros((), dtype=torch.float32, device=states.device)
         of_states, of_parameters = torch.zeros_like(states), [torch.zeros_like(p) for p in parameters]

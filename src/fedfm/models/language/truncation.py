@@ -40,7 +40,7 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
 
 
 def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of a prompt that are kept: BOS and the last ones."""
+    """Indexes of the tokens of a prompt that are kept: BOS and the last tokens."""
     n = len(prompt)
     if n <= room:
         return list(range(n))
@@ -49,7 +49,7 @@ def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
 
 
 def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of an answer that are kept: the first ones, and the answer's end if there is room."""
+    """Indexes of the tokens of an answer that are kept: the first tokens, and the answer's end if there is room."""
     n = len(answer)
     if n <= room:
         return list(range(n))

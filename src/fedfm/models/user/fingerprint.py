@@ -10,7 +10,7 @@ from fedfm.linalg.params import Layout, to_bytes
 
 
 def fingerprint_of(module: nn.Module, layout: Layout) -> str:
-    """SHA-256 over the frozen parameters and over names and shapes of the trainable ones.
+    """SHA-256 over the frozen parameters, and over the names and shapes of the trainable parameters.
 
     The values of trainable parameters are left out: a restarted script may draw other values, and a resumed run has
     values of its own.

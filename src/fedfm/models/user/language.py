@@ -82,9 +82,11 @@ def evaluate(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
     """Results of a language model on rows.
 
     Returns:
-        ``losses``, the run's own loss of each single row, and ``perplexities``, their exponentials (null for a row
-        without a target or of two texts); ``loss``, the mean over rows, and ``perplexity``; if rows mark prompts,
-        ``answers``, ``cut`` and ``answer_tokens``; ``warnings`` with the reason if there are no answers.
+        ``losses``: the run's own loss of each single row, null for a row without a target;
+        ``perplexities``: their exponentials, null also for a row of two texts;
+        ``loss``: the mean over rows; ``perplexity``: its exponential;
+        ``answers``, ``cut`` and ``answer_tokens`` if rows mark prompts;
+        ``warnings``: the reason if there are no answers.
 
     Raises:
         InputError: the rows have neither targets nor prompts.

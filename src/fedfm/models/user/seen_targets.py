@@ -29,8 +29,8 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
         alias: the other name of the target in a batch; "" if it has none.
 
     Raises:
-        InputError: the loss depends on the word, and the module is a language model of transformers, whose loss is that
-            of the next word.
+        InputError: the loss depends on the word, and the module is a language model of transformers, which should
+            predict the next word.
     """
     module = unwrap(model.module)
     pair = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
@@ -55,7 +55,7 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
 
 
 def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
-    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), which is its entry ``name``."""
+    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), the batch's entry ``name``."""
     other = ids.clone()
     other[0, -1] = next(iter(ids[0][ids[0] != ids[0, -1]].tolist()))
     losses = [float(model.loss(batch | {name: words})) for words in (ids, other)]

@@ -197,7 +197,7 @@ class Given:
         return value.mean()
 
     def outcome(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """(loss, outputs) of a batch; outputs are the logits, the module's output or None."""
+        """The loss and the outputs of a batch; the outputs are the logits, the module's output or None."""
         native = self.native(batch)
         if self.of_trainer is not None:
             if not self._labelled:  # SFTTrainer computes logits in a second pass
