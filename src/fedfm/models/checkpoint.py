@@ -1,7 +1,8 @@
 """Compare a checkpoint with the module that it was loaded into: missing, extra and misshapen tensors.
 
-transformers draws missing tensors at random and drops extra ones. Here both are an error, except for parts that may be
-new: the head of the task, and modules that the checkpoint's own class (the one that wrote the file) does not have.
+transformers initialises missing tensors at random and drops extra tensors. Here both are an error, except for parts
+that may be new. These are the head of the task, and modules that the checkpoint's own class (the class that wrote the
+file) does not have.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ class Difference:
     def _optional(self, unit: str) -> bool:
         """Whether a part that the checkpoint lacks may be new.
 
-        It may if the checkpoint has none of its tensors, and if the checkpoint's own class has no such part or the base
-        can be built without it. An example is a pooler.
+        It may be new if the checkpoint has none of the part's tensors, and if one of two conditions is true: the
+        checkpoint's own class has no such part, or the base can be built without it, as without a pooler.
         """
         own = {n for n in self.module.state_dict() if within(n, unit) and _is_weight(self.module, n)}
         if self._bases == ("",) or not own <= self.missing:

@@ -160,6 +160,6 @@ def _save_tools(model: Model, folder: Path) -> None:
             if tool is model.tools.tokenizer:
                 tool = copy.copy(tool)
                 tool.model_max_length = model.tools.max_length  # as in training: `truncation=True` cuts there
-                if not model.task.is_language_model:  # a language model keeps its side, because it pads before prompts
+                if not model.task.is_language_model:  # a language model keeps padding before its prompts
                     tool.padding_side = "right"  # as in training
             tool.save_pretrained(str(folder))

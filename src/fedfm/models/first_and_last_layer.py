@@ -67,7 +67,7 @@ class LayerCalls:
         paths = list(dict.fromkeys(reversed([path for path, _ in self.calls])))
         innermost = next(p for p in paths if not any(_inside(other, p) for other in paths))
         last = next((path for path, found in self.calls if output is not None and found is output), innermost)
-        first = self.calls[0][0]  # the hook of an inner module runs before those of its containers
+        first = self.calls[0][0]  # the hook of an inner module runs before the hooks of its containers
         steps = first.split(".")
         above = [self.root.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
         around = [p for module in above for p in module.parameters(recurse=False)] if first else []

@@ -119,7 +119,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
     out: list[Turn] = []
     for turn in turns:
         role, content, *more = turn
-        if role == TOOLS:  # check_tools checks them
+        if role == TOOLS:  # check_tools checks the tools
             out.append(turn)
             continue
         called = has_calls(turn)

@@ -319,7 +319,7 @@ def _load(
         raise InputError(f"model.name: {spec.name!r} does not fit data of kind {kind}: use {right}", key="model.name")
     if spec.name == "features":
         if spec.options:
-            raise InputError('model.options: "features" has none; drop it', key="model.options")
+            raise InputError('model.options: "features" has no options; drop it', key="model.options")
         if not feature_dim:
             raise InputError("data: feature vectors of unknown length")
         module = LinearSoftmax(feature_dim, len(classes))

@@ -1,4 +1,4 @@
-"""Checks that the newly drawn part of a model is no larger than a head.
+"""Checks that the randomly initialised part of a model is no larger than a head.
 
 The structure of model and checkpoint decides which parts are new (:mod:`.heads`, :mod:`.checkpoint`). This module
 measures their size: it refuses a model with an encoder among the new parts, for whatever reason the encoder is new.

@@ -71,7 +71,7 @@ def _differences(tables: dict[str, dict[str, Any]]) -> Iterator[str]:
     odd = [key for key in _NUMBERS if key in alone and key in whole and alone[key] != whole[key]]
     if odd:
         said = ", ".join(f"{key} {alone[key]!r} and {whole[key]!r}" for key in odd)
-        yield f"has an image processor in {_ALONE} and in {_WHOLE}, which is the one in use; they differ: {said}"
+        yield f"has an image processor in {_ALONE} and in {_WHOLE}, and only the second is used; they differ: {said}"
 
 
 def _table(path: Path | str, name: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def prepare(config: Any, name: str, *, random: bool) -> None:
     Args:
         config: the folder's configuration, which is changed.
         name: the folder's name, for messages.
-        random: whether the weights are drawn instead of read.
+        random: whether the weights are initialised at random instead of read.
 
     Raises:
         InputError: transformers cannot dequantise this format, or not on this machine.

@@ -96,7 +96,7 @@ def module_of(
         where = where | {"device_map": {"": devices.pick(spec.device)}}
     try:
         read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
-    except (InputError, AttributeError):  # transformers cannot draw missing quantised values, and does not name them
+    except (InputError, AttributeError):  # transformers fails on missing quantised weights, and does not name them
         if stored is not None:
             surplus = {n for n in lazily.leftovers if not stored_bits.is_companion(n)}
             Difference(skeleton, path, missing, surplus, {}).judge(head=head)

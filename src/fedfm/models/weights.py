@@ -24,7 +24,7 @@ class Read:
 
     Attributes:
         module: the module, loaded by transformers.
-        new: names of the tensors that are new for the task and were drawn.
+        new: names of the tensors that are new for the task and were initialised at random.
         notices: lines for the user about guesses.
     """
 
@@ -87,7 +87,7 @@ def load(
         if widened:
             stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
     try:
-        # transformers draws missing weights; this must neither depend on the global generator nor change it.
+        # transformers initialises missing weights at random; this must not depend on the global generator or change it.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "adaptation"))
             module, info = auto.from_pretrained(

@@ -97,7 +97,7 @@ def _cells(value: Any, where: str, name: str, what: str) -> Words:
 
 
 def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> Words:
-    """The tags of a row; numbers are indexes into ``known`` if the file names its tags, else names themselves."""
+    """The tags of a row; numbers are indexes into ``known`` if the file names its tags, else the tags' names."""
     cells = _as_list(value)
     if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
         found = _cells(value, where, name, "tags")

@@ -100,7 +100,7 @@ def from_files(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def in_names_of_peft(config: Any, module: Any) -> Any | None:
-    """The configuration with which plain PEFT adapts the same modules; None if the present one already does so.
+    """The configuration with which plain PEFT adapts the same modules; None if the present configuration already does.
 
     It names each linear map by its path, and experts by their parameters.
     """

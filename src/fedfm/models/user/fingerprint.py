@@ -12,8 +12,8 @@ from fedfm.linalg.params import Layout, to_bytes
 def fingerprint_of(module: nn.Module, layout: Layout) -> str:
     """SHA-256 over the frozen parameters, and over the names and shapes of the trainable parameters.
 
-    The values of trainable parameters are left out: a restarted script may draw other values, and a resumed run has
-    values of its own.
+    The values of trainable parameters are left out: a restarted script may initialise them differently, and a resumed
+    run has already changed them.
     """
     digest = hashlib.sha256(repr([(n, str(d), s) for n, d, s in layout.entries]).encode())
     for name, p in module.named_parameters():

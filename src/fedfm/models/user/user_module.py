@@ -390,7 +390,7 @@ def _batch(model: WrappedModel, rows: Rows, index: range) -> Batch:
 
 
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:
-    """Class names of a transformers configuration, else 0, 1, ..."""
+    """The class names in a transformers configuration; if it has none for these classes, "0", "1", ..."""
     named = getattr(getattr(module, "config", None), "id2label", None) or {}
     numbers = range(count)
     return tuple(str(named[i]) for i in numbers) if set(named) == {*numbers} else tuple(map(str, numbers))
