@@ -86,7 +86,7 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
 
 @contextmanager
 def holding(model: Model, w: Params) -> Iterator[None]:
-    """Context manager: the model has the weights ``w`` inside, and its previous weights afterwards."""
+    """Context manager: within it the model has the weights ``w``; afterwards the previous weights are restored."""
     own = model.params()
     model.load(w)
     try:

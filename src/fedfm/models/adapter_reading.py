@@ -14,7 +14,7 @@ from fedfm.models.model import Model
 
 
 def rank_on_disk(folder: Path | str) -> int | None:
-    """The rank of the LoRA adapter, or of each of two, that :func:`save_adapter` wrote; None for other adaptations."""
+    """The rank of the LoRA adapter or adapters that :func:`save_adapter` wrote; None for other adaptations."""
     path = Path(folder) / (GLOBAL if (Path(folder) / GLOBAL).exists() else "") / "adapter_config.json"
     return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
 

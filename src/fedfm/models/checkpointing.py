@@ -1,8 +1,8 @@
 """Gradient checkpointing: keep the input of each block, and compute the block again in the backward pass.
 
 Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang, Guestrin. 2016. arXiv:1604.06174. Memory then has the
-activations of one block instead of all blocks, and the computation is a third longer. transformers' own checkpointing
-is active only in training mode, which would switch on the foundation model's dropout.
+activations of one block instead of all blocks, and the computation takes a third longer. transformers' own
+checkpointing is active only in training mode, which would switch on the foundation model's dropout.
 """
 
 from __future__ import annotations

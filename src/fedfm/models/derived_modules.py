@@ -1,4 +1,4 @@
-"""Derived modules: transformers modules some of whose parts fedfm replaces, by a table in ``config.json``.
+"""Derived modules: transformers modules in which fedfm replaces some parts, as a table in ``config.json`` states.
 
 A derived model is a transformers folder with one more key in its configuration. The Python module that handles the key
 is imported only if a model has the key, so that other models do not need the import. A new function that is valid only
@@ -51,7 +51,7 @@ def is_derived(module: Any) -> bool:
 
 
 def install(module: nn.Module) -> None:
-    """Replace parts of a loaded module as its ``config.json`` says; other modules stay unchanged.
+    """Replace parts of a loaded module as its ``config.json`` states; other modules stay unchanged.
 
     Raises:
         InputError: the table is damaged, or belongs to another model.

@@ -36,7 +36,7 @@ class Loaded:
         new: paths of the modules that were created for this task.
         tools: the preprocessors of its rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.
-        stored: for a quantised base the checkpoint's own weights, which the module has only rounded; else None.
+        stored: for a quantised base the checkpoint's own weights, because the module's are rounded; else None.
         placed: whether the module is on its devices already.
         hollow: whether its weights are placeholders (zeros) that take no memory.
         notices: guesses that the user should know.

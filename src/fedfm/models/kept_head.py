@@ -13,7 +13,7 @@ _UNNAMED = re.compile(r"LABEL_\d+|\d+")  # names that transformers gives to outp
 
 
 def arrange(module: nn.Module, head: str, saved: Sequence[str], classes: Sequence[str], name: str) -> tuple[str, ...]:
-    """Put the outputs of a kept head in the order of the classes; return a notice if their names do not match these.
+    """Put the outputs of a kept head in the order of the classes; return a notice if it has other names.
 
     Args:
         head: path of the last linear map.

@@ -90,7 +90,7 @@ def load_model(
         task: overrides ``spec.task``; if both are None, the kind of the data implies the task.
         seed: seeds the new head, LoRA's A and random weights, so that they are the same on all machines.
         feature_dim: d, for kind "features".
-        keep_head: whether to keep a saved head with as many outputs as classes, instead of drawing a new head.
+        keep_head: whether to keep a saved head with as many outputs as classes, instead of initialising a new head.
         head_bias: whether to add, with adaptation "head", a zero bias to a head that has none; the fingerprint ignores
             this bias.
         hollow: whether to skip the frozen weights if possible, and to stay on the CPU. This is for a server that

@@ -1,4 +1,4 @@
-"""Tests whether a model is of one of fedfm's own classes without importing them, see :mod:`fedfm.models.kinds`."""
+"""Tests whether a model is of one of fedfm's own classes; imports no class, see :mod:`fedfm.models.kinds`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half precision: frozen weights are half, trained weights float32, and the forward pass runs under autocast.
+"""Half precision: frozen weights are 16-bit, trained weights are float32, and the forward pass runs under autocast.
 
 Mixed Precision Training. Micikevicius et al. ICLR 2018. A small step vanishes in a half-precision weight (bfloat16 has
 8 significant bits). So the weights that an optimiser changes are float32, and every forward pass rounds a copy of them.

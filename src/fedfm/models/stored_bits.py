@@ -1,8 +1,8 @@
 """Checks that the tensors of a folder with quantised weights fit together: packed weights, scales and tables.
 
 bitsandbytes does not check them. If the scales of the scales are missing, it uses the 8-bit codes of the scales as
-scales. If packed weights are too short, a part of the outputs stays uninitialised. Both load without an error, so this
-check runs first.
+scales. If packed weights are too short, a part of the outputs stays uninitialised. Such files load without an error, so
+this check runs first.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _state(stored: StoredWeights, key: str) -> dict[str, Any]:
 
 
 def _four(name: str, state: Mapping[str, Any], shape: Shape | None) -> dict[str, Shape]:
-    """The expected shapes of a 4-bit weight's tensors, from the weight's shape, or if this is None from its state."""
+    """The expected shapes of a 4-bit weight's tensors, from the weight's shape, or without a shape from its state."""
     count = math.prod(state["shape"] if shape is None else shape)
     blocks = -(-count // state["blocksize"])
     out: dict[str, Shape] = {name: (-(-count // 2), 1), f"{name}.absmax": (blocks,), f"{name}.quant_map": (16,)}

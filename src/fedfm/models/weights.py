@@ -118,7 +118,7 @@ def load(
 
 
 def _of_two_tables(module: Any, path: Path | str) -> list[str]:
-    """A notice if a file has an output map of its own, although the configuration says that the embedding is that map.
+    """A notice if a file has a separate output map, although the configuration ties the output map to the embedding.
 
     transformers then keeps both; older releases drop the map. This function corrects the configuration, so that exports
     keep both, too.

@@ -63,7 +63,7 @@ def assemble(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tens
 
 
 def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
-    """The float64 factors (d_out, r) and (r, d_in) of (alpha / r) B A, by the paths of :func:`matrices`."""
+    """The float64 factors (d_out, r) and (r, d_in) of (alpha / r) B A, by path as in :func:`matrices`."""
     return {path: (alpha / len(a) * b.double(), a.double()) for path, (a, b) in matrices(w).items()}
 
 

@@ -38,7 +38,7 @@ _PROBES = 32  # number of noise images that set the scales of a model without st
 
 
 def with_numbers(states: Tensor) -> Tensor:
-    """Mask (n,) of the valid rows of disclosed activations (n, L, P, d). In an invalid row a block has only zeros."""
+    """Mask (n,) of the valid rows of disclosed activations (n, L, P, d). A row with a block of zeros is invalid."""
     return states.flatten(2).any(2).all(1)
 
 

@@ -29,7 +29,7 @@ class ZeroShotClassifier(nn.Module):
         super().__init__()
         self.config = clip.config
         self.vision_model = clip.vision_model
-        siglip = clip.config.model_type == "siglip"  # its vision model ends in the common space
+        siglip = clip.config.model_type == "siglip"  # its vision model returns vectors of the common space
         self.visual_projection = nn.Identity() if siglip else clip.visual_projection
         dtype = clip.logit_scale.dtype
         self.head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)

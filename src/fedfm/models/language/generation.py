@@ -1,4 +1,4 @@
-"""The model's own generation settings: which of them greedy answers follow, and which they ignore."""
+"""Finds the model's own generation settings that greedy answers follow, and the settings that they ignore."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-# These settings replace the file's, so that each token of an answer is the likeliest one, by the model alone.
+# These replace the settings of generation_config.json, so that each token of an answer is the model's likeliest token.
 GREEDY: Mapping[str, Any] = MappingProxyType(
     {
         **{"do_sample": False, "num_beams": 1, "num_return_sequences": 1},

@@ -62,9 +62,7 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
 
 @contextmanager
 def _as_in_training(model: Model) -> Iterator[None]:
-    """Context manager: training mode with cleared gradients; afterwards gradients, buffers, generators and mode are as
-    before.
-    """
+    """Context manager: training mode without stored gradients; restores gradients, buffers, generators and mode."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     buffers = [(b, b.clone()) for b in model.module.buffers()]
     gradients = [(p, p.grad) for p in model.module.parameters()]
