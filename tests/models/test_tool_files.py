@@ -99,7 +99,7 @@ def test_two_files_that_name_other_special_tokens_are_told(copy):
     change(folder / "special_tokens_map.json", pad_token={"content": "[PAD]"}, unk_token="[UNK]")
     assert "differ" not in told(folder, sentences())
     change(folder / "special_tokens_map.json", pad_token={"content": "[UNK]"})
-    assert "differ: pad_token '[PAD]' and '[UNK]' ('[UNK]' counts)" in told(folder, sentences())
+    assert "differ: pad_token '[PAD]' and '[UNK]' ('[UNK]' is used)" in told(folder, sentences())
 
 
 @pytest.mark.parametrize(("rows", "told_"), [(30, False), (94, False), (99, True), (4000, True)])
@@ -160,7 +160,7 @@ def test_an_exported_language_model_pads_prompts_as_its_tokenizer_did(copy, tmp_
         ({}, None, ""),
         ({"chat_template.jinja": "{{ messages }}"}, None, ""),
         ({"chat_template.jinja": "{{ messages }}\n"}, "{{ messages }}", ""),
-        ({"chat_template.jinja": "{{ messages }}"}, "{{ bos_token }}", "other chat templates: the file counts"),
+        ({"chat_template.jinja": "{{ messages }}"}, "{{ bos_token }}", "different chat templates: the file is used"),
         ({"chat_template.json": "{}"}, None, "has chat_template.json, which no tokenizer reads"),
         ({"chat-templat.jinja": "{{ messages }}"}, None, "has chat-templat.jinja, which no tokenizer reads"),
         ({"chat_template.json": "{}"}, "{{ bos_token }}", ""),

@@ -40,7 +40,7 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
     if count - _of_a_head(module, new, head) > FEW * total:
         raise InputError(
             f"model.name: {share} would be new and untrained, which is more than a head: {parts}; expected weights "
-            "that have them",
+            "that have these parts",
             key="model.name",
         )
     return (f"model.name: {share} are new here and untrained: {parts}",)

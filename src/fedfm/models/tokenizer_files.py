@@ -121,7 +121,9 @@ def contradictions(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ..
     odd = sorted(key for key in tables[0].keys() & tables[1].keys() if tables[0][key] != tables[1][key])
     if not odd:
         return ()
-    said = ", ".join(f"{k} {tables[0][k]!r} and {tables[1][k]!r} ({getattr(tokenizer, k, None)!r} counts)" for k in odd)
+    said = ", ".join(
+        f"{k} {tables[0][k]!r} and {tables[1][k]!r} ({getattr(tokenizer, k, None)!r} is used)" for k in odd
+    )
     return (f"model.name: {_CONFIG} and {_MAP} of {name!r} differ: {said}; remove one",)
 
 
@@ -144,7 +146,7 @@ def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
     own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
     if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
         return (
-            f"model.template: {_CONFIG} of {name!r} and its {_TEMPLATE} have other chat templates: the file counts",
+            f"model.template: {_CONFIG} of {name!r} and its {_TEMPLATE} have different chat templates: the file is used",
         )
     if tokenizer.chat_template is not None or not isinstance(path, Path):
         return ()

@@ -233,7 +233,7 @@ def _read(tokenizer: Any) -> Form:
     fits = [parts for parts in (False, True) if _writes(text(2, parts))]
     if not fits:
         if text(2, False) or text(2, True):
-            raise InputError("model.template: the chat template writes nothing of the messages; set another one")
+            raise InputError("model.template: the chat template does not write the messages; set another template")
         return Form()  # the template refuses a question with an answer, but may accept the rows
     parts = fits[0]
     whole, prompt = text(2, parts), text(1, parts, add_generation_prompt=True)
