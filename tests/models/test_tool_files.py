@@ -160,7 +160,11 @@ def test_an_exported_language_model_pads_prompts_as_its_tokenizer_did(copy, tmp_
         ({}, None, ""),
         ({"chat_template.jinja": "{{ messages }}"}, None, ""),
         ({"chat_template.jinja": "{{ messages }}\n"}, "{{ messages }}", ""),
-        ({"chat_template.jinja": "{{ messages }}"}, "{{ bos_token }}", "different chat templates: the file is used"),
+        (
+            {"chat_template.jinja": "{{ messages }}"},
+            "{{ bos_token }}",
+            "different chat templates: chat_template.jinja is used",
+        ),
         ({"chat_template.json": "{}"}, None, "has chat_template.json, which no tokenizer reads"),
         ({"chat-templat.jinja": "{{ messages }}"}, None, "has chat-templat.jinja, which no tokenizer reads"),
         ({"chat_template.json": "{}"}, "{{ bos_token }}", ""),

@@ -33,7 +33,7 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
             return Params.join(**two, **{part: Params(load_file(Path(folder) / file))})
     path = Path(folder) / (ADAPTER if is_lora(model) else WEIGHTS)
     if not path.exists():
-        raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")
+        raise InputError(f"{folder}: no {path.name}, which adaptation {model.adaptation!r} needs")
     saved = load_file(path)
     state = model.params().state()
     short = {name: peft_name(model, name) if is_lora(model) else name for name in state}

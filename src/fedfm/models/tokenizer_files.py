@@ -146,7 +146,8 @@ def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
     own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
     if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
         return (
-            f"model.template: {_CONFIG} of {name!r} and its {_TEMPLATE} have different chat templates: the file is used",
+            f"model.template: {_CONFIG} of {name!r} and its {_TEMPLATE} have different chat templates: {_TEMPLATE} is "
+            "used",
         )
     if tokenizer.chat_template is not None or not isinstance(path, Path):
         return ()

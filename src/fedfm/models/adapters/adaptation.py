@@ -198,7 +198,7 @@ def _lora(
         targets = [*hits, *stacked]
         if not targets:
             raise InputError(
-                f"model.adaptation.targets: the forward pass does not use {unread[0]}, which would learn nothing",
+                f"model.adaptation.targets: the forward pass does not use {unread[0]}, so LoRA would learn nothing",
                 key="model.adaptation.targets",
             )
     _check_excluded(spec, hits, stacked)
