@@ -16,9 +16,7 @@ _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_state
 
 
 def read(path: Path | str, spec: ModelSpec) -> Any:
-    """The configuration of a model, changed by ``model.options``.
-
-    Its output flags are set to the values that fedfm needs.
+    """The configuration of a model, changed by ``model.options``; its output flags get the values that fedfm needs.
 
     Raises:
         InputError: the file cannot be read, it belongs to an adapter, or the options do not fit.

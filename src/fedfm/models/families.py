@@ -242,11 +242,7 @@ def _resolve(module: nn.Module, prefix: str, path: str) -> str:
 
 
 def _guess(module: nn.Module) -> Parts:
-    """Find the parts of a model of an unknown family.
-
-    :mod:`fedfm.models.stages` finds the blocks. The head is the layer that transformers names, else the last linear
-    layer.
-    """
+    """Find the blocks with :mod:`fedfm.models.stages`; the head is transformers' own, else the last linear layer."""
     from fedfm.models.stages import find_blocks, in_parallel_lists, unread_by_text
 
     unread = unread_by_text(module)

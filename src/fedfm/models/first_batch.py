@@ -125,10 +125,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
 
 
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
-    """Names of the tensors without a gradient, apart from experts' tensors, since a batch uses only some experts.
-
-    A tensor counts as an expert's if a tensor of the same block whose name differs only in a number has a gradient.
-    """
+    """Names of the tensors without a gradient, apart from experts' tensors, since a batch uses only some experts."""
     blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
 
     def place(name: str) -> tuple[str, str]:

@@ -1,8 +1,7 @@
 """load_model: make a Model from the [model] table.
 
 A name is looked up in this order: a built-in model, "features", a folder in the format of ``save_pretrained``, a
-.safetensors file of a CIFAR ResNet, a Hugging Face hub id. Weights are read only from safetensors, and code that comes
-with a model is not executed.
+.safetensors file of a CIFAR ResNet, a Hugging Face hub id. Only safetensors are read; a model's code is not executed.
 """
 
 from __future__ import annotations
@@ -91,11 +90,9 @@ def load_model(
         seed: seeds the new head, LoRA's A and random weights, so that they are the same on all machines.
         feature_dim: d, for kind "features".
         keep_head: whether to keep a saved head with as many outputs as classes, instead of initialising a new head.
-        head_bias: whether to add, with adaptation "head", a zero bias to a head that has none; the fingerprint ignores
-            this bias.
-        hollow: whether to skip the frozen weights if possible, and to stay on the CPU. This is for a server that
-            handles parameters and computes no outputs. Trained tensors and fingerprint equal those of the complete
-            model.
+        head_bias: whether adaptation "head" adds a zero bias to a head without one; the fingerprint ignores this bias.
+        hollow: whether to skip the frozen weights if possible and stay on the CPU, for a server that computes no
+            outputs. The trained tensors and the fingerprint are the same as for the complete model.
 
     Raises:
         InputError: there is no such model, or it does not fit the data, the task or the adaptation.

@@ -155,10 +155,8 @@ class Preference(AnswerTask):
         }
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        """The scores computed from these sums.
-
-        They are ``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7); and
-        ``reward_margin``, the mean difference of the rewards.
+        """The scores: ``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7);
+        and ``reward_margin``, the mean difference of the rewards.
         """
         return self.means_over_rows(sums)
 
