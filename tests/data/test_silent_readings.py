@@ -108,9 +108,15 @@ def test_images_of_an_unknown_format_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "word"),
     [
-        (lambda c: ("JPEG" if c else "PNG", 48, "RGB"), 'format of their files: all of "a" is PNG and "b" is JPEG'),
-        (lambda c: ("PNG", 48 if c else 54, "RGB"), 'in their size: all of "a" is 54 x 54 and "b" is 48 x 48'),
-        (lambda c: ("PNG", 48, "L" if c else "RGB"), 'having colours: all of "a" is in colours and "b" is grey'),
+        (
+            lambda c: ("JPEG" if c else "PNG", 48, "RGB"),
+            'their files: every image of "a" is PNG and every image of "b" is JPEG',
+        ),
+        (
+            lambda c: ("PNG", 48 if c else 54, "RGB"),
+            'size: every image of "a" is 54 x 54 and every image of "b" is 48 x 48',
+        ),
+        (lambda c: ("PNG", 48, "L" if c else "RGB"), 'every image of "a" is in colours and every image of "b" is grey'),
         (lambda c: ("PNG", 48, "RGB"), ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Texts and images that stay in an Arrow column, memory-mapped or not; each is read on access."""
+"""Sequences of texts and images whose values stay in an Arrow column (perhaps memory-mapped) until they are read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 from fedfm.data.pictures import Pictured
 
-_READ = 4096  # texts read at a time
+_READ = 4096  # number of texts that are read at a time
 
 
 class ArrowTexts(Sequence[str]):
-    """Rows of a pyarrow ChunkedArray of strings, in the order of an index.
+    """A sequence of strings from a pyarrow ChunkedArray, in the order of an index.
 
     Args:
-        column: N strings; a missing one is null.
-        index: (n,) positions in the column; None: all.
+        column: N strings; a missing string is null.
+        index: (n,) positions in the column; None selects all N.
     """
 
     def __init__(self, column: Any, index: np.ndarray | None = None) -> None:
@@ -53,10 +53,10 @@ class ArrowTexts(Sequence[str]):
 
 
 class ArrowPictures(ArrowTexts, Pictured):
-    """Rows of a ChunkedArray of encoded images (bytes)."""
+    """A sequence of encoded images (bytes) from a pyarrow ChunkedArray."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))  # one at a time, since each may have megabytes
+        return (self[i] for i in range(len(self)))  # one at a time, since an image may take megabytes
 
     def join(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
         """Concatenate these images and others without a copy. No part may have an index."""

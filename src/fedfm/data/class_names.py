@@ -1,8 +1,8 @@
 r"""Normalise class names: two names that look the same are one class.
 
-Invisible characters are removed, every kind of space becomes an ordinary one, and characters are composed (Unicode NFC;
-macOS decomposes file names). A joiner or a variation selector next to non-ASCII characters stays, since scripts and
-emoji need it. Case stays, too.
+Invisible characters are removed, every kind of space becomes an ordinary space, and characters are composed (Unicode
+NFC, since macOS decomposes file names). Joiners and variation selectors next to non-ASCII characters are kept, since
+some scripts and emoji need them. Upper and lower case are kept.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedfm.errors import InputError
 
 _JOINERS = "\u200c\u200d"
 _ASCII = 0x80
-_NAMED = 3  # names in a notice
+_NAMED = 3  # largest number of names that a notice lists
 
 
 def class_name(text: str) -> str:
-    r"""The normal form of a class name.
+    r"""Return the normal form of a class name.
 
     Example:
         >>> class_name(" lung\u200b"), class_name("small\u00a0cell"), class_name("e\u0301")
@@ -34,7 +34,7 @@ def class_name(text: str) -> str:
 
 
 def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
-    """A notice about rows whose class name was normalised, unless only outer blanks were removed.
+    """A notice about labels that were normalised, other than by removing leading and trailing blanks.
 
     Args:
         texts: the label of each row.
@@ -54,7 +54,7 @@ def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
 
 
 def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:
-    """Normalise a list of class names; the index of a name is its class.
+    """Normalise a list of class names; a name's index in the list is the number of its class.
 
     Raises:
         InputError: a name is empty, or two are the same.
@@ -68,7 +68,7 @@ def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 def check_list(texts: Sequence[str], key: str) -> None:
-    """Raise an InputError if a name is not in its normal form, or occurs twice."""
+    """Raise an InputError if a class name is not in its normal form, or occurs twice."""
     for text in texts:
         if (name := class_name(text)) != text:
             raise InputError(
@@ -79,7 +79,7 @@ def check_list(texts: Sequence[str], key: str) -> None:
 
 
 def _joins(text: str, i: int) -> bool:
-    """Whether an invisible character belongs to its neighbours, as in Persian and in emoji."""
+    """Whether character ``i`` is a joiner or a variation selector that its neighbours need, as in Persian and emoji."""
     before = text[i - 1] if i else " "
     if text[i] in FORMS:
         return ord(before) >= _ASCII and not before.isspace()

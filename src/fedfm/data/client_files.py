@@ -1,4 +1,4 @@
-"""One table of the files of several clients."""
+"""Join the files of several clients into one table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
 def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -> Table:
-    """All clients' files in one table, in the order of the clients' names.
+    """Read all clients' files into one table, in the order of the clients' names.
 
     Args:
         clients: client's name -> path of its file.
-        read: returns a client's table, from the client's name and its file.
+        read: returns a client's table; its arguments are the client's name and the path of its file.
     """
     tables: dict[str, Table] = {}
     for name, path in sorted(clients.items()):
@@ -69,7 +69,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
 
 
 def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:
-    """The names of the columns of feature vectors, which all clients that name them must have in one order."""
+    """The names of the feature columns. All files that have such names must have the same ones in the same order."""
     named = {name: table for name, table in tables.items() if table.names}
     if not named:
         return ()
@@ -82,7 +82,7 @@ def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:
 
 
 def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
-    """A notice if some clients number their classes and others name them: numbers and names are not matched."""
+    """A notice if clients probably write the same classes differently, e.g. as numbers and as names."""
     if text := _other_numbering(tables) or _disjoint(tables):
         return (text,)
     numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
@@ -96,7 +96,7 @@ def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
 
 
 def _other_numbering(tables: Mapping[str, Table]) -> str | None:
-    """A notice if some clients number all classes from 0, and all others as many from 1."""
+    """A notice if some clients number their classes from 0, and all others number equally many classes from 1."""
     sets = {
         name: [int(c) for c in table.classes] for name, table in tables.items() if all(map(_INTEGER, table.classes))
     }
@@ -112,7 +112,7 @@ def _other_numbering(tables: Mapping[str, Table]) -> str | None:
 
 
 def _disjoint(tables: Mapping[str, Table]) -> str | None:
-    """A notice if each client has several named classes, and no class is at two clients."""
+    """A notice if each client has several classes, and no two clients have a class in common."""
     named = {name: {text.casefold() for text in table.classes} for name, table in tables.items()}
     kinds = {all(map(_INTEGER, classes)) for classes in named.values()}
     few = len(named) < 2 or min(map(len, named.values())) < 2
@@ -123,7 +123,7 @@ def _disjoint(tables: Mapping[str, Table]) -> str | None:
 
 
 def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """All class names: in the clients' order if all have the same, else sorted (integers by value)."""
+    """The classes of all clients: unchanged if all clients have the same list, else sorted (integers by value)."""
     if len(set(classes)) == 1:
         return classes[0]
     names = {name for one in classes for name in one}
@@ -133,7 +133,7 @@ def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _form(table: Table) -> str:
-    """The form of the rows in words; it must agree between clients."""
+    """A description of the form of the rows, which must be the same for all clients."""
     words = words_of(table.kind)
     if not isinstance(table.inputs, np.ndarray):
         return words + (" as files" if table.kind == "image" else "")

@@ -1,5 +1,5 @@
-"""Notices about probable mistakes: columns that are not classes, texts that stand for empty cells, repeated rows,
-test rows that are also training rows, images without content, numbers for missing values.
+"""Notices about probable mistakes: label columns that hold no classes, texts that stand for empty cells, repeated
+rows, test rows that are also training rows, images without content, numbers that stand for missing values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fedfm.data.repeats import of_training_rows
 from fedfm.data.table import Table, inputs_of
 
 _TRUTH = {"true", "false", "yes", "no"}
-_DATES = 2  # dates from which a column of them is told
-_MIXED = 2  # numbers, and names, among the classes
+_DATES = 2  # smallest number of different dates for a notice
+_MIXED = 2  # smallest number of numbers, and of names, among the classes for a notice
 _LONG_NAME = 200  # characters; a longer class name is probably a text
-_MANY = 20  # from this many classes on numbers look like a quantity; in this many rows labels should recur
+_MANY = 20  # as many different numbers look like a quantity; among as many rows, labels should recur
 _MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell
 _AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # signs and units around a number
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([ ,.'])\d{3}(?:\1\d{3})*(?:(?!\1)[.,]\d+)?")
@@ -29,7 +29,7 @@ _DATE = re.compile(
     r"|\d{1,2}:\d{2}(?::\d{2})?"
 )
 _EMPTY = ("nan", "<na>", "n/a", "#n/a", "null")  # what tables write for an empty cell
-_SHORT = 16  # most characters of a text that may stand for an empty cell
+_SHORT = 16  # largest number of characters of a text that may stand for an empty cell
 _TYPED, _LETTERS = 2, 5  # a misspelt class has at most 2 rows, and a name of at least 5 letters
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
@@ -39,7 +39,7 @@ def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[
 
     Args:
         label: name of the column of labels.
-        images: of images what :func:`fedfm.data.thumbnails.figures` returns.
+        images: the result of :func:`fedfm.data.thumbnails.figures` if the rows are images.
     """
     found = (
         _texts_as_classes(table, label),
@@ -57,7 +57,7 @@ def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[
 
 
 def of_texts(table: Table) -> tuple[str, ...]:
-    """Notices about texts, with labels or without."""
+    """Notices about texts; they need no labels."""
     if table.kind in ("image", "features"):
         return ()
     from fedfm.data import text_doubts
@@ -66,7 +66,7 @@ def of_texts(table: Table) -> tuple[str, ...]:
 
 
 def of_features(table: Table) -> tuple[str, ...]:
-    """Notices about feature vectors, with labels or without."""
+    """Notices about feature vectors, for rows with or without labels."""
     if table.kind != "features":
         return ()
     from fedfm.data import feature_doubts
@@ -82,7 +82,7 @@ def _texts_as_classes(table: Table, label: str) -> str | None:
 
 
 def _quantities(table: Table, label: str) -> str | None:
-    """A notice if labels are numbers with gaps or fractions, such as 20..79; 0..9 and 1..1000 number classes."""
+    """A notice if labels are dates, or probably quantities: many numbers that do not simply count from 0 or 1."""
     if len(table.classes) >= _DATES and all(_DATE.fullmatch(name) for name in table.classes):
         return (
             f'column "{label}" holds {len(table.classes)} different dates or times, as {listing(table.classes[:2])}, '
@@ -118,7 +118,7 @@ def _number(name: str) -> float | None:
 
 
 def _several(table: Table, label: str) -> str | None:
-    """A notice about classes that combine others: "heart;lung" in addition to "heart" and "lung"."""
+    """A notice about classes that combine other classes: "heart;lung" in addition to "heart" and "lung"."""
     names = [name for name in table.classes if _number(name) is None]  # 1,000 is one number
     for mark in _MARKS:
         parts = {name: [p.strip(" []'\"") for p in name.split(mark)] for name in names}
@@ -135,12 +135,12 @@ def _several(table: Table, label: str) -> str | None:
 
 
 def _numbers_and_names(table: Table, label: str) -> str | None:
-    """A notice if some classes are numbers and others are names, as of files that were joined."""
+    """A notice if some classes are numbers and others are names, which happens when files are joined."""
     numbers = [name for name in table.classes if name.removeprefix("-").isdecimal()]
     names = [name for name in table.classes if _number(name) is None]
-    if set(map(str.casefold, names)) <= _TRUTH:  # another notice has them
+    if set(map(str.casefold, names)) <= _TRUTH:  # similar_names has a notice about them
         return None
-    if CLIENT in table.columns or min(len(numbers), len(names)) < _MIXED:  # clients are told otherwise
+    if CLIENT in table.columns or min(len(numbers), len(names)) < _MIXED:  # client_files has its own notice
         return None
     return (
         f'column "{label}" holds numbers, as {listing(numbers[:2])}, and names, as {listing(names[:2])}: each becomes '
@@ -158,7 +158,7 @@ def _unique(table: Table, label: str) -> str | None:
 
 
 def _misspelling(table: Table) -> str | None:
-    """A notice about a class of one or two rows whose name differs by one letter from that of a frequent class."""
+    """A notice about a class of one or two rows if its name differs by one letter from the name of a frequent class."""
     if table.labels is None:
         return None
     count = np.bincount(table.labels, minlength=len(table.classes))

@@ -1,4 +1,4 @@
-"""Notices about feature vectors: numbers that stand for missing values, and columns that give the label away."""
+"""Notices about feature vectors: numbers that stand for missing values, and columns that reveal the label."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from fedfm.data.table import Table
 
 # Numbers that files write where a value is missing
 _MARKS = (*(s * n for n in (99, 999, 9999, 99999, 999999) for s in (-1, 1)), -9, -998, -9998, -32768, 32767, 65535)
-_FILLS = 1e15  # from here on a number that recurs exactly is a fill value, such as 1e20, 9.97e36 and -3.4e38
-_TIMES = 3  # a mark recurs in at least this many rows of its column
-_SHARE = 0.005  # and in at least this share of them
-_DISTINCT = 3  # fewest distinct other values that show the range of a column
+_FILLS = 1e15  # a number of at least this size that recurs is a fill value, such as 1e20, 9.97e36 and -3.4e38
+_TIMES = 3  # smallest number of rows in which a mark of missing values recurs
+_SHARE = 0.005  # smallest share of rows in which it recurs
+_DISTINCT = 3  # smallest number of distinct other values that show the range of a column
 _MANY = 20  # with fewer rows a column may match the label by chance
-_A_CLASS = 3  # and with fewer rows per class on average, too
-_STEPS = 0.9  # share of rows numbered one above the row before; a client's file may begin anew
-_PIECE = 1 << 22  # values that are compared at a time
+_A_CLASS = 3  # with fewer rows per class on average a column may also match by chance
+_STEPS = 0.9  # smallest share of rows numbered one above the previous row; each client's file may start again
+_PIECE = 1 << 22  # number of values that are compared at a time
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """All notices about feature vectors; only the one about columns that give the label away needs labels."""
+    """All notices about feature vectors; only the notice about columns that reveal the label needs labels."""
     if not len(table):
         return ()
     return tuple(text for text in (_missing_values(table), _label_columns(table), _row_numbers(table)) if text)
 
 
 def _missing_values(table: Table) -> str | None:
-    """A notice about columns in which a number that marks missing values recurs, far outside their other values."""
+    """A notice about columns in which a usual mark of missing values recurs, far outside the column's other values."""
     x: np.ndarray = table.inputs
     low, high = x.min(0), x.max(0)
     found = [(j, marks) for j in np.flatnonzero(_is_mark(low) | _is_mark(high)) if (marks := _marks_of(x[:, j]))]
@@ -47,13 +47,13 @@ def _missing_values(table: Table) -> str | None:
 
 
 def _is_mark(values: np.ndarray) -> np.ndarray:
-    """Whether each value is a usual mark of missing values."""
+    """Whether each value is a number that usually marks missing values."""
     found: np.ndarray = np.isin(values, np.array(_MARKS, np.float32)) | (np.abs(values) >= _FILLS)
     return found
 
 
 def _marks_of(column: np.ndarray) -> list[float]:
-    """The smallest and the largest value of a column, where they mark missing values."""
+    """The marks of missing values in a column; only its smallest and its largest value can be marks."""
     marks = [float(v) for v in {column.min(), column.max()} if _is_mark(np.array([v]))[0]]
     rest = column[~np.isin(column, marks)]
     if len(np.unique(rest[:_PIECE])) < _DISTINCT:
@@ -63,7 +63,7 @@ def _marks_of(column: np.ndarray) -> list[float]:
 
 
 def _far(mark: float, low: float, high: float) -> bool:
-    """Whether a value lies outside the others by more than their range, or far below zero if no other is negative."""
+    """Whether a mark lies outside low..high by more than this range, or far below 0 although no value is negative."""
     return max(low - mark, mark - high) > high - low or (low >= 0 and mark <= -100)
 
 
@@ -72,7 +72,7 @@ def _recurs(column: np.ndarray, mark: float) -> bool:
 
 
 def _label_columns(table: Table) -> str | None:
-    """A notice about columns that are constant within each class and tell the classes apart."""
+    """A notice about columns that are constant within each class and differ between the classes."""
     if table.labels is None:
         return None
     of, first, labels = np.unique(table.labels, return_index=True, return_inverse=True)
@@ -98,7 +98,7 @@ def _label_columns(table: Table) -> str | None:
 
 
 def _row_numbers(table: Table) -> str | None:
-    """A notice about a column that numbers the rows, as the index of a data frame does."""
+    """A notice about a column that numbers the rows, like the index of a data frame."""
     x: np.ndarray = table.inputs
     if len(x) < _MANY:
         return None

@@ -19,7 +19,7 @@ def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Tab
 
     Args:
         spec: names of the columns.
-        task: the named task; None: implied by the data.
+        task: the name of the task; None if the data imply it.
         labelled: False for rows to predict.
 
     Raises:

@@ -1,8 +1,8 @@
 """Partitions by flwr-datasets, Flower's package of partitioners. Each row must go to exactly one client.
 
 They reproduce published splits of other Flower projects, and add kinds of partitions that fedfm lacks: client sizes
-that follow a law, Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled first,
-as in Flower.
+that grow by a rule, Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled
+first, as in Flower.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _KEY = "data.partition"
 def owners(
     table: Table, part: PartitionSpec, train: np.ndarray, label: str, clients: int, seed: int, notices: list[str]
 ) -> tuple[np.ndarray, int]:
-    """Apply ``part.partitioner``: (client index of each row of ``train`` (n,), number of clients).
+    """Apply ``part.partitioner``; return (client index of each row of ``train`` (n,), number of clients).
 
     Args:
         label: name of the column of labels in the partitioner's arguments.
-        clients: ``num_partitions``, if the partitioner has this argument and the options do not set it.
+        clients: the value of ``num_partitions``, if the partitioner has this argument and the options do not set it.
         notices: receives the partitioner's warnings.
 
     Raises:
@@ -51,7 +51,7 @@ def owners(
     order = generator(seed, "partition", "flower", "rows").permutation(len(train))
     try:
         with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("ignore")  # hides deprecations in its libraries, which users cannot change
+            warnings.simplefilter("ignore")  # hides deprecations in libraries, which users cannot change
             warnings.simplefilter("always", UserWarning)
             partitioner = kind(**options)
             partitioner.dataset = _dataset(table, train[order], label)
@@ -89,7 +89,7 @@ def _find(name: str) -> Any:
 
 
 def _dataset(table: Table, rows: np.ndarray, label: str) -> Any:
-    """The data set for a partitioner: each row's position, label and further columns."""
+    """The data set that a partitioner gets: each row's position, label and further columns."""
     from datasets import Dataset
 
     columns = {"row": np.arange(len(rows))} | {column: of[rows] for column, of in table.columns.items()}

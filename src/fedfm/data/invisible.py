@@ -1,10 +1,10 @@
-"""Characters that are invisible, or look like others."""
+"""Detect invisible characters, and show them as codes."""
 
 from __future__ import annotations
 
 import unicodedata
 
-FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # variation selectors: the form of the character before
+FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # variation selectors choose the form of the previous character
 _BLANK = "\u115f\u1160\u3164\uffa0\u2800" + FORMS  # fillers and variation selectors
 
 
@@ -14,6 +14,6 @@ def is_invisible(c: str) -> bool:
 
 
 def escape(name: str) -> str:
-    """The name in quotes, with codes in place of invisible and misleading characters."""
+    """The name in quotes; codes replace invisible and misleading characters."""
     odd = (is_invisible(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
     return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'

@@ -19,20 +19,20 @@ from fedfm.seeds import generator
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_classes: int | None = None) -> Table:
-    """The rows of the [data] table, each marked train, val or test.
+    """Read the rows that a [data] table describes, and mark each as train, val or test.
 
-    ``where`` keeps the rows whose columns have the listed values, and all classes. If a source marks no test rows,
-    ``test_fraction`` of its training rows become test rows. They are stratified by class (and by the column of a
-    ``by_column`` partition, so that each client has its own). Of running text the end becomes the test text. With
-    ``clients`` each file is processed separately; classes are united by name, and the column "client" names the client.
-    With ``trained_classes`` training and validation rows of the other classes are left out. ``limit`` then thins
-    training rows, never test rows.
+    ``where`` keeps only rows whose columns have the listed values; the list of classes stays complete. If a source
+    marks no test rows, ``test_fraction`` of its training rows become test rows. They are stratified by class (and by
+    the column of a ``by_column`` partition, so that each client has test rows). In running text, the end becomes the
+    test text. With ``clients`` each file is processed separately; classes of the same name are one class, and the
+    column "client" names the client. With ``trained_classes``, training and validation rows of the other classes are
+    left out. Then ``limit`` reduces the number of training rows; test rows are kept.
 
     Args:
         spec: the [data] table.
-        seed: for the choice of test rows and of rows under a limit.
-        task: the model's task; None: implied by the data.
-        trained_classes: how many classes, the first in order, have training rows; None: all.
+        seed: determines which rows become test rows, and which training rows a limit keeps.
+        task: the model's task; None if the data imply it.
+        trained_classes: the number of classes, from the first, that have training rows; None for all classes.
 
     Raises:
         InputError: the table is contradictory, or the data are invalid; the message says where.
@@ -65,7 +65,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
 
         table = drop_new_classes(table, trained_classes)
     table = _limit(table, spec, generator(seed, "limit"))
-    if spec.name is None or spec.where or trained_classes is not None:  # in whole built-in data nothing is doubtful
+    if spec.name is None or spec.where or trained_classes is not None:  # complete built-in data need no check
         from fedfm.data.doubts import doubts
 
         images = _figures(table)
@@ -75,7 +75,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
 
 
 def _figures(table: Table) -> np.ndarray | None:
-    """Figures of some images; None of other rows."""
+    """Figures of some of the images, see thumbnails; None if the rows are not images."""
     if table.kind != "image":
         return None
     from fedfm.data import thumbnails
@@ -105,7 +105,7 @@ def read_inputs(
     trained: Mapping[str, Any] | None = None,
     classes: Sequence[str] = (),
 ) -> Table:
-    """Rows to predict, without labels, in any format of ``data.path``. A missing output of an instruction is "".
+    """Read rows to predict, without their labels, in any format of ``data.path``; a missing output becomes "".
 
     A model trained on preferences predicts like one trained on instructions, so it takes rows of kind "instruction".
 
@@ -113,8 +113,8 @@ def read_inputs(
         path: file or folder; a folder of images needs no classes.
         spec: names of the columns and the scale, as in training.
         kind: the kind of rows that the model reads.
-        trained: the profile of the rows that the model was trained on; notices say how these differ.
-        classes: of the model; a notice tells labels that are none of them.
+        trained: the profile of the model's training rows; notices say how the rows to predict differ from it.
+        classes: the model's classes; a notice lists labels in the file that are not among them.
 
     Returns:
         All rows in the order of the file; ``labels`` is None, and each row is marked "test".
@@ -187,7 +187,7 @@ def _read(spec: DataSpec, task: str | None) -> Table:
 
 
 def _fit(table: Table, task: str | None) -> Table:
-    """Refuse a table that does not fit the task, or has no training rows."""
+    """Return the table; raise an InputError if it does not fit the task, or has no training rows."""
     if (named := tasks.task_named(task)) is not None and table.kind not in named.table_kinds:
         wanted = " or ".join(words_of(kind) for kind in named.table_kinds)
         fits = tasks.implied_task(table.kind)
@@ -206,7 +206,7 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
     if len(table.rows("test")) or spec.test_fraction == 0:
         return table
     if (of := tasks.row_kind(table.kind)) is not None and of.joined:
-        # The end of the text: random passages would be adjacent to training passages.
+        # Only the end of the text is held out: random passages would be adjacent to training passages.
         count = min(max(1, round(spec.test_fraction * len(rows))), len(rows) - 1)
         held = rows[len(rows) - count :]
     else:
@@ -229,7 +229,7 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
 
 
 def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
-    """The client's index of each row (N,) if a column names the client, else zeros."""
+    """The index of each row's client (N,) if a column names the clients, else zeros."""
     column = CLIENT if spec.clients else spec.partition.column  # None unless the partition is by_column
     if column not in table.columns:
         return np.zeros(len(table), dtype=np.int64)

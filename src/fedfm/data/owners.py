@@ -15,9 +15,9 @@ Splits = tuple[np.ndarray, np.ndarray, np.ndarray]  # row indexes: train, val, t
 def own_test(
     table: Table, test: np.ndarray, train: np.ndarray, owner: Owner, clients: int, seed: int, part: str = ""
 ) -> Owner:
-    """The client of each test row ``test`` (n,); -1 for a class on which no client trains.
+    """The client of each row in ``test`` (n,); -1 for rows of a class on which no client trains.
 
-    For each class c the clients get shares of its test rows in proportion to their training rows of c, by largest
+    The test rows of each class are divided in proportion to the clients' training rows of that class, by largest
     remainder. A generator derived from the seed breaks ties and draws the rows.
     """
     labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
@@ -39,6 +39,6 @@ def deal_evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Own
 
 
 def number_names(stem: str, count: int, digits: int = 1) -> list[str]:
-    """``client-00`` ... ``client-11``, padded so that names sort by number."""
+    """Names such as ``client-00`` ... ``client-11``, padded so that they sort by number."""
     width = max(digits, len(str(count - 1)))
     return [f"{stem}-{k:0{width}d}" for k in range(count)]

@@ -5,18 +5,18 @@ dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et
            largest remainder; the rows are random. Sizes are not balanced, and empty clients are not redrawn.
 by_class   each client has m = ``classes_per_client`` of C classes; K m / C clients, rounded up or down, share each
            class evenly.
-by_column  one client for each value of the column; with ``clients = N``, N / V clients evenly share the rows of each
-           of V values.
+by_column  one client for each value of the column. With ``clients = N`` and V values, each value's rows are shared
+           evenly by N / V clients.
 flower     any partitioner of flwr-datasets that assigns each row to one client (see
            :mod:`fedfm.data.flower_partitions`).
 
-Rows that the source marks val follow the same rule with the same shares and clients; with ``flower`` they follow the
-class proportions of the client's training rows.
+Validation rows that the source marks follow the same rule with the same shares and clients. With ``flower``, the
+validation rows of each class are divided in proportion to the clients' training rows of that class.
 """
 
-# flwr-datasets also has partitioners for the first four (its Dirichlet has the same law if self_balancing is off). But
-# its import takes 2 s. It partitions one list of rows, so validation rows would get other shares and clients. It cannot
-# split the rows of one value between several clients.
+# flwr-datasets also has partitioners for the first four rules (its Dirichlet partitioner has the same distribution if
+# self_balancing is off). But its import takes 2 s. It partitions one list of rows, so validation rows would get other
+# shares and clients. It cannot split the rows of one value between several clients.
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from fedfm.errors import InputError
 from fedfm.seeds import generator
 
 DEFAULT_CLIENTS = 10
-CLIENT = "client"  # the column of the client's name if each client has its own file
+CLIENT = "client"  # the column with the client's name if each client has its own file
 
 
 def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     """Partition the table between clients; the result depends on the seed.
 
     ``val_fraction`` of a client's training rows become validation rows, stratified by class. With ``by_column`` or
-    ``clients``, a client's own test rows are those of its value or file. Otherwise the test rows of each class are
-    assigned in proportion to the clients' training rows of that class (``own_test``). Clients without training rows are
-    dropped with a notice.
+    ``clients``, a client's own test rows are the test rows of its value or file. Otherwise the test rows of each class
+    are divided in proportion to the clients' training rows of that class (``own_test``). Clients without training rows
+    are dropped with a notice.
 
     Raises:
         InputError: a key of the partition is wrong, or there are more clients than rows.
@@ -106,7 +106,7 @@ def summary(data: FederatedData) -> dict[str, Any]:
 
     Returns:
         ``kind``, ``source``, ``classes``; ``test``: the global test rows; ``clients``: name -> ``train``, ``val``,
-        ``test``. Each count is ``{"rows": n, "by_class": [n_1 ... n_C]}``, ``by_class`` None without labels.
+        ``test``. Each count is ``{"rows": n, "by_class": [n_1 ... n_C]}``; ``by_class`` is None without labels.
     """
     labels, classes = data.table.labels, data.table.classes
 
@@ -129,7 +129,7 @@ def summary(data: FederatedData) -> dict[str, Any]:
 def _by_rule(
     table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
-    """Names of K clients and the owners of the rows of each split."""
+    """(names of the K clients, for each split the owners of its rows)."""
     part = spec.partition
     train, val, test = splits
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients
@@ -171,7 +171,7 @@ def _by_rule(
 
 
 def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
-    """A function (class, number of its rows) -> owners of these rows."""
+    """A function that returns the owners of a class's rows, given the class and the number of its rows."""
 
     def shares(c: int, count: int) -> Owner:
         # The stream restarts for each split, so training and validation rows have the same shares.
@@ -186,14 +186,14 @@ def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarra
     """Shares (K,) from Dir(alpha 1_K), summing to 1."""
     if alpha > 1e-9:
         return rng.dirichlet(np.full(clients, alpha))
-    # One client, drawn uniformly, is the limit for alpha -> 0. NumPy's variates are all 0 if alpha underflows.
+    # In the limit alpha -> 0, one client, drawn uniformly, gets all. NumPy would return zeros for so small an alpha.
     p = np.zeros(clients)
     p[rng.integers(clients)] = 1.0
     return p
 
 
 def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
-    """A function (class, number of its rows) -> owners of these rows; ``classes`` are those with rows."""
+    """As :func:`_dirichlet`, by the rule ``by_class``; ``classes`` are the classes that have rows."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
     if each > len(classes):
         raise InputError(f"{key}: {each} classes per client, but the training rows have {len(classes)}", key=key)
@@ -204,7 +204,8 @@ def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int)
             f"or clients to {-(-len(classes) // each)}",
             key=key,
         )
-    # Each client takes the classes with the fewest clients, ties at random, so these counts differ by at most one.
+    # Each client in turn takes the classes that have the fewest clients so far; ties are broken at random. So the
+    # classes' numbers of clients differ by at most one.
     rng = generator(seed, "partition", "by_class")
     held = np.zeros(len(classes), dtype=np.int64)
     holders: dict[int, list[int]] = {int(c): [] for c in classes}

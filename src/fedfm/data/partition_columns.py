@@ -1,4 +1,4 @@
-"""Partition by a column: each of its values belongs to one client, or to several."""
+"""Partition by a column: the rows of each value go to one client, or are shared by several clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key_that_reads(column: str, spec: DataSpec) -> str | None:
 def by_column(
     table: Table, column: str, part: PartitionSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
-    """Clients named by the column's values, and the owners of the rows of each split."""
+    """(clients' names from the column's values, for each split the owners of its rows)."""
     key = "data.partition"
     of = named_column(table.columns, column, f"{key}.column", table.source)
     train, val, test = splits
@@ -73,7 +73,7 @@ def by_column(
             for s, place in zip(("train", "val"), places[:2], strict=True)
         ]
         mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
-        # No client of this value trains on the row's class, but one of them still owns the row.
+        # No client of this value trains on the class of these rows, but one of these clients has to own each row.
         lost = np.flatnonzero(mine[2] < 0)
         mine[2][lost] = np.arange(len(lost)) % each
         for owner, place, local in zip(owners, places, mine, strict=True):

@@ -1,8 +1,8 @@
 """Detect truncated image files, which decoders fill with grey or black without an error.
 
 After an interrupted download or a disk failure, a file may have its full length but end in zeros. libjpeg decodes the
-missing part of such a JPEG as grey. If the result was saved again, its grey part consists of ordinary pixels, and no
-reader can detect it.
+missing part of such a JPEG as grey. If that decoded image was saved again, its grey part consists of ordinary pixels,
+and no reader can detect it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _lock, _strict, _before = threading.Lock(), 0, False
 
 
 def fault(item: str | bytes, form: str | None) -> str | None:
-    """Why an image, a path or encoded, in this format seems truncated; None if it does not."""
+    """Why an image (a path or encoded bytes) of the file format ``form`` seems truncated; None if it seems complete."""
     if form not in (*_JPEG, *_PACKED):
         return None
     last = item[-len(_HOLE) :] if isinstance(item, bytes) else _last(item)
@@ -41,7 +41,7 @@ def _last(path: str) -> bytes:
 
 
 def _jpeg_ends(data: bytes) -> bool:
-    """Whether an end marker follows the first scan; data appended to the image, such as a film, are ignored."""
+    """Whether an end marker follows the first scan; data after the image, such as an appended film, are ignored."""
     at = 2
     while at + 4 <= len(data):
         if data[at] != 0xFF:
@@ -52,7 +52,7 @@ def _jpeg_ends(data: bytes) -> bool:
             return data.find(_END, at) >= 0
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return True  # no scan: Pillow reports the fault
+    return True  # a JPEG without a scan: Pillow reports this fault
 
 
 @contextmanager

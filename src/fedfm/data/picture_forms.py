@@ -1,4 +1,4 @@
-"""A notice if the classes differ in the form of their files: a model may learn the form in place of the content."""
+"""Give a notice if the classes differ in the form of their image files: a model may learn the form, not the content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from fedfm.data.pictures import Look
 
 _MANY = 20  # with fewer images a form may match a class by chance
-_A_CLASS = 5  # and with fewer images per class on average, too
+_A_CLASS = 5  # with fewer images per class on average a form may also match by chance
 
 _FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
     ("in the format of their files", lambda one: one.form),
@@ -20,11 +20,11 @@ _FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
 
 
 def notices(looks: Sequence[Look], labels: np.ndarray | None, classes: Sequence[str], source: str) -> tuple[str, ...]:
-    """A notice if all images of a class have the same format, colour or size, and the classes differ in it.
+    """A notice if all images within a class have the same format, colours or size, and the classes differ in this.
 
     Args:
-        looks: the findings from each image.
-        labels: (N,); None: there are none.
+        looks: the result of :func:`fedfm.data.pictures.look` for each image.
+        labels: (N,), or None without labels.
     """
     if labels is None:
         return ()
@@ -37,9 +37,9 @@ def notices(looks: Sequence[Look], labels: np.ndarray | None, classes: Sequence[
         if not (forms == forms[first[of]]).all() or len(set(forms[first].tolist())) < 2:
             continue
         other = next(i for i in range(len(there)) if forms[first[i]] != forms[first[0]])
-        shown = " and ".join(f'"{classes[there[i]]}" is {forms[first[i]]}' for i in (0, other))
+        shown = " and ".join(f'every image of "{classes[there[i]]}" is {forms[first[i]]}' for i in (0, other))
         found.append(
-            f"the classes of {source} differ {words}: all of {shown}: a model may learn this form in place of the "
-            "content; save all images in one form"
+            f"the classes of {source} differ {words}: {shown}: a model may learn this form in place of the content; "
+            "save all images in one form"
         )
     return tuple(found)

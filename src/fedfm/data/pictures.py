@@ -1,9 +1,9 @@
-"""The decoder of all images: for folders, tables, hub sets and predictions, at servers and silos.
+"""Decode images from folders, tables, hub sets and files to predict. Servers and silos decode in the same way.
 
-An image is turned by its EXIF orientation. Transparent pixels are laid over white. Of several pages or frames the first
-is read. Grey values of more than 8 bits are scaled, not clipped: from the smallest range of 8, 12 or 16 bits that holds
-all values of the image. So an image looks the same wherever it is read. Of 16-bit colours, and of 16-bit grey with
-transparency, only the upper 8 bits are read.
+An image is turned by its EXIF orientation. Transparent pixels are laid over white. If an image has several pages or
+frames, the first is read. Grey values of more than 8 bits are scaled, not clipped: from the smallest range of 8, 12 or
+16 bits that holds all values of the image. In 16-bit colours, and in 16-bit grey with transparency, only the upper 8
+bits are read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
-_SPACES = ("CMYK", "LAB", "HSV")  # modes of colours that are converted without their profile
+_SPACES = ("CMYK", "LAB", "HSV")  # Pillow's modes of colours that are converted without their colour profile
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
-WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # and of 16- and 32-bit grey
+WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16-bit and 32-bit grey
 DECODED = 1 << 30  # bytes; a table decodes images of one size up to this total, and keeps larger sets encoded
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
@@ -33,7 +33,7 @@ _INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value if 0 is whit
 
 @dataclass(frozen=True)
 class Look:
-    """The findings from reading one image.
+    """The findings about one image.
 
     Attributes:
         fault: why it cannot be read; None if it can.
@@ -44,7 +44,7 @@ class Look:
         grey: whether it is without colours.
         form: name of its file format.
         deep: whether only the upper 8 of 16 bits are read.
-        space: the colour space of the file, if it is neither grey nor RGB, e.g. CMYK of print.
+        space: the colour space of the file if it is neither grey nor RGB, e.g. CMYK, which is used in print.
     """
 
     fault: str | None = None
@@ -68,7 +68,7 @@ def rgb(item: Any) -> Any:
 
 
 def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
-    """Pixels (H, W, C) uint8 of a path or an encoded image; C = ``channels``, or 1 for grey images and else 3.
+    """Pixels (H, W, C) uint8 of a path or an encoded image; by default C is 1 for grey images and 3 for all others.
 
     Raises:
         InputError: the image cannot be read.
@@ -80,7 +80,7 @@ def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
 
 
 def upright(picture: Any) -> Any:
-    """An opened Pillow image in its visible form: turned, over white, of mode L if it is grey and else RGB.
+    """An opened Pillow image as a viewer shows it: turned upright, over white, of mode L if it is grey, else RGB.
 
     Raises:
         ValueError: the image's values are outside all ranges that can be scaled, or Pillow cannot convert them.
@@ -102,7 +102,7 @@ def upright(picture: Any) -> Any:
 
 
 def look(item: str | bytes) -> Look:
-    """Check that an image is intact, and find what its reading leaves out or changes."""
+    """Check that an image is intact, and find out what is left out or changed when it is read."""
     from PIL import Image
 
     try:
@@ -127,9 +127,9 @@ def look(item: str | bytes) -> Look:
                     return replace(about, top=_top(np.asarray(picture), picture.mode))
                 return replace(about, transparent=_rgba(picture).getchannel("A").getextrema()[0] < _WHITE)
             if picture.format == "PNG":
-                picture.verify()  # checks the checksums, which is faster than decoding
+                picture.verify()  # compares checksums, which is faster than decoding
             else:
-                picture.draft("L", (8, 8))  # JPEG: reads the complete file, but decodes an eighth
+                picture.draft("L", (8, 8))  # a JPEG is read completely, but decoded at an eighth of its size
                 picture.load()
                 picture.convert("RGB")
             return about
@@ -139,7 +139,7 @@ def look(item: str | bytes) -> Look:
 
 
 def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
-    """Notices about what reading these images leaves out or changes."""
+    """Notices about the parts of these images that are left out or changed when they are read."""
     count: Counter[str] = Counter()
     tops: Counter[int] = Counter()
     total = 0
@@ -199,11 +199,11 @@ def _rgba(picture: Any) -> Any:
 
 
 def _turn(picture: Any) -> Any:
-    """The turn that a loaded image needs; None: it is upright, or its EXIF data are damaged."""
+    """The rotation or reflection that a loaded image needs; None if it is upright or its EXIF data are damaged."""
     from PIL.Image import Transpose
 
     try:
-        orientation = picture.getexif().get(_ORIENTATION, 1)  # Pillow itself turns TIFF, and removes the tag
+        orientation = picture.getexif().get(_ORIENTATION, 1)  # Pillow turns TIFF itself, and removes this tag
     except Exception:  # damaged EXIF data raise many classes of errors; the pixels are still good
         return None
     return {
@@ -235,7 +235,7 @@ def _scale(values: np.ndarray, top: int) -> np.ndarray:
 
 
 def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(16-bit images (N, H, W, C) as uint8, like a file with the same pixels, notices)."""
+    """(16-bit images (N, H, W, C) converted to uint8 like image files with the same pixels, notices)."""
     out = np.empty(pictures.shape, np.uint8)
     looks = []
     for i, one in enumerate(pictures):
@@ -247,7 +247,7 @@ def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[
 
 
 def _top(values: np.ndarray, mode: str) -> int:
-    """The largest value of the smallest depth of 8, 12 and 16 bits that fits all values."""
+    """The largest value of the smallest range (of 8, 12 or 16 bits) that holds all values."""
     low, high = values.min(), values.max()
     if mode == "F" or low < 0 or high > _TOPS[-1]:
         kind = "floating-point numbers" if mode == "F" else "whole numbers"
@@ -259,7 +259,7 @@ def _top(values: np.ndarray, mode: str) -> int:
 
 
 class Pictured:
-    """Marks a sequence of N paths or encoded images (bytes).
+    """Base class of sequences of N images, each a path or an encoded image (bytes).
 
     Attributes:
         decoded: whether a table decodes the images if all have one size and fit into memory.
@@ -269,11 +269,11 @@ class Pictured:
 
 
 class ListedPictures(list[Any], Pictured):
-    """Paths and encoded images in a list."""
+    """A list of images, each a path or an encoded image (bytes)."""
 
 
 def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...], list[Look]]:
-    """Check all images: (images, notices, the findings of each).
+    """Check all images; return (images, notices, the findings about each image).
 
     The images are uint8 (N, H, W, C) if ``items.decoded`` is true, all have one size and they fit into memory;
     otherwise they are unchanged.
@@ -300,5 +300,5 @@ def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tup
     if len({one.size for one in looks}) > 1 or len(looks) * width * height * (1 if grey else 3) > DECODED:
         return items, notices, looks
     pixels = [decode(item, 1 if grey else 3) for item in items]
-    same = all(one.shape == pixels[0].shape for one in pixels)  # EXIF may turn some
+    same = all(one.shape == pixels[0].shape for one in pixels)  # EXIF may turn some images
     return np.stack(pixels) if same else items, notices, looks

@@ -8,14 +8,14 @@ from fedfm.data.table import Table
 
 _FEW = 8  # with fewer images there is no warning
 _DARK = 31  # an image without larger values looks black, e.g. one with values 0..1, 16 grey levels or 5 bits
-_MANY = 0.05  # smallest share of such images for which there is a warning
+_MANY = 0.05  # smallest share of dark images, or of images of one colour, for which there is a warning
 
 
 def notices(table: Table, images: np.ndarray | None) -> tuple[str, ...]:
     """Warnings about images of a single colour, and about images whose values are not scaled to 0..255.
 
     Args:
-        images: what :func:`fedfm.data.thumbnails.figures` returns of the table; None: it has no images.
+        images: the result of :func:`fedfm.data.thumbnails.figures` for the table; None if it has no images.
     """
     if images is None or len(table) < _FEW:
         return ()

@@ -1,4 +1,4 @@
-"""Pixels in memory as Pillow images; :mod:`fedfm.data.pictures` reads files and encoded images."""
+"""Convert pixels in memory to Pillow images; :mod:`fedfm.data.pictures` reads files and encoded images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def rgb_of(pixels: np.ndarray) -> Any:
-    """The Pillow image of mode RGB with uint8 pixels (H, W, C)."""
+    """A Pillow image of mode RGB from uint8 pixels (H, W, C), C = 1 or 3."""
     from PIL import Image
 
     return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")

@@ -1,8 +1,9 @@
-"""Coarse properties of the rows that a run has read, and a comparison of later rows with them.
+"""Record coarse properties of the rows that a run has read, and compare later rows with them.
 
-A model applies only to rows like those of its training. Rows in other units, with columns in another order, or in
-another language give probabilities that look normal. So a run records such properties, and predictions compare.
-Quantities are rounded to an eighth of their range, and shares to tenths, so that no property tells a single row.
+A model is valid only for rows that are like its training rows. Rows in other units, with columns in another order, or
+in another language also give probabilities, which look normal. So a run records such properties, and a prediction
+compares its rows with them. Quantities are rounded to an eighth of their range, and shares to tenths, so that no
+property reveals a single row.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from fedfm.errors import InputError
 
 Profile = Mapping[str, Any]
 
-_LOOKED_AT = 2000  # rows of feature vectors
-_COLUMNS = 4096  # most columns whose ranges are recorded one by one
-_TAIL = 0.02  # share of the values outside of a range, at each end
-_CELLS = 8  # steps of the grid to which a range is rounded
-_FEW, _MANY = 8, 20  # rows from which shares, and from which ranges are compared
-_OUTSIDE = 0.35  # share of values outside the training range from which a notice is given
-_ALL_WIDER, _WIDER = 8.0, 50.0  # ratio of the widths of ranges: median of all columns, and one column
-_COMPARED = 20  # most clients that are compared
-_SIGNS = 0.4  # difference of the shares of negative values
-_SHADE = 0.35  # difference of brightness, of 0..1
-_FURTHER = ("input", "system", "tools")  # keys of columns that add to what is asked
-_MIRROR = 0.15  # how far brightness is from the mirror image of another
-_LARGER = 4.0  # ratio of the sides of images
+_LOOKED_AT = 2000  # largest number of feature vectors that are examined
+_COLUMNS = 4096  # largest number of columns whose ranges are recorded separately
+_TAIL = 0.02  # share of the values below a range, and of the values above it
+_CELLS = 8  # a range is rounded to a grid of at least this many steps
+_FEW, _MANY = 8, 20  # smallest numbers of rows for a comparison: of single columns, and of all values together
+_OUTSIDE = 0.35  # share of values outside the training range above which there is a notice
+_ALL_WIDER, _WIDER = 8.0, 50.0  # the same for the ratio of two ranges' widths: median over all columns, one column
+_COMPARED = 20  # largest number of clients that are compared
+_SIGNS = 0.4  # difference of the shares of negative values above which there is a notice
+_SHADE = 0.35  # difference of brightness (from 0 to 1) above which there is a notice
+_FURTHER = ("input", "system", "tools")  # keys of columns that extend an instruction
+_MIRROR = 0.15  # images are probably inverted if their brightness is this close to 1 minus the other brightness
+_LARGER = 4.0  # ratio of the sides of images above which there is a notice
 
 
 def profile_of(table: Table, images: np.ndarray | None = None) -> dict[str, Any]:
-    """The properties of a table's rows, as JSON.
+    """The properties of a table's rows, as JSON values.
 
     Args:
-        images: of images what :func:`fedfm.data.thumbnails.figures` returns.
+        images: the result of :func:`fedfm.data.thumbnails.figures` if the rows are images.
     """
     found: dict[str, Any] = {"read": list(table.read)}
     if table.kind == "features" and len(table):
@@ -64,15 +65,15 @@ def profile_of(table: Table, images: np.ndarray | None = None) -> dict[str, Any]
 def compare(
     trained: Profile, table: Table, images: np.ndarray | None = None, of: str = "the training rows"
 ) -> list[str]:
-    """Notices about rows that differ from those of which a run has recorded the properties.
+    """Notices about the ways in which a table's rows differ from the rows that a run has read.
 
     Args:
-        trained: what :func:`profile_of` returned of the run's rows.
-        images: as of :func:`profile_of`.
-        of: whose properties ``trained`` are, in messages.
+        trained: the result of :func:`profile_of` for the run's rows.
+        images: as in :func:`profile_of`, for this table.
+        of: how messages call the run's rows.
 
     Raises:
-        InputError: the columns have other names, or the same names in another order.
+        InputError: the feature columns have other names, or the same names in another order.
     """
     said = [_fewer_columns(trained, table)]
     if table.kind == "features" and len(table):
@@ -88,10 +89,10 @@ def compare(
 
 
 def check_names(wanted: Sequence[str], given: Sequence[str], source: str, of: str) -> None:
-    """Compare the names of columns of feature vectors, if both are known.
+    """Compare two lists of names of feature columns, unless one of them is empty.
 
     Raises:
-        InputError: they differ, or are in another order.
+        InputError: the names differ, or are in another order.
     """
     if not wanted or not given or list(wanted) == list(given):
         return
@@ -110,7 +111,7 @@ def check_names(wanted: Sequence[str], given: Sequence[str], source: str, of: st
 
 
 def between_clients(table: Table) -> list[str]:
-    """Notices about clients whose feature vectors or images differ from those of the client with most rows."""
+    """Notices about clients whose rows (feature vectors or images) differ from the rows of the largest client."""
     names, counts = np.unique(table.columns[CLIENT], return_counts=True)
     if table.kind not in ("features", "image") or not 2 <= len(names) <= _COMPARED:
         return []
@@ -132,7 +133,10 @@ def between_clients(table: Table) -> list[str]:
 
 
 def _shared_class(table: Table, one: str, other: str) -> int | None:
-    """The class of which both clients have most rows, since clients differ in their shares of classes; None if few."""
+    """The class of which both clients have the most rows; None if one of them has few rows of every class.
+
+    Rows are compared within one class, since clients also differ in their shares of classes.
+    """
     if table.labels is None:
         return None
     counts = [
@@ -143,15 +147,15 @@ def _shared_class(table: Table, one: str, other: str) -> int | None:
 
 
 def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | None:
-    """A notice about labels of rows to predict that are none of the model's classes.
+    """A notice about rows to predict whose label is not a class of the model.
 
     Args:
-        label: name of the column of labels, which is not read otherwise.
-        classes: the model's.
+        label: name of the column of labels; predictions do not read it.
+        classes: the model's classes.
     """
     given = Counter(class_name(value) for value in table.columns.get(label, ()) if value.strip())
     numbers = all(name.removesuffix(".0").isdigit() and float(name) < len(classes) for name in given)
-    if numbers and not all(name.isdigit() for name in classes):  # numbers of the classes
+    if numbers and not all(name.isdigit() for name in classes):  # the labels are numbers of the classes
         return None
     known = {name.casefold() for name in classes}
     strange = {name: n for name, n in given.items() if not {name.casefold(), name.removesuffix(".0")} & known}
@@ -169,8 +173,8 @@ def _has_words(table: Table) -> bool:
 
 
 def _fewer_columns(trained: Profile, table: Table) -> str | None:
-    """A notice about further columns of which the run's inputs were made, and which these rows lack."""
-    if "messages" in table.read:  # conversations have such parts inside
+    """A notice about columns that were part of the run's inputs, and that these rows lack."""
+    if "messages" in table.read:  # conversations contain these parts
         return None
     missing = [f"data.{key}" for key in trained.get("read", ()) if key in _FURTHER and key not in table.read]
     if not missing:
@@ -185,19 +189,19 @@ def _fewer_columns(trained: Profile, table: Table) -> str | None:
 
 
 def _some(table: Table) -> np.ndarray:
-    """Up to 2000 rows (n, d), evenly over all."""
+    """Up to 2,000 rows (n, d), at equal distances in the table."""
     places = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64))
     return np.asarray(table.inputs[places], dtype=np.float64)
 
 
 def _range(x: np.ndarray) -> np.ndarray:
-    """The range of each column (2, d), without the ends."""
+    """The lowest and highest value (2, d) of each column, without the most extreme 2 % at each end."""
     found: np.ndarray = np.quantile(x, [_TAIL, 1 - _TAIL], axis=0, method="nearest")
     return found
 
 
 def _grid(ends: np.ndarray) -> list[list[float]]:
-    """Ranges that were widened to a grid of at most an eighth of their width, as [low, high] of each column."""
+    """The range [low, high] of each column, widened to a grid whose step is at most an eighth of the range."""
     low, high = ends
     size = np.where(high > low, high - low, np.maximum(np.abs(high), 1e-6))
     step = 2.0 ** np.floor(np.log2(size / _CELLS))
@@ -206,7 +210,7 @@ def _grid(ends: np.ndarray) -> list[list[float]]:
 
 
 def _other_ranges(trained: Profile, table: Table) -> str | None:
-    """A notice about values of another scale, or about columns whose values lie elsewhere."""
+    """A notice if the values have another scale, or if those of some columns lie in another range."""
     if "all" not in trained:
         return None
     x = _some(table)
@@ -251,7 +255,7 @@ def _other_ranges(trained: Profile, table: Table) -> str | None:
 
 
 def _of_images(images: np.ndarray) -> dict[str, Any]:
-    """Share of grey images, mean brightness in tenths, and the usual width and height, if all are alike exactly."""
+    """The share of grey images, their usual brightness and side, and their size if all have exactly the same."""
     _, _, mean, grey, width, height = images.T
     sizes = np.unique(images[:, 4:], axis=0)
     return {
@@ -268,7 +272,7 @@ def _other_images(trained: Profile, now: Profile, count: int, source: str, clien
         form = ("grey", "in colours") if now["grey"] else ("in colours", "grey")
         found.append(f"the images of {source} are {form[0]}, and those of the training rows are {form[1]}")
     apart = abs(trained["shade"] - now["shade"]) > _SHADE
-    if clients and apart:  # drawings of one client are brighter than photographs of another; inversion mirrors
+    if clients and apart:  # only an inversion counts: one client's drawings may be brighter than another's photographs
         apart = abs(trained["shade"] + now["shade"] - 1) <= _MIRROR
     if count >= _FEW and apart:
         how = "brighter" if now["shade"] > trained["shade"] else "darker"

@@ -1,9 +1,9 @@
-"""Find test and validation rows that are also training rows: equal ones, and ones stored or written differently.
+"""Find test and validation rows that are also training rows, exactly or stored or written differently.
 
 Equal rows are found in every table. Texts count as the same if they differ only by case, white space, invisible
 characters or the Unicode form of characters. Images and feature vectors count as the same if they are much closer to a
-training row than training rows are to each other: the same image in another format, size or compression, the same
-vector with fewer digits.
+training row than training rows are to each other: for example the same image in another format, size or compression, or
+the same vector with fewer digits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedfm.core import tasks
 from fedfm.data.invisible import is_invisible
 from fedfm.data.table import Table, contents
 
-_PROBED = 256  # first values of an array
-_SIDE = 16  # pixels of a thumbnail
-_ROWS = 10_000  # largest number of rows for which images or vectors are compared beyond equality
-_BYTES = 1 << 27  # largest size of these rows in bytes, since images must be decoded
-_LEAST = 8  # fewest training rows that show the usual distance
-_SAMPLE = 256  # training rows whose distance to the nearest other row is the measure
-_NEAR = {"image": 0.2, "features": 1e-3}  # below this share of that distance a row is a repetition
-_FEW = 4  # in shorter vectors a small distance may be chance
+_PROBED = 256  # number of first values of an array that are hashed
+_SIDE = 16  # width and height of a thumbnail in pixels
+_ROWS = 10_000  # largest number of rows of a table whose images or vectors are compared beyond equality
+_BYTES = 1 << 27  # largest size of such a table in bytes, since its images must be decoded
+_LEAST = 8  # smallest number of training rows that shows the usual distance between rows
+_SAMPLE = 256  # number of training rows whose distances to the nearest other row give the usual distance
+_NEAR = {"image": 0.2, "features": 1e-3}  # a row closer than this share of the usual distance is a repetition
+_FEW = 4  # smallest length of vectors; in shorter ones a small distance may arise by chance
 _PARTS = {"val": "validation", "test": "test"}
 
 
@@ -67,7 +67,7 @@ _HOW = {
 
 
 def _equal(table: Table, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Those of ``rows`` (n,) whose input exactly equals a training row's."""
+    """The rows among ``rows`` (n,) whose input is exactly equal to the input of a training row."""
     both = np.concatenate([train, rows])
     probe = _probe(table)
     keys = np.fromiter((probe(table.inputs[int(i)]) for i in both), np.int64, len(both))
@@ -79,11 +79,11 @@ def _equal(table: Table, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def numbers_of(table: Table, rows: np.ndarray) -> np.ndarray:
-    """A 64-bit number for each of these rows (n,): equal rows share it, and different rows collide only by chance."""
+    """A 64-bit number for each of ``rows`` (n,); equal rows have the same number, different rows only by chance."""
     probe = _probe(table)
     keys = np.fromiter((probe(table.inputs[int(i)]) for i in rows), np.int64, len(rows))
     if not isinstance(table.inputs, np.ndarray) and table.kind != "image":
-        return keys  # the hash of a text covers all of it
+        return keys  # the hash of a text covers the complete text
     place, count = np.unique(keys, return_inverse=True, return_counts=True)[1:]
     for k in np.flatnonzero(count[place] > 1):
         keys[k] = _whole(table, table.inputs[int(rows[k])])
@@ -115,7 +115,7 @@ class _Views:
         self._done = False
 
     def alike(self, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Those of ``rows`` that look like a training row."""
+        """The rows among ``rows`` that look like a training row."""
         if not self._done:
             self._seen, self._done = _view(self._table), True
         if self._seen is None:
@@ -127,7 +127,7 @@ class _Views:
 
 
 def _view(table: Table) -> np.ndarray | None:
-    """Hashes of the wording (N,), or thumbnails or vectors (N, d); None if there are too many."""
+    """For each row a hash of its wording (N,), or its thumbnail or vector (N, d); None if there are too many rows."""
     if table.kind == "text" or ((of := tasks.row_kind(table.kind)) is not None and of.wording):
         return np.fromiter((hash(_wording(item)) for item in table.inputs), np.int64, len(table))
     if len(table) > _ROWS:
@@ -145,7 +145,7 @@ def _view(table: Table) -> np.ndarray | None:
 
 
 def _wording(item: Any) -> tuple[str, ...]:
-    """The texts of a row without differences that a reader does not notice."""
+    """The texts of a row in a form without the differences that a reader does not notice."""
     return tuple(_read(text) for text in contents(item))
 
 
@@ -156,7 +156,7 @@ def _read(text: str) -> str:
 
 
 def _thumbnail(item: Any) -> np.ndarray:
-    """Grey values (256,) float32 of an image at a small size; a JPEG is decoded only at a fraction of its size."""
+    """Grey values (256,) float32 of an image at 16 x 16 pixels; to save time, a JPEG is decoded at a reduced size."""
     from PIL import Image
 
     from fedfm.data.thumbnails import small
@@ -166,7 +166,7 @@ def _thumbnail(item: Any) -> np.ndarray:
 
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
-    """Those of ``rows`` closer to a training row than ``share`` of the usual distance between training rows."""
+    """The rows among ``rows`` that are closer to a training row than ``share`` of training rows' usual distance."""
     if len(train) < _LEAST:
         return rows[:0]
     centre = views[train].mean(axis=0, dtype=np.float64)
@@ -186,7 +186,7 @@ def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) 
 
 
 def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Distances (n, m) of the rows of a (n, d) from those of b (m, d)."""
+    """Distances (n, m) between the rows of a (n, d) and the rows of b (m, d)."""
     square = (a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * (a @ b.T)
     found: np.ndarray = np.sqrt(np.maximum(square, 0.0))
     return found

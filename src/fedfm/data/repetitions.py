@@ -13,22 +13,22 @@ from fedfm.data.partition import CLIENT
 from fedfm.data.repeats import numbers_of
 from fedfm.data.table import Table
 
-_FEW = 20  # rows, below which repetitions are no sign
-_MANY = 0.1  # share of rows from which repetitions are no chance
-_SOME = 0.01  # share of rows from which contradictions are told
-_TWICE = 1.25  # rows of a value on average, from which a column groups rows
+_FEW = 20  # with fewer rows there is no notice
+_MANY = 0.1  # smallest share of repeated rows for a notice; fewer may repeat by chance
+_SOME = 0.01  # smallest share of contradictory rows for a notice
+_TWICE = 1.25  # smallest mean number of rows per value of a column that groups rows
 _GROUPS = re.compile(
     r"(?:patient|subject|person|participant|speaker|proband|case|study|stud(?:ent|y)|animal|slide|document|doc|article"
     r"|video|session|customer|household|family|group)s?[_ -]?(?:id|nr|no|number|name|code|uid)?"
 )
-_FILES = 10_000  # most rows whose files are read for it
+_FILES = 10_000  # largest number of image files that are read to find repetitions
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """Notices about training rows that repeat others.
+    """Notices about training rows that repeat other training rows.
 
-    Short texts recur by chance, so a few repetitions give no notice. If each client has its own file, rows that two
-    clients have in common give a notice, too.
+    Short texts recur by chance, so a few repetitions give no notice. If each client has its own file, there is also a
+    notice about rows that two clients have in common.
     """
     rows = table.rows("train")
     of = tasks.row_kind(table.kind)
@@ -59,7 +59,7 @@ def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> s
         for n in numbers:
             owners.setdefault(n, []).append(name)
     common: Counter[tuple[str, str]] = Counter()
-    for of in owners.values():  # counts only pairs that are adjacent by name, so that the work stays linear
+    for of in owners.values():  # counts only pairs of clients that are adjacent by name, to keep the work linear
         common.update(pairwise(of))
     shares = {pair: n / min(len(held[pair[0]]), len(held[pair[1]])) for pair, n in common.items()}
     many = sorted((pair for pair, share in shares.items() if share >= _MANY), key=lambda pair: (-shares[pair], pair))
@@ -74,10 +74,10 @@ def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> s
 
 
 def shared_groups(table: Table, chosen: str | None) -> str | None:
-    """A notice about a column that says whose the rows are, if test rows were drawn from the same people or documents.
+    """A notice about a column of people or documents if test rows and training rows have values of it in common.
 
     Args:
-        chosen: the column by which rows are dealt to clients.
+        chosen: the column by which rows are assigned to clients.
     """
     train, test = table.rows("train"), table.rows("test")
     if len(test) < _FEW // 2:
@@ -97,11 +97,11 @@ def shared_groups(table: Table, chosen: str | None) -> str | None:
 
 
 def _contradictions(table: Table, rows: np.ndarray, number: np.ndarray) -> str:
-    """A notice about equal rows with different labels."""
+    """A notice about training rows that are equal but have different labels."""
     if table.labels is None:
         return ""
     labels = table.labels[rows]
-    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # the number of each distinct pair
+    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # (p,): the first part of each distinct pair
     several = np.unique(pairs[:-1][pairs[1:] == pairs[:-1]])
     count = int(np.isin(number, several).sum())
     if not count or count < _SOME * len(rows):

@@ -9,7 +9,7 @@ from fedfm.errors import FedfmError
 
 
 def scikit_file(name: str) -> Path:
-    """A data file by its path in the installed package.
+    """Return the full path of a data file, given its path inside the installed package.
 
     Raises:
         FedfmError: scikit-learn is not installed, or has no such file.

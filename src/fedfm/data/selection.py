@@ -1,4 +1,4 @@
-"""Some rows of a table: those with certain values (``data.where``), or of certain classes (``model.base_classes``)."""
+"""Select rows of a table, by values of its columns (``data.where``) or by class (``model.base_classes``)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedfm.data.sources._files import column
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
-_NAMED = 4  # values in a notice
+_NAMED = 4  # largest number of values that a notice lists
 
 
 def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
-    """The rows with a listed value in each column of ``where``.
+    """The rows that have, in each column of ``where``, one of the values listed for it.
 
     Raises:
-        InputError: there is no such column, or no row has such a value.
+        InputError: a column does not exist, or no row has one of the listed values.
     """
     kept, notices = np.ones(len(table), dtype=bool), table.notices
     for name, values in where.items():
@@ -38,8 +38,8 @@ def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
         if alike := [other for other in there if other not in values and _alike(other) in wanted]:
             count = int(np.isin(of, alike).sum())
             notices += (
-                f"data.where.{name}: {count} rows with {', '.join(map(escape, alike[:_NAMED]))} are left out, which "
-                f"differ only by case or spaces from {listing(values, _NAMED)}",
+                f"data.where.{name}: {count} rows with {', '.join(map(escape, alike[:_NAMED]))} are left out, although "
+                f"these values differ only by case or spaces from {listing(values, _NAMED)}",
             )
     table = replace(table, notices=notices)
     return table if kept.all() else table.take(np.flatnonzero(kept))
@@ -50,15 +50,15 @@ def _alike(value: str) -> str:
 
 
 def drop_new_classes(table: Table, base: int) -> Table:
-    """Leave out training and validation rows of new classes, which are all after the first ``base``.
+    """Leave out training and validation rows of new classes. All classes after the first ``base`` are new.
 
     Raises:
-        InputError: there are no more than ``base`` classes.
+        InputError: the rows have no labels, or at most ``base`` classes.
     """
     if table.labels is None or base >= len(table.classes):
         raise InputError(
             f"model.base_classes = {base}: expected fewer than the {len(table.classes)} classes of {table.source}, "
-            "the others are new"
+            "since the other classes are new"
         )
     out = (table.labels >= base) & (table.split != "test")
     note = (

@@ -1,4 +1,4 @@
-"""Notices about names of classes, or of clients, that are probably one name in several spellings, or mean "none"."""
+"""Notices about names of classes or clients that are probably different spellings of one name, or mean "none"."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "how they write a number": _number,
     "how they write true and false": _truth,
 }
-# What tables write for an empty label, spreadsheets for a formula that failed, and files of numbers for no number
+# How programs write that there is no label: tables, spreadsheets after a failed formula, and numeric files
 _NO_LABEL = (
     *("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-", ".", "missing", "unlabeled", "unlabelled"),
     *("#ref!", "#value!", "#div/0!", "#name?", "#num!", "#null!", "-99", "-999", "-9999"),
@@ -74,7 +74,7 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
     """Notices if names of classes differ only by case, spaces, marks or Unicode forms, or if a name means "none".
 
     Args:
-        of: what the names are of, "class" or "client".
+        of: what has these names, "class" or "client".
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])

@@ -50,9 +50,9 @@ class PartitionSpec:
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of the rows, and its columns."""
+    """The source of the rows, and the names of its columns."""
 
-    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients", "classes")  # a table has exactly one of them
+    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients", "classes")  # [data] sets exactly one of them
 
     name: str | None = setting(
         None,
@@ -98,7 +98,7 @@ class _Source:
 if TYPE_CHECKING:
     _Columns = _Source
 else:
-    _Columns = with_settings("_Columns", _Source, tasks.data_settings(), __name__)  # with the columns of single tasks
+    _Columns = with_settings("_Columns", _Source, tasks.data_settings(), __name__)  # adds the columns of single tasks
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class DataSpec(_Columns):
 
     partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
     where: dict[str, tuple[str, ...]] | None = setting(
-        None, "column -> values: all other rows are left out, test rows too", least=1
+        None, "column -> values of the rows to keep; all other rows are left out, test rows too", least=1
     )
     limit: int | None = setting(None, "largest number of training rows, stratified", ge=1)
     test_fraction: float = setting(0.2, "share of test rows if the source marks none", ge=0, lt=1)
@@ -121,7 +121,7 @@ class DataSpec(_Columns):
     scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
 
     def column(self, key: str) -> str:
-        """The column name that a key of the table sets, e.g. the key ``instruction``."""
+        """The name of the column that a key of the [data] table sets, e.g. the key ``instruction``."""
         return str(vars(self)[key])
 
 
@@ -136,7 +136,7 @@ def check(spec: DataSpec) -> None:
     faults = Faults()
     if spec.clients is not None and spec.partition != PartitionSpec():
         faults.say(
-            "data.partition conflicts with data.clients: every file is a client; remove one of the two",
+            "data.partition conflicts with data.clients: every file is one client's; remove one of the two",
             key="data.partition",
         )
     with faults:

@@ -1,4 +1,4 @@
-"""Stratified splits: integers in given proportions."""
+"""Divide a number into integers in given proportions, and draw stratified rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
     """Split ``total`` in proportion to ``counts`` by largest remainder: int64 (G,) with the sum ``total``.
 
     The generator breaks ties between remainders, so that the order of the groups does not matter. With ``caps`` no
-    group exceeds its cap, and the sum does not exceed that of the caps. If all counts are 0, all results are 0.
+    group exceeds its cap, so the sum may be smaller than ``total``. If all counts are 0, all results are 0.
     """
     counts = np.asarray(counts, dtype=np.int64)
     whole = int(counts.sum())
@@ -21,7 +21,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
     shares: np.ndarray = np.minimum(counts * total // whole, caps)
     order = np.lexsort(
         (rng.random(len(counts)), -(counts * total % whole))
-    )  # integers, so that rounding has no influence
+    )  # computed with integers, so that rounding errors have no influence
     while (left := total - int(shares.sum())) > 0:
         open_ = [g for g in order if shares[g] < caps[g]][:left]
         shares[open_] += 1
@@ -41,9 +41,9 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 
 
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Choose rows to hold out of ``rows`` (n,): round(fraction n), at least one, in the groups' proportions; ascending.
+    """Choose round(fraction n) of ``rows`` (n,), at least one, to hold out, in the groups' proportions; ascending.
 
-    ``groups`` (n,) has each row's stratum. Each stratum keeps a row, so that training has every class.
+    ``groups`` (n,) gives each row's stratum. Each stratum keeps at least one row, so that training has every class.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]
@@ -68,7 +68,7 @@ def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random
 
 
 def _draw(code: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw positions of ``shares[g]`` members of each group g."""
+    """Draw ``shares[g]`` members of each group g; return their positions in ``code``, each row's group."""
     order = rng.permutation(len(code))
     order = order[np.argsort(code[order], kind="stable")]  # by group, shuffled within each
     counts = np.bincount(code, minlength=len(shares))

@@ -35,10 +35,10 @@ class Table:
         labels: int64 (N,), or None.
         classes: class names; ``labels`` index them.
         split: str (N,), each "train", "val" or "test".
-        columns: further columns by name, each a str array (N,), for ``by_column``.
+        columns: further columns by name, each a str array (N,); the partition ``by_column`` uses one.
         source: the name of the source in messages.
-        notices: for the user, about how the rows were read.
-        read: keys of the [data] table whose columns ``inputs`` are made of.
+        notices: sentences for the user about how the rows were read.
+        read: keys of the [data] table that name the columns from which ``inputs`` were made.
         names: names of the columns of feature vectors, if the file has them.
         profile: coarse properties of the rows, see :mod:`fedfm.data.profiles`.
     """
@@ -81,7 +81,7 @@ class Table:
 
 
 def words_of(kind: str) -> str:
-    """A kind of rows in words, plural."""
+    """The plural words for a kind of rows, such as "feature vectors"."""
     of = tasks.row_kind(kind)
     return _WORDS[kind] if of is None else of.words
 
@@ -127,7 +127,7 @@ def fingerprint(table: Table) -> str:
 
 
 def _texts(item: Any) -> Iterator[str]:
-    """The texts of one row: itself, or its parts; a conversation or a list of texts is preceded by its length."""
+    """The texts of one row, or of its parts; before a conversation or a list of texts comes a text with its length."""
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part
@@ -151,7 +151,7 @@ def contents(item: Any) -> Iterator[str]:
 
 
 def inputs_of(kind: str, item: Any) -> Iterator[str]:
-    """As :func:`contents`, without the targets that a row of this kind ends with."""
+    """The texts of one row as in :func:`contents`, without the targets at the end of a row of this kind."""
     of = tasks.row_kind(kind)
     return contents(item if of is None or of.inputs is None else item[: of.inputs])
 
@@ -173,7 +173,7 @@ class FederatedData:
         clients: name -> rows; names sort in the order of the partition ("client-00" ...). Each training row is in
             exactly one client's ``train`` or ``val``. The client's own model is evaluated on its ``test``.
         test: the global test rows, on which no client trains.
-        notices: for the user; first the table's, then the partition's.
+        notices: sentences for the user; first the table's, then the partition's.
     """
 
     table: Table
@@ -183,7 +183,7 @@ class FederatedData:
 
 
 def _take_rows(inputs: Any, index: np.ndarray) -> Any:
-    """Rows of texts in Arrow's memory, or of another sequence."""
+    """The rows at these positions, of texts in Arrow's memory or of another sequence."""
     from fedfm.data.arrow_texts import ArrowTexts
 
     return inputs.take(index) if isinstance(inputs, ArrowTexts) else [inputs[i] for i in index]

@@ -1,4 +1,4 @@
-"""The part of a task that needs no model: it reads rows, and shuffles their targets for an attacker."""
+"""The part of a task that needs no model: read rows, and shuffle their targets for an attack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RowTask(TaskFacts, Protocol):
-    """A task as the readers of files use it; :class:`fedfm.tasks.task.Task` says what its methods return."""
+    """The methods of a task that need no model; :class:`fedfm.tasks.task.Task` documents what they return."""
 
     def packs(self, kind: str) -> bool:
         """Whether rows of this kind become blocks of their joined text."""
@@ -26,13 +26,13 @@ class RowTask(TaskFacts, Protocol):
         """Whether these columns are rows of this task."""
 
     def sheet(self, text: str, source: str) -> Sheet:
-        """The columns of a file of one of its endings."""
+        """The columns of a file whose name has one of the task's endings."""
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
-        """The rows of these columns."""
+        """Read rows of this task from the columns."""
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The rows with targets of other rows."""
+        """The same rows with their targets shuffled between them."""
 
 
 def row_task(task: TaskFacts) -> RowTask:

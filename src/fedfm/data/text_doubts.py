@@ -1,5 +1,5 @@
-"""Notices about texts that are probably wrong: damaged characters, no language, marks of a template, and answers that
-say nothing.
+"""Notices about texts that are probably wrong: damaged characters, texts without language, marks of a template, and
+answers without content.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.data.table import Table, inputs_of
 
-_LOOKED_AT = 2000  # most rows of a table that are examined
+_LOOKED_AT = 2000  # largest number of rows that are examined
 _FEW = 8  # with fewer rows there is no notice
 _SOME, _TIMES = 0.01, 3  # smallest share and number of damaged texts for a notice
-_MOST = 0.5  # smallest share of texts that are no language, for a notice
+_MOST = 0.5  # smallest share of texts without language for a notice
 _AGAIN = 0.05  # smallest share of answers that repeat their instruction, for a notice
-_WORDS = 3  # an answer does not begin with an instruction of so many words by chance
+_WORDS = 3  # an answer that begins with an instruction of at least this many words does not do so by chance
 
 # UTF-8 that was read as Latin-1 or Windows-1252: pairs and triples that no language has
 _MISREAD = re.compile(
@@ -28,9 +28,9 @@ _ESCAPE = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,4})
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 _UNSEEN = re.compile("[\u200b\u2060\ufeff\u00ad\u202a-\u202e]")
 _SPECIAL = re.compile(r"\[(?:CLS|SEP|PAD|MASK|UNK)\]|</?s>|<pad>|<\|endoftext\|>")  # tokens of tokenizers
-_LENGTH = 200  # characters from which texts do not have one length by chance
-_ALL = 0.95  # share of texts that is all of them, but for slips
-_ESCAPES = 0.1  # share of texts with escapes of HTML from which it is told
+_LENGTH = 200  # texts of at least this many characters do not have equal lengths by chance
+_ALL = 0.95  # share from which "all texts" is meant; the rest may be errors
+_ESCAPES = 0.1  # smallest share of texts with HTML escapes for a notice
 _NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("numbers", re.compile(r"\s*[-+]?\d[\d.,]*(?:e[-+]?\d+)?\s*%?\s*", re.IGNORECASE)),
     ("Python's form of bytes", re.compile(r"b(['\"]).*\1", re.DOTALL)),
@@ -51,12 +51,12 @@ _TEMPLATE = re.compile(
     re.MULTILINE,
 )
 _OUTSIDE, _OF_ENTITY, _TWO = "O", re.compile(r"[BIESLU]-.+"), 2
-_CLASSES = 100  # most classes whose names are looked for
-_COMPARED = 3  # parts of a row with two answers: what was asked, the better one, the worse one
+_CLASSES = 100  # largest number of classes whose names are searched for in texts
+_COMPARED = 3  # number of parts of a row with two answers: prompt, better answer, worse answer
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """Notices about the texts of a table; of a large table only rows at equal distances are examined."""
+    """Notices about the texts of a table; in a large table, only rows at equal distances are examined."""
     of = tasks.row_kind(table.kind)
     if not (table.kind == "text" or (of is not None and of.wording)) or len(table) < _FEW:
         return ()
@@ -113,13 +113,13 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
         return f"{n} of {where} hold U+FFFD, the mark of an unreadable character: write the file again from its origin"
     if (n := _count(texts, _CONTROL.search)) >= least:
         return (
-            f"{n} of {where} hold control characters, as terminals and broken exports write them, and they are read: "
+            f"{n} of {where} hold control characters, which terminals and broken exports write, and they are read: "
             "remove them"
         )
     if (n := _count(texts, _UNSEEN.search)) >= least:
         return (
             f"{n} of {where} hold invisible characters inside of words, such as zero-width spaces, which "
-            "part the words: remove them"
+            "split the words: remove them"
         )
     if (n := _count(texts, _ESCAPE.search)) >= max(_TIMES, _ESCAPES * len(texts)):
         sign = next(found[0] for text in texts if (found := _ESCAPE.search(text)))
@@ -159,7 +159,7 @@ def _names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -
 
 
 def _cut_texts(texts: Sequence[str], where: str) -> str | None:
-    """A notice about texts that another program has cut: at one length, or with three dots."""
+    """A notice about texts that another program has cut: all have one length, or end with three dots."""
     if (n := _count(texts, lambda text: text.rstrip().endswith(("...", "\u2026", "[...]")))) >= _MOST * len(texts):
         return f"{n} of {where} end with three dots: are they the beginnings of longer texts?"
     longest = max(map(len, texts))
@@ -170,7 +170,7 @@ def _cut_texts(texts: Sequence[str], where: str) -> str | None:
 
 
 def _special(texts: Sequence[str], where: str) -> str | None:
-    """A notice about special tokens that are written into texts; a tokenizer adds its own."""
+    """A notice about special tokens inside texts, since a tokenizer adds its own."""
     if (n := _count(texts, _SPECIAL.search)) < max(_TIMES, _AGAIN * len(texts)):
         return None
     sign = next(found[0] for text in texts if (found := _SPECIAL.search(text)))
@@ -178,7 +178,7 @@ def _special(texts: Sequence[str], where: str) -> str | None:
 
 
 def _own_names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -> str | None:
-    """A notice if each text holds the name of its class and of no other: then the label is among the inputs."""
+    """A notice if each text holds the name of its class and of no other class: the inputs then hold the label."""
     if table.labels is None or not 2 <= len(table.classes) <= _CLASSES:
         return None
     names = {i: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for i, name in enumerate(table.classes)}
@@ -199,7 +199,7 @@ def _own_names(table: Table, places: np.ndarray, texts: Sequence[str], where: st
 
 
 def _answers(items: Sequence[tuple[object, ...]], where: str) -> list[str]:
-    """Notices about answers (of preferences: the better ones) that repeat the instruction, or are all the same."""
+    """Notices about answers (in preferences: better answers) that repeat the instruction, or are all the same."""
     pairs = [(_last_of(asked).strip(), _last_of(answer).strip()) for asked, answer, *_ in items]
     pairs = [(asked, answer) for asked, answer in pairs if answer]
     if len(pairs) < _FEW:
@@ -218,7 +218,7 @@ def _answers(items: Sequence[tuple[object, ...]], where: str) -> list[str]:
 
 
 def _last_of(part: object) -> str:
-    """A text, or the content of the last message."""
+    """The part itself if it is a text, else the content of its last message."""
     if isinstance(part, str):
         return part
     return str(part[-1][1]) if isinstance(part, tuple) and part else ""
@@ -233,7 +233,7 @@ def _gaps(texts: Sequence[str], where: str) -> str | None:
 
 
 def _contradictions(items: Sequence[tuple[object, ...]], where: str) -> str | None:
-    """A notice if rows contradict each other: of two answers to a prompt, each is the better one in some row."""
+    """A notice if rows contradict each other: of two answers to a prompt, each is the better answer in some row."""
     there = {tuple(map(_last_of, item)) for item in items}
     n = sum((asked, worse, better) in there and better != worse for asked, better, worse in there)
     if n < max(_TIMES, _AGAIN * len(items)):
@@ -242,7 +242,7 @@ def _contradictions(items: Sequence[tuple[object, ...]], where: str) -> str | No
 
 
 def _same_worse(items: Sequence[tuple[object, ...]], where: str) -> str | None:
-    """One worse answer to everything, which a model tells from any other without reading."""
+    """A notice if all rows have the same worse answer, which a model recognises without reading the prompt."""
     if len({_last_of(worse).strip() for *_, worse in items}) > 1:
         return None
     return f"all rejected answers of {where} are the same text: a model learns only to avoid it"

@@ -10,14 +10,14 @@ import numpy as np
 
 from fedfm.data.table import Table
 
-_LOOKED_AT = 64  # number of images that are decoded
-_SIDE = 64  # least side in pixels at which a JPEG is decoded
+_LOOKED_AT = 64  # largest number of images that are decoded
+_SIDE = 64  # smallest side in pixels at which a JPEG is decoded
 
 
 def small(item: Any, side: int) -> Any:
-    """A Pillow image of an array or a file, rotated upright.
+    """An upright Pillow image of an array or a file.
 
-    A JPEG file is decoded at a fraction of its size, but not below ``side`` pixels.
+    A JPEG file is decoded at a reduced size, but not below ``side`` pixels.
 
     Raises:
         InputError: the file cannot be read.
@@ -32,8 +32,10 @@ def small(item: Any, side: int) -> Any:
 
 
 def figures(table: Table) -> np.ndarray:
-    """Of some images, at equal distances in the table: smallest, largest and mean value, whether an image is grey (1 or
-    0), and its stored width and height (n, 6). Smallest and largest are equal only if all pixels have one colour.
+    """Six figures for each of some images at equal distances in the table (n, 6).
+
+    They are the image's smallest, largest and mean value, whether it is grey (1 or 0), and its stored width and height.
+    The smallest and the largest value are equal only if all pixels have one colour.
 
     Raises:
         InputError: a file cannot be read.
@@ -55,7 +57,7 @@ def _figures_of(item: Any) -> tuple[float, ...]:
 
 
 def _size_of(item: Any) -> tuple[int, int]:
-    """(width, height) of an array, or as the head of a file has them."""
+    """(width, height) of an array, or of a file, from its header."""
     if isinstance(item, np.ndarray):
         return item.shape[1], item.shape[0]
     from PIL import Image

@@ -1,4 +1,4 @@
-"""Data sets from Python programs: any object with ``len(d)`` and ``d[i]``; each batch reads its rows."""
+"""Data sets from Python programs: any object with ``len(d)`` and ``d[i]``. Rows are read when a batch needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ = 256  # rows per batch of read_once
 
 @dataclass(frozen=True)
 class DatasetRows(Rows):
-    """Rows of a data set; each batch reads and collates its rows."""
+    """Rows of a data set; they are read and collated when a batch needs them."""
 
     table: Table | None = None
     index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -52,7 +52,7 @@ class Joined(Sequence[Any]):
 
 
 def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
-    """``data``; raises an InputError if it is not a map-style data set, or has no rows (unless ``empty``)."""
+    """Return ``data``; raise an InputError if it is not a map-style data set, or (without ``empty``) has no rows."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
     if not len(data) and not empty:
@@ -63,7 +63,7 @@ def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
 def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
     """Read all rows once: (class labels (n,), index of the first row with a NaN).
 
-    Labels are None unless each row has one integer of at least 0 as its target. The pass ends early if the rows have
+    The labels are None unless each row's target is one integer of at least 0. Reading ends early if the rows have
     neither labels nor floating-point numbers.
     """
     found: list[np.ndarray] | None = []
@@ -83,7 +83,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
                 found.append(y.cpu().numpy().astype(np.int64))
             floats = [x for x in batch.values() if isinstance(x, Tensor) and x.is_floating_point()]
             if first is None:
-                # A fast test: a NaN makes the sum NaN; infinities of both signs do so, too.
+                # The sum is a fast first test: a NaN makes it NaN, and so do infinities of both signs.
                 n = min(_READ, len(rows) - at)
                 rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate function may pack rows
                 bad = next((x for x in rowwise if torch.isnan(x.sum()) and torch.isnan(x).any()), None)
@@ -96,7 +96,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
-    """A column of text or integers that all data sets have (by Hugging Face's ``column_names``); else {}."""
+    """{name: a column of text or integers} if all data sets have it (in Hugging Face's ``column_names``); else {}."""
     if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
         return {}
     values = [v for data in sets for v in data[name]]

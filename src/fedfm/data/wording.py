@@ -1,4 +1,4 @@
-"""How the texts of a table are written: their scripts, languages and letters; and a comparison of two tables."""
+"""Find in which scripts, languages and letters the texts of a table are written, and compare two tables."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 
 from fedfm.data.table import Table, inputs_of
 
-_INPUT = "### Input:"  # the part of a template that columns of inputs are joined with
-_LOOKED_AT = 500  # rows
-_LONG = 1000  # characters of a text
-_FEW = 8  # texts from which shares of letters and marks are compared
-_SOME = 4  # texts of a language from which it is told
-_MOST, _RARE = 0.8, 0.05  # share of texts that is most of them, and that is hardly any
-_SURE = 2  # function words that decide a text's language
+_INPUT = "### Input:"  # the heading between an instruction and its input
+_LOOKED_AT = 500  # largest number of rows that are examined
+_LONG = 1000  # number of characters of a text that are examined
+_FEW = 8  # smallest number of texts for a comparison of languages, letters and tags
+_SOME = 4  # smallest number of new texts of a known language for a notice about the language
+_MOST, _RARE = 0.8, 0.05  # share that counts as most texts, and share that counts as hardly any
+_SURE = 2  # smallest number of function words that decides a text's language
 _WORDS = re.compile(r"[^\W\d_]+")
 _TAGS = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]{0,9}(?:\s[^<>]*)?/?>")
 
-# Frequent words of languages; a word of two of them decides nothing
+# Frequent words of each language; a word that two languages have decides nothing
 _FUNCTION_WORDS = {
     "English": "the and of to is that with for this was are be it you have not what",
     "German": "der die das und nicht mit von zu den eine auf wird wurde ich einen dem",
@@ -57,10 +57,10 @@ def habits(table: Table) -> dict[str, Any]:
 
 
 def differences(trained: Mapping[str, Any], now: Mapping[str, Any], source: str) -> list[str]:
-    """Notices about texts that are written otherwise than those of the training rows.
+    """Notices about texts that are written differently from the texts of the training rows.
 
     Args:
-        trained, now: what :func:`habits` returned of each.
+        trained, now: the results of :func:`habits` for the training rows and for the new texts.
     """
     if script := _new(trained["scripts"], now["scripts"]):
         return [
@@ -84,7 +84,7 @@ def differences(trained: Mapping[str, Any], now: Mapping[str, Any], source: str)
 
 
 def language_of(text: str) -> str | None:
-    """The language that most of a text's function words have; None if too few or several decide.
+    """The language of most function words in a text; None if they are too few, or two languages are similarly frequent.
 
     Example:
         >>> language_of("this was not what I have seen"), language_of("xyz")
@@ -131,7 +131,7 @@ def _main(shares: Mapping[str, float]) -> str:
 
 
 def _new(trained: Mapping[str, float], now: Mapping[str, float]) -> str | None:
-    """What most texts have, and hardly a training text had."""
+    """The script or language that most texts have and hardly any training text has; None if there is none."""
     if not trained or not now:
         return None
     name = max(now, key=now.__getitem__)

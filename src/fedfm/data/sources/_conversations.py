@@ -29,14 +29,16 @@ _ALSO = {
 }
 # Alpaca's mark of an instruction without an input, "<noinput>", and other spellings of it
 _NOTHING = re.compile(r"<\s*no[\s_-]*input\s*>", re.IGNORECASE)
-_PERHAPS = re.compile(r"no[\s_-]*input|n[/.]?a\.?|none|null|nil|nan|empty|-+|\.+", re.IGNORECASE)  # empty, or a text
+_PERHAPS = re.compile(
+    r"no[\s_-]*input|n[/.]?a\.?|none|null|nil|nan|empty|-+|\.+", re.IGNORECASE
+)  # probably means empty
 _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 
 Columns = Mapping[str, Sequence[Any]]
 
 
 def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
-    """(messages before the last answer, the last answer) of each conversation.
+    """Return for each conversation (the messages before the last answer, the last answer).
 
     Args:
         answered: whether a conversation must end with an answer; else a missing answer is "".
@@ -60,9 +62,9 @@ def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -
 
 
 def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
-    """(instruction, output) of each row; an ``input`` is added below its instruction, as in Alpaca's form.
+    """Return (instruction, output) of each row; an ``input`` is added below its instruction, as in Alpaca's form.
 
-    Both may be lists of messages: the prompt, and the assistant's answer.
+    Instruction and output may also be lists of messages: the prompt, and the assistant's answer.
 
     Args:
         answered: whether each row must have an output; else a missing output is "".
@@ -97,7 +99,7 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
 
 
 def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
-    """An instruction with its input below it."""
+    """The instruction with its input, if there is one, below it."""
     if more is None or (isinstance(more, str) and (not more.strip() or _NOTHING.fullmatch(more.strip()))):
         return asked
     if not isinstance(more, str):
@@ -133,7 +135,7 @@ def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str
 
 
 def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, Output]:
-    """A row of a prompt and an answer; messages before the answer's last one are added to the prompt."""
+    """A row (prompt, answer); if the answer is a list, all messages except the last are added to the prompt."""
     if isinstance(answer, str):
         return asked, answer
     said = (("user", asked),) if isinstance(asked, str) else asked
@@ -150,9 +152,9 @@ def _last(turns: tuple[Turn, ...]) -> Output:
 def preferences(
     columns: Columns, spec: DataSpec, source: str, at: At
 ) -> tuple[list[tuple[Asked, Output, Output]], tuple[str, ...]]:
-    """((prompt, better answer, worse answer) of each row, notices).
+    """Return ((prompt, better answer, worse answer) of each row, notices).
 
-    Answers are texts, or lists with the assistant's message. A row without a prompt column has two complete
+    Answers are texts, or lists that end with the assistant's message. Without a prompt column, a row has two complete
     conversations, whose common beginning is the prompt.
 
     Raises:
@@ -183,7 +185,7 @@ def preferences(
 
 
 def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple[Asked, Output]]:
-    """The prompts for a preference model: from the prompt column, else conversations or instructions.
+    """Prompts for a model of preferences, from the prompt column, else from conversations or instructions.
 
     Raises:
         InputError: the file has none of these columns; a cell is empty, or has another form.
@@ -204,7 +206,7 @@ def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple
 
 
 def _parse_prompt(value: Any, name: str, where: str) -> Asked:
-    """A prompt: a text, or messages."""
+    """Check a prompt, which is a text or a list of messages, and return it."""
     if not isinstance(value, str):
         return _turns(value, name, where)
     if not value.strip():
@@ -213,7 +215,7 @@ def _parse_prompt(value: Any, name: str, where: str) -> Asked:
 
 
 def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
-    """An answer: a text, or messages of which the last is the assistant's."""
+    """Check an answer, which is a text or a list of messages that ends with the assistant's, and return it."""
     if isinstance(value, str):
         if not value.strip():
             raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
@@ -227,7 +229,7 @@ def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
 
 
 def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, Output, Output]:
-    """Prompt and answers of two lists of messages that differ in the last one."""
+    """(prompt, better answer, worse answer) from two lists of messages that differ only in the last message."""
     prompt_name = spec.column("prompt")
     names = '"{}" and "{}"'.format(spec.column("chosen"), spec.column("rejected"))
     if isinstance(good, str) or isinstance(bad, str):
@@ -265,7 +267,7 @@ def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[T
 
 
 def _text_of_parts(content: Any) -> Any:
-    """Join a content in parts [{"type": "text", "text": ...}], as templates do; return other content unchanged."""
+    """Join content in parts, [{"type": "text", "text": ...}, ...], as templates do; return other content unchanged."""
     parts = content if isinstance(content, list) else []
     texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type", "text") == "text"]
     if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):

@@ -1,4 +1,4 @@
-"""Read files for all sources, with errors that describe wrong content."""
+"""Functions that all sources use to read files; their errors describe what a file holds instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, close
 
 T = TypeVar("T")
-At = Callable[[int], str]  # index of a data row -> e.g. "silo.csv, row 7", in a user's numbering
+At = Callable[[int], str]  # index of a data row -> its name in messages, numbered as users count: "silo.csv, row 7"
 
 FORMATS = (
     f"{', '.join(('.csv', '.tsv', '.json', '.jsonl', *tasks.endings()))} or .txt (each also .gz), .parquet, .npz, an "
@@ -85,7 +85,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
 
 
 def read_bytes(path: Path, holds: str) -> bytes:
-    """Content of a non-empty file; ``holds`` describes the expected content."""
+    """The content of a file; raises an InputError if it is empty. ``holds`` describes the expected content."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, and {holds} is a file")
     try:
@@ -107,7 +107,7 @@ def begin(path: Path) -> bytes:
 
 
 def gunzip(data: bytes, path: Path) -> bytes:
-    """Decompressed content."""
+    """Decompress the content of a gzip file."""
     if not data.startswith(b"\x1f\x8b"):
         raise InputError(f"{path} holds {content_of(data)}, not gzip-compressed data: remove .gz from its name")
     try:
@@ -117,7 +117,7 @@ def gunzip(data: bytes, path: Path) -> bytes:
 
 
 def decode(data: bytes, path: Path, holds: str) -> str:
-    """The text of UTF-8 bytes, or of UTF-16 bytes with a byte order mark, without NUL bytes."""
+    """Decode UTF-8 bytes, or UTF-16 bytes with a byte order mark; text with a NUL character raises an InputError."""
     words = content_of(data)
     utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     if words != "something else" and data[:1] != b"{":
@@ -140,7 +140,7 @@ def decode(data: bytes, path: Path, holds: str) -> str:
 
 
 def str_array(values: Sequence[str]) -> np.ndarray:
-    """Strings as an array (N,), of dtype object if one is long: a fixed width would pad each entry to the longest."""
+    """Strings as an array (N,). If one is long, its dtype is object: a fixed width would pad all to the longest."""
     if values and max(map(len, values)) > 100:
         array = np.empty(len(values), dtype=object)
         array[:] = values
@@ -149,7 +149,7 @@ def str_array(values: Sequence[str]) -> np.ndarray:
 
 
 def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
-    """One column; raises an InputError with the existing names if it is missing."""
+    """Return the named column; raise an InputError that lists the existing names if it is missing."""
     if name in columns:
         return columns[name]
     found = listing(columns) or "none"

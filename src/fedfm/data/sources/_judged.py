@@ -1,4 +1,4 @@
-"""Notices about columns that say which answers are good, and that nothing reads."""
+"""Notices about unread columns that say which answers are good."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NO = {"false", "no", "0", "0.0", "rejected", "bad", "down"}
 _YES = {"true", "yes", "1", "1.0", "accepted", "good", "up"}
 _GRADES = re.compile(r"(?:human[_ ]?|overall[_ ]?)?(?:rating|score|stars|quality|reward|grade)")
 _VALUES = re.compile(r"(?:score|rating|reward)s?[_ ](chosen|rejected)|(chosen|rejected)[_ ](?:score|rating|reward)s?")
-_AGAINST = 0.05  # share of rows whose worse answer has the higher value
+_AGAINST = 0.05  # smallest share of rows whose worse answer has the higher score, for a notice
 
 
 def of_answers(columns: Mapping[str, Sequence[Any]], used: set[str], source: str) -> tuple[str, ...]:
-    """A notice about a column that rejects or grades answers, all of which are trained on alike.
+    """A notice about an unread column that rejects or grades answers, since training uses all answers alike.
 
     Args:
-        used: names of the columns that are read, or that choose rows.
+        used: names of the columns that are read, or that select rows.
     """
     for name, values in columns.items():
         low = name.strip().lower()
@@ -42,7 +42,7 @@ def of_answers(columns: Mapping[str, Sequence[Any]], used: set[str], source: str
 
 
 def of_pairs(columns: Mapping[str, Sequence[Any]], source: str) -> tuple[str, ...]:
-    """A notice about values of two answers, of which the worse one has the higher."""
+    """A notice if columns score both answers, and in many rows the worse answer has the higher score."""
     found: dict[str, Sequence[Any]] = {}
     for name, values in columns.items():
         if of := _VALUES.fullmatch(name.strip().lower()):

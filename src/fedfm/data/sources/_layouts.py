@@ -13,7 +13,7 @@ from typing import Any
 from fedfm.core import tasks
 from fedfm.data.spec import DataSpec
 
-# key of the [data] table -> other names of such a column; the first existing one is used
+# key of the [data] table -> other usual names of this column; the first name that exists is used
 _OTHER_NAMES = {
     "messages": ("conversations", "conversation"),
     "instruction": ("prompt",),
@@ -24,7 +24,7 @@ _DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
 
 
 def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
-    """The settings with the column names of a recognised layout, and a notice about them."""
+    """Return (the settings with the column names of a recognised layout, a notice about these names)."""
     of = tasks.task_named(task)
     if (of is not None and not of.answers) or (of is None and spec.text in columns):
         return spec, ()
@@ -39,13 +39,13 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
 
 
 def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
-    """The layout of preferences in which the instruction column holds the prompts."""
+    """The column names of a layout of preferences in which the instruction column holds the prompts."""
     missing = spec.column("prompt") == _DEFAULTS["prompt"] and spec.column("prompt") not in columns
     return {"prompt": spec.column("instruction")} if missing and spec.column("instruction") in columns else {}
 
 
 def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> dict[str, str]:
-    """The layout of conversations, or of instructions with answers; rows to predict have no answers."""
+    """The column names of a layout of conversations or instructions; rows to predict need no column of answers."""
     asked = {spec.column("messages"), spec.column("instruction")} & columns.keys()
     if not asked and (found := _other(columns, spec, "messages")):
         return found
@@ -59,7 +59,7 @@ def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) ->
 
 
 def _other(columns: Mapping[str, Any], spec: DataSpec, key: str) -> dict[str, str]:
-    """{key: other name} if there is a column of another name for the key, and the default column is absent; else {}."""
+    """{key: other name} if only a column with another usual name exists for this key; else {}."""
     if getattr(spec, key) != _DEFAULTS[key] or _DEFAULTS[key] in columns:
         return {}
     return next(({key: name} for name in _OTHER_NAMES[key] if name in columns), {})

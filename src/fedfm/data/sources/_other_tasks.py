@@ -1,4 +1,4 @@
-"""Recognise rows of another task by the form of their columns."""
+"""Recognise rows of a task that an experiment file does not name or support, by the form of their columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedfm.core.text import listing
 from fedfm.data.pictures import Pictured
 from fedfm.errors import InputError
 
-_LOOK = 20  # values of a column that are examined
+_LOOK = 20  # number of values of a column that are examined
 WAY = "fedfm.federate with a Trainer or a module of your own trains them (docs: how-to/hugging-face-script.md)"
 
 Columns = Mapping[str, Sequence[Any]]
@@ -49,13 +49,13 @@ def other_task(columns: Columns, label: str) -> str | None:
 
 
 def refuse_other(columns: Columns, label: str, source: str, needed: str) -> None:
-    """Raise an InputError if the needed column is missing and the others belong to another task."""
+    """Raise an InputError if the needed column is missing and the other columns belong to another task."""
     if needed not in columns and (words := other_task(columns, label)):
         raise InputError(f'{source}: no column "{needed}"; {words}')
 
 
 def _tags(some: Columns) -> tuple[str, str] | None:
-    """The names of a column with lists of words and one with equally many tags in each row."""
+    """The names of two columns: one with lists of words, one with lists of equally many tags; None without them."""
     for words in some:
         for tags in some:
             pairs = list(zip(some[words], some[tags], strict=False))

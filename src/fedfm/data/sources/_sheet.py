@@ -1,4 +1,4 @@
-"""A sheet: the columns of one file, without an interpretation."""
+"""A sheet: the columns of one file, before they are interpreted."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Sheet:
     Attributes:
         columns: name -> N values.
         at: maps a row's index to its name in messages.
-        notices: for the user, about how the file was read.
-        names: column of integers -> the class names that they index, if the file has these.
+        notices: sentences for the user about how the file was read.
+        names: name of a column of integers -> the class names that the integers index, if the file has class names.
     """
 
     columns: Mapping[str, Sequence[Any]]
@@ -39,10 +39,10 @@ class Sheet:
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int] = ()) -> Sheet:
-    """The sheet of JSON objects; a missing key of a row is None.
+    """Make a sheet from JSON objects, one per row; a key that a row lacks is None.
 
     Args:
-        repairs: indexes of the rows in which halves of characters were replaced.
+        repairs: indexes of the rows in which lone surrogates were replaced.
     """
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in keys}
@@ -57,7 +57,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int]
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from the pairs of JSON's reader, which by itself keeps only the last value of a repeated key.
+    """Make a dict from the pairs of a JSON object; Python's reader alone would keep the last value of a repeated key.
 
     Raises:
         ValueError: a key occurs twice.
@@ -86,7 +86,7 @@ def whole(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value from Arrow without null fields: Arrow gives each object the fields of all objects in a column.
+    """A value from Arrow without its null fields, since Arrow gives each object the fields of all objects in a column.
 
     Example:
         >>> without_nulls([{"a": 1, "b": None}, {"a": None, "b": {"c": None}}])
@@ -100,13 +100,13 @@ def without_nulls(value: Any) -> Any:
 
 
 def join(sheets: Mapping[str, Sheet]) -> Sheet:
-    """The rows of several files, one after the other.
+    """Join the rows of several files, one file after the other.
 
     Args:
         sheets: file -> its sheet.
 
     Raises:
-        InputError: their columns or names of classes differ.
+        InputError: the files' columns or class names differ.
     """
     (first, head), *rest = sheets.items()
     for file, sheet in rest:

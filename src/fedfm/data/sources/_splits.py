@@ -10,7 +10,7 @@ SPLIT_NAMES = {
 
 
 def with_test(marks: list[str], source: str) -> tuple[list[str], tuple[str, ...]]:
-    """(the splits of rows, notices); without test rows the validation rows become test rows, with a notice."""
+    """Return (the rows' splits, notices). If there are no test rows, validation rows become test rows."""
     if set(marks) != {"train", "val"}:
         return marks, ()
     note = f"{source} has no test split with labels: its validation rows are the test rows"

@@ -1,4 +1,4 @@
-"""The column of system messages, as some sets in ShareGPT's or Alpaca's form have it."""
+"""The column of system messages, which some data sets in ShareGPT's or Alpaca's form have."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedfm.errors import InputError
 _SYSTEM = ("system", "developer")
 _OTHER = "system_prompt"  # OpenOrca's name
 _DEFAULT = "system"
-_FEW = 2  # words; a system prompt has more
+_FEW = 2  # a system prompt has more words than this
 
 
 def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str | None:
-    """The name of the column; None if there is none, or if all its cells are empty."""
+    """The name of the column of system messages; None if there is none, or if all its cells are empty."""
     key = spec.column("system")
     names = (key, *((_OTHER,) if key == _DEFAULT else ()))
     found = next((name for name in names if name in columns), None)
@@ -24,11 +24,11 @@ def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str |
 
 
 def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
-    """Put the system messages of the cells before the rows' other messages.
+    """Put each row's system message before its other messages.
 
     Args:
         rows: for each row its prompt and answers.
-        values: cells, each a text or nothing.
+        values: the cells of the column of system messages, each a text or empty.
 
     Raises:
         InputError: a cell is not a text, or a conversation begins with a different system message.
@@ -55,7 +55,7 @@ def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: st
 
 
 def notice(values: Sequence[Any], name: str, source: str) -> str:
-    """A notice of how the column is read, with a doubt if no cell has more than two words."""
+    """A notice that the column is read as system messages; it asks for a check if no cell has more than two words."""
     line = f'column "{name}" of {source} is read as the system message of each row (data.system)'
     said = [value.split() for value in values if not _empty(value)]
     if max(map(len, said), default=0) > _FEW:

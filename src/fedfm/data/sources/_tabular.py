@@ -1,7 +1,7 @@
-"""Make tables from the named columns of files and hub sets.
+"""Make tables from the named columns of files and of data sets from the Hugging Face Hub.
 
 Labels are class names or integers. The classes are the sorted distinct values, so the integers 1..5 and 0..4 both
-give five classes. A column of class names (``label_name``) renames them. Names sort by code point.
+give five classes. A column ``label_name`` gives the classes names. Names are sorted by code point.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fedfm.data.task_rows import RowTask, row_task
 from fedfm.errors import InputError
 
 SPLITS = ("train", "val", "test")
-_TARGETS = ("output", "chosen", "rejected", "tags")  # keys of columns that rows to predict lack
+_TARGETS = ("output", "chosen", "rejected", "tags")  # keys of columns that rows to predict do not need
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-_WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # a zero fraction after a point or a comma; 1,000 is 1000
+_WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # an integer with a zero fraction; but 1,000 is 1000
 
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
@@ -47,7 +47,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     Args:
         spec: names of the columns.
         source: name of the file in messages.
-        task: determines which columns are read, and how; None: the columns determine the task.
+        task: determines which columns are read, and how; if None, the columns determine the task.
         labelled: False for rows to predict. Then label and split are ignored, each row is a test row, and an output may
             be missing (""). Of preferences only the prompts are read, as instructions.
 
@@ -138,7 +138,7 @@ def _picture_column(columns: Columns, spec: DataSpec) -> str | None:
 def labels_of(
     columns: Columns, spec: DataSpec, *, source: str, at: At, classes: tuple[str, ...] | None = None
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """(labels (N,) int64, class names (from the column ``label_name`` if it exists), notices about the labels)."""
+    """Return (labels (N,) int64, class names (from the column ``label_name`` if it exists), notices)."""
     values = column(columns, spec.label, "data.label", source)
     if classes is not None:
         names = names_of(classes, source)
@@ -167,7 +167,7 @@ def labels_of(
 
 
 def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """(labels (N,) int64, class names, notices), from raw label values."""
+    """Return (labels (N,) int64, class names, notices) for the values of a label column."""
     cleaned, written = _whole_numbers([_label(value, name, at, row) for row, value in enumerate(values)], name)
     distinct = set(cleaned)
     integers = all(isinstance(v, int) or _INTEGER.fullmatch(v) for v in distinct)
@@ -192,7 +192,7 @@ def _whole_numbers(labels: list[int | str], name: str) -> tuple[list[int | str],
 
 
 def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at: At) -> np.ndarray:
-    """Labels (N,) int64, from indexes into ``classes`` or from class names."""
+    """Labels (N,) int64, from values that are indexes into ``classes`` or class names."""
     code: dict[Any, int] = {known: index for index, known in enumerate(classes)}
     labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
@@ -208,7 +208,7 @@ def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at:
 
 
 def split_of(columns: Columns, spec: DataSpec, length: int, at: At) -> np.ndarray:
-    """The split column; "train" for all rows if there is none."""
+    """The split of each row, from the split column; "train" for all rows if there is no such column."""
     if spec.split not in columns:
         return np.full(length, "train")
     values = [str(v) if v is not None else "" for v in columns[spec.split]]
@@ -217,7 +217,7 @@ def split_of(columns: Columns, spec: DataSpec, length: int, at: At) -> np.ndarra
 
 
 def check_split(values: Sequence[str], name: str, at: At) -> None:
-    """Raise an InputError for a value other than train, val and test."""
+    """Raise an InputError if a value is not train, val or test."""
     for value in sorted(set(values) - set(SPLITS)):
         like = _ALIASES.get(value.strip().lower(), value.strip().lower())
         hint = f'; did you mean "{like}"?' if like in SPLITS else ""
@@ -225,7 +225,7 @@ def check_split(values: Sequence[str], name: str, at: At) -> None:
 
 
 def others(columns: Columns, used: set[str]) -> dict[str, np.ndarray]:
-    """The other columns as strings; a missing value is ""."""
+    """The columns that are not in ``used``, as strings; a missing value is ""."""
     return {
         name: str_array([_cell(v) for v in values])
         for name, values in columns.items()
@@ -257,7 +257,7 @@ def _text(value: Any, name: str, at: At, row: int) -> str:
 
 
 def _label(value: Any, name: str, at: At, row: int) -> int | str:
-    """A label as an integer or a stripped name."""
+    """A label value as an integer, or as a class name in its normal form."""
     if isinstance(value, str):
         value = class_name(value)
         if value:
@@ -265,7 +265,7 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
     elif isinstance(value, bool | np.bool_):
         return str(bool(value))
     elif isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer()):
-        return int(value)  # pandas writes integers as floats if one is missing
+        return int(value)  # pandas writes integers as floats if a value is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
         of = "several labels per row" if isinstance(value, list | dict) else "regression"

@@ -1,4 +1,4 @@
-"""Tools in conversations: the column of their schemas, and the calls in the messages."""
+"""Read tools in conversations: their schemas from a column, and the calls from the messages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CALLING = "function_call"  # ShareGPT's role of a message that is only a call, i
 KEYS = {
     "assistant": (CALLS,),
     "tool": ("name", "tool_call_id"),
-}  # keys of a message that are read in addition to role and content
+}  # role -> keys of its messages that are read in addition to role and content
 _LIKE_CALL = '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
 _LIKE_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
 
 
 def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
-    """Put the tools of the cells before the rows' messages.
+    """Put each row's tools, as a message of their own, before its other messages.
 
     Args:
         rows: for each row its prompt and answers.
-        values: cells, each a list of schemas, such a list in JSON, or nothing.
+        values: the cells of the column of tools, each a list of schemas, such a list as JSON text, or empty.
 
     Raises:
         InputError: a cell has another form.
@@ -41,7 +41,7 @@ def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str
 
 
 def _schemas(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """The schemas of one cell; empty for nothing."""
+    """The list of schemas in one cell; [] for an empty cell."""
     found = _parse(value)
     if found in (None, "", [], {}):
         return []
@@ -57,7 +57,7 @@ def _schemas(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _parse(value: Any) -> Any:
-    """A value; a text in JSON is parsed."""
+    """The parsed value if it is JSON text, None if it is blank, else the value itself."""
     if not isinstance(value, str):
         return value
     try:
@@ -67,7 +67,7 @@ def _parse(value: Any) -> Any:
 
 
 def calls_in(content: Any, at: str) -> list[Any]:
-    """The calls in a message whose content is JSON.
+    """The calls in the content of a message, which is JSON text or already parsed.
 
     Raises:
         InputError: the content has no call.

@@ -1,4 +1,4 @@
-"""Notices about unread columns that hold texts, or that mark splits."""
+"""Notices about unread columns that hold texts, mark splits, or name clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fedfm.data.pictures import Pictured
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.spec import DataSpec
 
-_LOOK = 1000  # rows that are examined
-_SPLITS = 5  # most values of a column that marks splits
+_LOOK = 1000  # number of rows that are examined
+_SPLITS = 5  # largest number of different values of a column that marks splits
 _SAYS = re.compile(r"(?:is[_ ]?)?(?:test|train|training|val|validation|holdout)(?:[_ ]?(?:set|row|split))?")
 _FOLDS = re.compile(r"(?:cv|k)?[_ -]?(?:fold|split|set|subset|partition)s?(?:[_ -]?(?:id|nr|no|number|index))?")
 _PART = re.compile(r"(?:fold|part|split|set)?[_ -]?(?:-?\d{1,2}|[a-z])")
@@ -28,11 +28,11 @@ _WORDS = 3  # smallest number of words of a text; shorter values are names
 def notice_of_unread(
     columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str, *, labelled: bool
 ) -> tuple[str, ...]:
-    """A notice about columns of texts, messages, lists and images that nothing reads.
+    """A notice about unread columns of texts, messages, lists and images.
 
     Args:
-        labelled: whether the rows have classes. If not, a column with the same text in all rows is named, too, since it
-            may be a common system message.
+        labelled: whether the rows have classes. If not, the notice also lists a column with the same text in all rows,
+            which may be a common system message.
     """
     chosen = {spec.partition.column, *(spec.where or ())}
     found = [n for n, values in columns.items() if n and n not in used | chosen and _tells(values, alike=not labelled)]
@@ -43,7 +43,7 @@ def notice_of_unread(
 
 
 def notices_of_marks(columns: Mapping[str, Sequence[Any]], spec: DataSpec, source: str) -> tuple[str, ...]:
-    """Notices about columns that seem to mark test rows, or to name clients, and that nothing reads."""
+    """Notices about unread columns that seem to mark test rows, or to name clients."""
     chosen = {spec.split, spec.label, spec.label_name, spec.partition.column, *(spec.where or ())}
     others = {name: values for name, values in columns.items() if name not in chosen}
     splits = (
@@ -72,7 +72,7 @@ def _split_notice(name: str, values: Sequence[Any], spec: DataSpec, source: str)
 
 
 def _client_notice(name: str, values: Sequence[Any], source: str) -> str | None:
-    """A notice about a column that names clients, where rows are dealt in another way."""
+    """A notice about a column that names clients, if rows are assigned to clients in another way."""
     if isinstance(values, Pictured) or not _CLIENTS.fullmatch(name.strip().lower()):
         return None
     found = {str(v) for v in values if v not in (None, "")}
@@ -105,12 +105,12 @@ def _marks_splits(name: str, values: Sequence[Any]) -> bool:
 
 
 def _some(values: Sequence[Any]) -> Sequence[Any]:
-    """Some values, evenly over all: files are often sorted."""
+    """Some values at equal distances in the column, since files are often sorted."""
     return values[:: max(1, len(values) // _LOOK)]
 
 
 def _tells(values: Sequence[Any], *, alike: bool) -> bool:
-    """Whether a column may be meant as input: images, lists, or mostly different texts."""
+    """Whether a column may be meant as input: images, lists, or texts (mostly different texts unless ``alike``)."""
     if isinstance(values, Pictured):
         return True
     some = [v for v in values[:_LOOK] if v not in (None, "", [], {})]

@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # Excel's first line, which states the separator
-_FORM = 2  # fewest fields of a line that looks like a row
+_FORM = 2  # smallest number of fields of a line that looks like a row
 _LINES = (
     '{at} has lines inside a field that look like rows of their own{more}: was a quote (") opened there by mistake?'
 )
@@ -46,7 +46,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
-    """The sheet of a TSV file. If it is not well-formed with quotes around fields, quotes count as text.
+    """The sheet of a TSV file. If reading quotes as marks around fields fails, quotes are read as text.
 
     Raises:
         InputError: as :func:`sheet_of`.
@@ -62,7 +62,7 @@ def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
     if rows := _rows_with_lines(columns, "\t"):
         try:
             return Sheet(*_columns_of(text, path, "\t", quotes=False), (note,))
-        except InputError:  # the quotes are not part of the texts
+        except InputError:  # reading the quotes as text fails, so they are marks
             return Sheet(columns, at, (_LINES.format(at=at(rows[0]), more=_and_more(rows)),))
     return Sheet(columns, at)
 
@@ -72,7 +72,7 @@ def _and_more(rows: list[int]) -> str:
 
 
 def _mark_of(head: str) -> str:
-    """The separator of the column names: a comma, or another mark if there is no comma."""
+    """The separator between column names: a comma, or another mark if there is no comma."""
     bare = "".join(head.split('"')[::2])  # text between quotes has no separators
     found = [mark for mark in _MARKS if mark in bare]
     return found[0] if "," not in bare and len(found) == 1 else ","
@@ -84,7 +84,7 @@ def _read(text: str, path: Path, mark: str) -> tuple[Columns, At, tuple[str, ...
         return *_columns_of(text, path, mark), ()
     try:
         columns, at = _columns_of(text, path, mark, blanks=False)
-    except InputError:  # the quotes are part of the texts
+    except InputError:  # the quotes belong to the texts
         return *_columns_of(text, path, mark), ()
     note = f'the blanks between a {_NAMES[mark]} and a quote (") in {path} are left out'
     try:
@@ -96,10 +96,10 @@ def _read(text: str, path: Path, mark: str) -> tuple[Columns, At, tuple[str, ...
 
 
 def _rows_with_lines(columns: Columns, mark: str) -> list[int]:
-    """Rows that seem to contain other rows: a quote was opened by mistake, and a later one closes it.
+    """Indexes of rows that seem to contain other rows: a quote was opened by mistake, and a later quote closes it.
 
-    Such a row has a field that spans lines. One of these lines has the form of a row, and its last field is a value of
-    the last column.
+    Such a row has a field that spans several lines. One of these lines looks like a row of its own, and its last field
+    is a value that occurs in the last column.
     """
     if len(columns) < _FORM:
         return []
@@ -115,16 +115,16 @@ def _rows_with_lines(columns: Columns, mark: str) -> list[int]:
             i
             for name, cells in columns.items()
             for i, cell in enumerate(cells)
-            if "\n" in cell and holds_row(cell, 0 if name == first else 1)  # the first field begins a row
+            if "\n" in cell and holds_row(cell, 0 if name == first else 1)  # a field of column 1 begins a line
         }
     )
 
 
 def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks: bool = True) -> tuple[Columns, At]:
-    """(columns by name, function that names a row in messages); the row of names is row 1.
+    """Return (columns by name, function that names a row in messages); the row of column names is row 1.
 
     Args:
-        quotes: whether quotes are marks, not text.
+        quotes: whether quotes enclose fields; if not, they are text.
         blanks: whether blanks at the beginning of a field are part of it.
     """
     # Python's reader is slow, but only it reports the record with an open quote or a missing field.
@@ -181,5 +181,5 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
 
 
 def _where(path: Path, row: int, line: int) -> str:
-    """The row number as in a spreadsheet, with the line if quoted line breaks make it differ."""
+    """The path and the row number as in a spreadsheet, with the line number if line breaks in quotes make it differ."""
     return f"{path}, row {row}" + (f" (line {line})" if line != row else "")

@@ -9,7 +9,7 @@ from fedfm.data.table import Table
 
 
 def read() -> Table:
-    """Images (1797, 8, 8, 1) uint8, scaled from 0..16 to 0..255; no row is marked as test."""
+    """Table of images (1797, 8, 8, 1) uint8, scaled from 0..16 to 0..255; no row is marked as test."""
     numbers = np.loadtxt(scikit_file("datasets/data/digits.csv.gz"), delimiter=",")  # (N, 64 pixels and the digit)
     images = np.rint(numbers[:, :-1].reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
     labels = numbers[:, -1].astype(np.int64)

@@ -25,7 +25,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-LISTED = 100_000  # texts; with more they stay in the data set's Arrow files
+LISTED = 100_000  # from this number on, texts stay in the data set's Arrow files
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
@@ -128,7 +128,7 @@ def _load(hub: str) -> Any:
 
 
 def _class_names(kind: Any) -> tuple[str, ...] | None:
-    """The names of a column's classes in their order; None of a column without names."""
+    """The class names of a column, in their order; None if the column has none."""
     import datasets
 
     return tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else None
@@ -140,7 +140,7 @@ def _has_withheld_labels(part: Any, label: str) -> bool:
 
 
 def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | None:
-    """The column of images: ``data.image``, or the only one."""
+    """The column of images: ``data.image``, or the only image column if there are no texts; else None."""
     import datasets
 
     found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
@@ -166,10 +166,11 @@ def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str 
 
 
 class Encoded(Sequence[str | bytes], Pictured):
-    """The images of several data sets in sequence, as paths or encoded; each is read on access.
+    """The images of several data sets, one set after the other, as paths or encoded; each is read on access.
 
     Args:
-        parts: data sets with this column, undecoded.
+        parts: data sets whose column of images is not decoded.
+        column: name of this column.
     """
 
     decoded = True

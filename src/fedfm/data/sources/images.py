@@ -1,8 +1,9 @@
 """Read image folders in the layout of Hugging Face's ``imagefolder``.
 
-``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
-``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` in any of these folders. Its column ``file_name`` is
-relative to its folder; it may have further columns. A label column replaces the class folders.
+Images are in ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or without splits in ``<class>/*.png``.
+Any of these folders may have a file ``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet``. Its column
+``file_name`` has the images' paths relative to its folder. It may have further columns; a label column replaces the
+class folders.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SUFFIXES = (
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # beginnings of names of folders with masks
 _MASK = re.compile(r"(.+?)[ _-]*(?:mask|seg|segmentation|annotation|groundtruth|gt)(?:[ _-]?\d{1,3})?", re.IGNORECASE)
-_FEW = 3  # masks
+_FEW = 3  # smallest number of masks for a notice
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -134,7 +135,7 @@ def _scans(files: Sequence[str]) -> str:
 
 
 def _masks(files: Sequence[Path]) -> tuple[str, ...]:
-    """A notice if one class seems to be the masks of another: same file names, and a folder name that says so."""
+    """A notice if one class seems to hold the masks of another: same file names, and a folder with a name of masks."""
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)
@@ -149,7 +150,7 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
-    """A notice if images are named as masks of others in the same folder."""
+    """A notice if the names of some images mark them as masks of other images in the same folder."""
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)
@@ -167,7 +168,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _parts(path: Path) -> dict[Path, str | None]:
-    """Folder -> its split; without splits the path itself -> None."""
+    """{folder: its split}; if no folder has the name of a split, {path: None}."""
     folders = [p for p in _visible(path) if p.is_dir()]
     named = {p: SPLIT_NAMES[p.name.lower()] for p in folders if p.name.lower() in SPLIT_NAMES}
     if not named:
@@ -183,7 +184,10 @@ def _parts(path: Path) -> dict[Path, str | None]:
 
 
 def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
-    """The images in the folder and in its class folders, sorted by name."""
+    """The images in the folder and in its class folders, sorted by name; other files are added to ``strange``.
+
+    With ``deep`` folders at any depth are read, else only class folders.
+    """
     found = []
     for entry in _visible(folder):
         inside = _visible(entry) if entry.is_dir() else [entry]
@@ -205,7 +209,7 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
 
 
 def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
-    """Columns of all metadata in the order of ``files``; raises an InputError for a file without a row."""
+    """The columns of all metadata files, in the order of ``files``; raises an InputError for an image without a row."""
     rows: dict[Path, dict[str, Any]] = {}
     homes = {path, *folders, *(file.parent for file in files)}
     for home in sorted(homes, key=lambda folder: (-len(folder.parts), folder)):  # deeper folders come first

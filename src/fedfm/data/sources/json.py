@@ -1,4 +1,4 @@
-"""JSON files: a list of objects, an object with one such list, or JSON lines under another name."""
+"""Read JSON files: a list of objects, an object with one such list, or JSON lines in a file named ``.json``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _begins_with_object(text: str) -> bool:
 
 
 def _list_of(found: dict[str, Any], path: Path) -> tuple[str, list[Any]]:
-    """The only list of objects in an object, with its key."""
+    """Return (key, value) of the only list of objects in an object; raise an InputError if there is not exactly one."""
     lists = {key: v for key, v in found.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
     if len(lists) != 1:
         what = f"several lists ({listing(lists)})" if lists else f"one object, with {listing(list(found), 8)}"

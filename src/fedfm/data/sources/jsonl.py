@@ -1,4 +1,4 @@
-"""JSON lines: one object on each line."""
+"""Read JSON lines: one object on each line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def of_lines(lines: Iterable[str], path: Path) -> Sheet:
-    """The sheet of these lines, without blank ones."""
+    """The sheet of these lines; blank lines are skipped."""
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
     repairs: list[int] = []

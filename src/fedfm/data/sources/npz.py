@@ -1,8 +1,8 @@
 """NumPy archives: images or feature vectors.
 
-``x`` uint8 or uint16 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,),
-``split`` strings (N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
-``feature_names`` or ``columns`` strings (d,) are the names of the columns of feature vectors.
+An archive holds ``x``, uint8 or uint16 (N, H, W, C) or float (N, d), and ``y``, integers (N,). It may hold ``classes``,
+strings (C,), ``split``, strings (N,), ``domain``, strings (N,), and further string or integer arrays (N,), which become
+columns. ``feature_names`` or ``columns``, strings (d,), are the names of the columns of feature vectors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
-_NAMES = ("feature_names", "columns")  # arrays of the names of columns
-_STRIP = 4  # width of an image, in heights, that is hardly one
-MAPPED = 1 << 28  # bytes; uncompressed images or vectors of a larger file stay in it
-_PIECE = 1 << 22  # bytes read at a time
+_NAMES = ("feature_names", "columns")  # arrays with names of feature columns
+_STRIP = 4  # an image that is this many times as wide as high is improbable
+MAPPED = 1 << 28  # bytes; in a larger file, uncompressed images or vectors are memory-mapped, not loaded
+_PIECE = 1 << 22  # number of bytes that are read at a time
 _EXPECTED = "uint8 or uint16 (N, H, W, C) images with C = 1 or 3, or float (N, d) feature vectors"
 
 
@@ -86,7 +86,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def _given_labels(arrays: dict[str, np.ndarray], length: int) -> np.ndarray | None:
-    """The labels of rows to predict by their names, as a column; None if there are none that can be read."""
+    """The labels of rows to predict, as class names if the file has them; None if it has no readable labels."""
     y, names = arrays.get("y"), arrays.get("classes")
     if y is None or y.dtype.kind not in "iu" or y.shape != (length,):
         return None
@@ -131,7 +131,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _memory_map(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
-    """An uncompressed array of the archive, memory-mapped; None if it is compressed or small.
+    """Memory-map an uncompressed array of the archive; return None if it is compressed, small or in Fortran order.
 
     Raises:
         ValueError: the checksum of its bytes is wrong.
@@ -168,7 +168,7 @@ def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
 
 
 def _hint(x: np.ndarray) -> str:
-    """A hint that says how to convert an array of another form into images."""
+    """A hint for messages that says how to convert an array of another form into images."""
     if x.ndim == 3:
         return ": x[..., None] adds the channel"
     if x.ndim != 4 or not x.size or x.dtype.kind not in "uifb":
@@ -186,7 +186,7 @@ def _hint(x: np.ndarray) -> str:
 
 
 def _finite(x: np.ndarray, path: Path) -> np.ndarray:
-    """Feature vectors as float32 (N, d)."""
+    """Convert feature vectors to float32 (N, d); raise an InputError if a value is then not finite."""
     with np.errstate(over="ignore"):
         narrow = np.ascontiguousarray(x, dtype=np.float32)
     bad = np.argwhere(~np.isfinite(narrow))

@@ -1,4 +1,4 @@
-"""Read Parquet files, including those of the Hugging Face Hub with images and class names inside."""
+"""Read Parquet files, including files of the Hugging Face Hub with images and class names inside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 
 
 def sheet_of(data: bytes, path: Path) -> Sheet:
-    """The sheet of a Parquet file; rows count from 1. Images stay encoded, in Arrow's memory.
+    """The sheet of a Parquet file; messages count rows from 1. Images stay encoded, in Arrow's memory.
 
     Raises:
         InputError: the file is not a Parquet file, or is damaged.
@@ -27,7 +27,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
         raise InputError(f"{path} holds {content_of(data)}, not a Parquet file: rename it, or save it as Parquet")
     try:
         table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-        names = list(table.column_names)  # decoded here: names in a damaged file may not be UTF-8
+        names = list(table.column_names)  # decoded inside of "try", since names in a damaged file may not be UTF-8
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}): write it again") from None
     for name in names:
@@ -53,7 +53,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
         encoded = pyarrow.compute.struct_field(column, "bytes")
         if encoded.null_count == column.null_count:
             return ArrowPictures(encoded)
-        items = ((v or {}) for v in column.to_pylist())  # some are paths relative to the file
+        items = ((v or {}) for v in column.to_pylist())  # some images are paths relative to the file
         found = (v.get("bytes") or (str(path.parent / v["path"]) if v.get("path") else None) for v in items)
         return ListedPictures(found)
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
@@ -65,7 +65,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
 
 
 def _class_names(metadata: Any, path: Path) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """(column -> class names, from the metadata that the library datasets writes; notices)."""
+    """Return ({column: class names}, notices), from the metadata that the library "datasets" writes."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         kinds = {column: kind for column, kind in features.items() if isinstance(kind, dict)}
@@ -89,7 +89,7 @@ def _in_order(names: Any) -> tuple[str, ...]:
     """Class names in the order of their numbers.
 
     Args:
-        names: a list, an object number -> name as in the Hub's cards, or an object name -> number.
+        names: a list of names, a dict {number: name} as in the Hub's cards, or a dict {name: number}.
 
     Raises:
         KeyError, TypeError, ValueError: the numbers are not 0, 1, ...

@@ -19,7 +19,7 @@ from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError
 
-# ending -> (module, its function, the expected content in words)
+# ending -> (module, name of its function, description of the expected content)
 _READERS = {
     ".csv": ("csv", "sheet_of", "a CSV file"),
     ".tsv": ("csv", "sheet_of_tabs", "a TSV file"),
@@ -29,7 +29,7 @@ _READERS = {
     ".parquet": ("parquet", "sheet_of", "a Parquet file"),
 }
 _TEXT = ".txt"  # a table only for tasks that read such files
-_ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # about rows, not rows
+_ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # files about the rows
 _DATA = re.compile(
     r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sa[v]|dta|rds|rdata|db|sqlite3?|tfrecord"
     r"|zip|tar|tgz|7z|bz2|xz|zst|dat|data|arff)$",
@@ -41,7 +41,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
 def endings(task: str | None = None) -> tuple[str, ...]:
-    """Endings of files of rows, including those of single tasks; plain text only if the named task reads it."""
+    """The endings of files of rows, including endings of single tasks; ".txt" only if the named task reads it."""
     named = tasks.task_named(task)
     found = [*_READERS, *tasks.endings(), *((_TEXT,) if named is not None and named.endings else ())]
     return (*found, *(f"{ending}.gz" for ending in found if ending != ".parquet"))
@@ -54,7 +54,7 @@ def sheet_of(path: Path, task: str | None = None) -> Sheet:
         task: the named task; it may read plain text.
 
     Raises:
-        InputError: the file is empty, damaged, or not of the kind that its name says.
+        InputError: the file is empty, damaged, or not of the kind that its ending names.
     """
     name = path.name.lower()
     packed = name.endswith(".gz")
@@ -89,7 +89,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def files_of(folder: Path, task: str | None = None) -> list[Path]:
-    """The files of rows in a folder or in its folder ``data``; none if it has images or folders of classes."""
+    """The files of rows in a folder or in its folder ``data``; [] if there are none, or if there are other folders."""
     for home in (folder, folder / "data"):
         if not home.is_dir():
             continue
@@ -104,7 +104,7 @@ def files_of(folder: Path, task: str | None = None) -> list[Path]:
 
 
 def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | None, labelled: bool) -> Table:
-    """Table of all files of a folder; file names give the split, as in the Hub's ``train-00000-of-00002``.
+    """Table of all files of a folder; file names give the split, as in ``train-00000-of-00002`` on the Hub.
 
     Raises:
         InputError: only some files name a split, their columns differ, or as :func:`read`.
@@ -138,7 +138,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
 
 
 def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ...]:
-    """A notice about each split that is read from several files, unless these are numbered parts of one."""
+    """A notice about each split that is read from several files, unless they are numbered parts of one file."""
     found = []
     for split in dict.fromkeys(splits.values()):
         names = sorted({_SHARD.sub("", file.name) for file, of in splits.items() if of == split})
@@ -148,7 +148,7 @@ def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ..
 
 
 def _left_out(files: Sequence[Path]) -> tuple[str, ...]:
-    """A notice about files next to those that are read, if their names say that they hold rows, too."""
+    """A notice about unread files in the same folder whose names suggest that they hold rows, too."""
     there = [
         file for file in sorted(files[0].parent.iterdir()) if file.is_file() and not file.name.startswith((".", "_"))
     ]
@@ -166,12 +166,12 @@ def _left_out(files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _has_withheld_labels(sheet: Sheet, label: str) -> bool:
-    """Whether all labels are -1, which marks withheld labels in the Hub's sets."""
+    """Whether all labels are -1, which marks withheld labels in data sets of the Hub."""
     return len(sheet) > 0 and set(map(str, sheet.columns.get(label, ()))) == {"-1"}
 
 
 def split_in(name: str) -> str | None:
-    """The split in a file's name, as its first or last word.
+    """The split that the words of a file's name give; None if they give none, or several.
 
     Example:
         >>> split_in("cats-validation-00000-of-00001.parquet"), split_in("cats.csv")
@@ -186,7 +186,7 @@ def _is_table(path: Path, task: str | None) -> bool:
 
 
 def _complete(files: Iterable[Path]) -> None:
-    """Raise an InputError if a part of a numbered set is missing."""
+    """Raise an InputError if one of the numbered parts of a file is missing."""
     sets: dict[tuple[str, int], set[int]] = {}
     for file in files:
         if shard := _SHARD.search(file.name):

@@ -1,4 +1,4 @@
-"""Plain text (.txt, .txt.gz) for language models: one running text in consecutive passages."""
+"""Read plain text (.txt, .txt.gz) for language models: one running text in consecutive passages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedfm.data.sources._files import decode, gunzip, read_bytes
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 
-PASSAGE = 2000  # characters at most
-_LOOK = 20_000  # characters that are examined
-_LINES = 5  # smallest number of lines that may be taken for rows of a table
+PASSAGE = 2000  # largest number of characters of a passage
+_LOOK = 20_000  # number of characters that are examined for rows of a table
+_LINES = 5  # smallest number of lines that may be rows of a table
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
