@@ -37,7 +37,8 @@ class Audit(ABC):
         methods: names of the methods whose messages the audit reads.
         by_default: whether the audit runs if the user names no attack; such an audit takes only seconds.
         replies: whether the audit reads ``Replay.replies``; if so, all replies are kept in memory.
-        replays: whether the audit needs the run's own rounds; if not, it only gets the population.
+        replays: whether the audit needs a replay of the run's rounds; if not, it only gets the clients' rows and the
+            model.
         takes: seconds that the audit may take after the replay, if this time does not depend on the run.
     """
 
@@ -56,7 +57,7 @@ class Audit(ABC):
         return run.experiment.method_name in self.methods
 
     def unfit(self, run: Run) -> str | None:
-        """The reason why the audit does not apply to this run, which it :meth:`reads`; None if it applies."""
+        """Why the audit does not apply to this run, although it :meth:`reads` runs of this kind; None if it applies."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
@@ -65,7 +66,7 @@ class Audit(ABC):
 
     @abstractmethod
     def findings(self, replay: Replay, notice: Notice, **options: Any) -> list[Finding]:
-        """Attack."""
+        """Attack the run; return the findings."""
 
 
 def audits() -> dict[str, Audit]:
@@ -84,7 +85,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     """The audits of these names; without names, all cheap audits that apply.
 
     Raises:
-        InputError: a name is unknown, its audit does not apply, or no audit applies; the error lists those that do.
+        InputError: a name is unknown, its audit does not apply, or no audit applies; the error lists audits that do.
     """
     there, method = audits(), run.experiment.method_name
     known = {name: a for name, a in there.items() if a.reads(run)}
@@ -117,7 +118,7 @@ class Audited:
     """The result of an audit: its findings, and the attacks that it skipped.
 
     Attributes:
-        findings: findings of the attacks that ended.
+        findings: findings of the attacks that finished.
         left_out: names of chosen attacks that did not run, because the time limit was reached.
         seconds: estimated seconds of the attacks in ``left_out``.
     """
@@ -135,7 +136,7 @@ def perform(
     given: Any = None,
     **options: Any,
 ) -> list[Finding]:
-    """Attack a finished run without a limit; arguments, effects and errors are those of :func:`perform_within`."""
+    """Attack a finished run without a time limit; arguments, effects and errors are as in :func:`perform_within`."""
     return perform_within(None, path, names, notice, given=given, **options).findings
 
 
@@ -149,16 +150,17 @@ def perform_within(
     given: Any = None,
     **options: Any,
 ) -> Audited:
-    """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces an old one of its name.
+    """Attack a finished run, and add the findings to its ``audit.json``.
 
-    The manifest gets the verdicts. Both files are written after each step, so Ctrl-C loses no finding.
+    A new finding replaces an old finding of the same name. The verdicts are also written to the run's manifest. Both
+    files are written after each step, so Ctrl-C loses no finding.
 
     Args:
         limit: seconds after which the running attack is stopped [no limit].
-        names: names of the attacks [all cheap ones that apply].
+        names: names of the attacks [all cheap attacks that apply].
         notice: receives texts about the progress.
         progress: its methods are called for each attack.
-        given: only for a run of ``fedfm.federate``: a dict with the arguments for model and rows of that call.
+        given: only for a run of ``fedfm.federate``: a dict with that call's arguments for the model and the rows.
         options: options of single attacks, e.g. ``pictures``.
 
     Raises:
@@ -244,7 +246,7 @@ def _run_attacks(
 
 
 def _keep(run: Run, found: Sequence[Finding]) -> None:
-    """Add these findings to those of earlier audits of the same model."""
+    """Write these findings to the run's files, in addition to findings of earlier audits of the same model."""
     fresh = {f.name for f in found}
     with run.lock(wait=True):  # another audit of the run may add findings at the same time
         of = run.manifest["result"]["params_sha256"]

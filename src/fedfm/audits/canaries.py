@@ -29,12 +29,12 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
-STRANGERS = 1000  # number of canaries that take no part
+STRANGERS = 1000  # number of canaries that are never sent
 _MOST = 4e8  # largest number of entries of all directions in memory
 
 
 class Canaries(Audit):
-    """The attacker knows the update that each canary sends, and reads the means that the method gets.
+    """Replaces each client's update by a known one (a canary), and looks for it in the means that the method gets.
 
     The noise is drawn anew. So the audit tests the implementation of the mechanism, with the run's numbers of clients,
     rounds and parameters.
@@ -50,7 +50,7 @@ class Canaries(Audit):
         result, clients = run.manifest["result"], len(run.manifest["clients"])
         mechanism = cast(CentralGaussian, run.experiment.aggregation.mechanism)  # see reads
         if mechanism.fraction is not None or mechanism.adaptive is not None:
-            return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
+            return "it can only measure independent noise with a fixed clip norm, and cohorts that the method chooses"
         if not result["rounds"] or clients < 2:
             return "it needs at least one round and two clients"
         numbers = int(run.manifest["model"]["trainable"]) * (result["rounds"] + clients)
@@ -76,7 +76,7 @@ class Canaries(Audit):
 
 
 def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
-    """The finding on a stated epsilon, from the scores of canaries and of strangers.
+    """The finding on a stated epsilon, from the scores of canaries and of strangers (canaries that were not sent).
 
     The size of the noise is estimated from ``dim`` entries.
     """

@@ -1,4 +1,4 @@
-"""The updates of a replay as an attacker at the server reads them: start and change of each local training."""
+"""Read the updates of a replay as an attacker at the server does: start and change of each local training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedfm.training import TrainsLocally
 
 
 class UpdateAudit(Audit):
-    """An audit of the updates that clients send after training with their client optimiser."""
+    """Base class of audits of the updates that clients send after local training."""
 
     replies: ClassVar[bool] = False
 
@@ -36,10 +36,10 @@ class UpdateAudit(Audit):
 
 @dataclass(frozen=True)
 class CrossedUpdate:
-    """An update that the server received.
+    """An update that the server received from a client, or the sum of a round's updates.
 
     Attributes:
-        clients: one client, or if the server only sees sums, all clients of the sum.
+        clients: the client; if the server only sees sums, all clients in the sum.
         start, end: the complete model before and after the training; the attacker can compute with both.
         delta: the sent change of the trained tensors, end - start; None for a sum.
         weight: n_k, or the weight that the method uses instead of it; None for a sum.
@@ -57,7 +57,8 @@ def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = Fal
     """Yield the round's updates that are changes of a complete model.
 
     Args:
-        sums: whether the server only sees the sum of updates. The change is then that of the server's own model.
+        sums: whether the server only sees the sum of updates. Then a round has one update, the change of the server's
+            own model.
     """
     if turn.round == 0:
         return
@@ -81,7 +82,7 @@ def sees_sums_only(run: Run) -> bool:
 
 
 def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -> tuple[Params, Params] | None:
-    """Start and change of a reply: the model in the request, and those tensors of the reply that have its shapes."""
+    """(start, change): the model in the request, and the reply's tensors of the same names and shapes; else None."""
     payload: Mapping[str, Any] = turn.payloads.get(reply.client, {})
     delta: Params = reply.value.delta
     prefixes = dict.fromkeys(name.partition("/")[0] for name in delta if "/" in name)
@@ -99,7 +100,7 @@ def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -
 def _complete(
     reply: RecordedReply, turn: Turn, method: Method[Any], w: Params, trained: Params
 ) -> tuple[Params, Params]:
-    """Start and end, with what the method has added to the frozen weights so far."""
+    """(start, end) of the complete model, including the adapters that the method has merged into frozen weights."""
     shift = turn.payloads.get(reply.client, {}).get("shift")
     if isinstance(method, Merging) and isinstance(turn.before, Merged) and isinstance(shift, Params) and len(shift):
         frozen, alpha = as_factors(shift), turn.before.alpha

@@ -1,4 +1,4 @@
-"""Test the epsilon of a FedPFT run. The attacker knows all except one coin for each pair of rows."""
+"""Test the epsilon of a FedPFT run. The attacker knows everything except one coin for each pair of rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
 CONFIDENCE = 0.99  # confidence of a refutation; high, because audits are repeated
-ROUNDING = 2.0**-11  # rounding error of float16; it counts as the noise of a sum without noise
+ROUNDING = 2.0**-11  # rounding error of float16, which takes the place of noise in a sum without noise
 
 
 class Epsilon(Audit):
-    """Pairs each training row with a row that no client trained on. A coin decides which of the two was used.
+    """Pairs training rows with rows that no client trained on, and guesses for each pair which row was used.
 
     The audit assumes that test rows of a class have the same distribution as the class's training rows.
     """
@@ -59,7 +59,7 @@ class Epsilon(Audit):
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
-    """For each cell, yield those of its rows that have a partner, and the partners; no row is in two pairs."""
+    """Yield for each cell (the cell, its rows that have a partner, these partners); no row is in two pairs."""
     pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)

@@ -78,7 +78,7 @@ class Extraction(Audit):
 
 
 def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
-    """Range of c_t = 1 + 1/a_t; ``guess`` is l_t."""
+    """(low, high) ends of the range of c_t = 1 + 1/a_t, if ``guess`` is l_t."""
     least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
     return extraction.place(least * guess, most * guess)
 
@@ -233,7 +233,7 @@ class _Attack:
         return self._finding(name, ACTIVE, x, says, detail)
 
     def _when(self) -> tuple[ClientId, int, float] | None:
-        """(client, round, fraction of the weight): a client of median weight, in its second round or a later one."""
+        """(client, round, fraction of the weight) of a client of median weight, in its second or a later round."""
         known: set[ClientId] = set()
         for turn in self.rounds.turns:
             weights = {s.client: s.value.weight for s in turn.replies}
@@ -317,7 +317,7 @@ class _Attack:
 
 
 def sums(everyone: Finding) -> Finding:
-    """The finding on all clients if only the sum of updates is visible: the sum is enough for w'."""
+    """The finding about all clients if only sums of updates are visible; a sum is enough to compute w'."""
     same = "nothing was computed"
     if everyone.estimate is not None:
         same = f"the relative error is the same {everyone.estimate:.3g}"
@@ -338,7 +338,7 @@ class Clipped(Aggregator):
 
 
 def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
-    """The update by which a client with the fraction ``share`` of the weight reverses the mean.
+    """The update with which a client that has the fraction ``share`` of the weight reverses the direction of the mean.
 
     It leaves running statistics unchanged.
     """

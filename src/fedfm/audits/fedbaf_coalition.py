@@ -1,4 +1,4 @@
-"""What colluding clients of a FedBaF run know: the aggregates before mixing, and the models after mixing."""
+"""Compute what colluding clients of a FedBaF run know: the aggregates before mixing, and the models after mixing."""
 
 from __future__ import annotations
 
@@ -83,9 +83,10 @@ class Pull:
         self._calls = 0
 
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
-        """For round t = 1, 2, ...: tau_t as printed, and l_t = psi tau_t / tau_ref as used. The paper counts from 0.
+        """Return, for round t = 1, 2, ..., (tau_t as the paper prints it, l_t = psi tau_t / tau_ref as FedBaF uses it).
 
-        A client that joins late takes the first tau that it can compute for the tau of round 1.
+        The paper counts rounds from 0. A client that joins late does not know the tau of round 1. It uses the first tau
+        that it can compute instead.
         """
         self._calls += 1
         length = direction_distance(mean, w, self._names)
@@ -103,10 +104,10 @@ class Pull:
 
 
 class BaseStep:
-    """The base method's server step, on the replies that some clients know.
+    """The base method's server step, applied to the replies that some clients know.
 
     Args:
-        aggregator: the run's aggregator; None: the plain one.
+        aggregator: the run's aggregator; None stands for the plain mean.
 
     Attributes:
         names: names of the trainable tensors.
@@ -123,8 +124,8 @@ class BaseStep:
         """The members' estimate of w' in a round, and their state. It is exact if ``members`` are all clients, or None.
 
         Args:
-            own: the state as the members know it. Its parts that the round sent are exact. Other parts, e.g. the
-                server's moments, are estimates.
+            own: the state as the members know it. Parts that the server sent in this round are exact. Other parts, e.g.
+                the server's moments, are estimates.
         """
         known = {(s.call, s.client): s for s in turn.replies if members is None or s.client in members}
         fed = Federation(
@@ -202,7 +203,7 @@ class _ReplayedLink:
 
 
 def _known_state(turn: Turn, own: Any) -> Any:
-    """The state as clients know it: its parts that the round sent to them are exact."""
+    """The state as clients know it: exact in the parts that the server sent in this round, else as in ``own``."""
     if isinstance(turn.before, Params):
         return turn.before
     sent = {id(value) for value in next(iter(turn.payloads.values()), {}).values()}
@@ -212,10 +213,10 @@ def _known_state(turn: Turn, own: Any) -> Any:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a coalition knows: T lines, one for each round. The foundation model lies on each of them.
+    """The T lines that a coalition knows, one for each round. The foundation model lies on each of them.
 
     Attributes:
-        rounds: the rounds in which a member took part and after which a member received the new model.
+        rounds: the T rounds, in each of which a member took part, and after which a member received the new model.
         u: (T, P) the coalition's estimate of the aggregate w'; exact if all clients of the cohort are members.
         v: (T, P) the new model.
         guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it; a_t is between l_t and 2 l_t.
@@ -245,12 +246,12 @@ class Rounds:
         clients, rounds: the run's numbers of clients and rounds.
         trainable: number of trained values of the model.
         evaluate_every: the run's setting; every client evaluates the model in such a round, and so receives it.
-        aggregator: the run's aggregator; None: the plain one.
+        aggregator: the run's aggregator; None stands for the plain mean.
 
     Attributes:
         turns: the kept rounds, with their replies.
-        curve: for each round ``angle``, tau_t as printed; ``pull``, l_t as used; ``error`` and ``dist``, two measures
-            of the distance of w_{t+1} from w_pre. No other file of the run has these figures.
+        curve: for each round ``angle``, tau_t as the paper prints it; ``pull``, l_t as FedBaF uses it; ``error`` and
+            ``dist``, two measures of the distance of w_{t+1} from w_pre. No other file of the run has these figures.
         target: the entries of the foundation model that the attack computes.
         first, last: the model before the first round, and the model after the last.
     """

@@ -73,7 +73,7 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A coalition's estimate of one client's vector.
+    """Figures about a coalition's estimate of one client's vector.
 
     ``own`` is the largest cosine between one of the coalition's own vectors and the true vector.
     """
@@ -93,7 +93,7 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:
-        """Reconstruct with known weights. In each layer, the colluder that weights the victim most does so."""
+        """Reconstruct the victim's vector with known weights, per layer by the colluder that gives it most weight."""
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):
@@ -109,7 +109,7 @@ class _Coalition:
         return _read_of(parts, 1)
 
     def reconstruct_without_weights(self, victim: ClientId) -> _Read:
-        """Reconstruct without known weights, by the formula of the weights.
+        """Reconstruct the victim's vector without known weights, from the formula that FedBip's weights follow.
 
         The equation of one colluder may have several solutions. The other colluders choose among them.
         """
@@ -176,7 +176,7 @@ class _Coalition:
 
 
 def _read_of(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
-    """Join the layers; each part has true vector, estimate and the colluders' vectors of one layer."""
+    """Figures over all layers; each part has one layer's true vector, its estimate and the colluders' vectors."""
     truth, guess = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     others = np.concatenate([o for _, _, o in parts], axis=1)
     error = float(np.linalg.norm(guess - truth) / max(float(np.linalg.norm(truth)), 1e-30))

@@ -1,4 +1,4 @@
-"""What a server that receives task vectors can compute from them: scores of rows, and the clients' weights."""
+"""Compute what a server learns from the task vectors that it receives: scores of rows, and the clients' weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-CLIENTS, ROWS = 40, 150  # clients whose rows are scored; most members, and most strangers, of each client
+CLIENTS, ROWS = 40, 150  # largest numbers of clients whose rows are scored, and of members (or strangers) of a client
 ALIGNED = 300  # number of rows whose gradients are computed, with one backward pass each
 PUBLIC, WAY = (
     200,
@@ -48,9 +48,9 @@ class Scored:
 
 
 class Eye:
-    """A watch of a replay.
+    """A watch of a replay that reads task vectors.
 
-    It scores rows in every round. It keeps the head in each client's first task vector, the weights, and one round in
+    It scores rows in every round. It keeps the head in each client's first task vector, all weights, and one round in
     which all clients took part.
     """
 
@@ -59,9 +59,9 @@ class Eye:
         self._scored: dict[ClientId, Scored] | None = None
         self._first: Params | None = None  # the first start vector that was sent
         self.heads: dict[ClientId, Params] = {}  # head in the first tau of each client
-        self.p: list[Array] = []  # (L, K, K) a round
+        self.p: list[Array] = []  # an array (L, K, K) for each round
         self.full: Full | None = None
-        self.predicted: dict[ClientId, Array] = {}  # the argument ``predicted`` of class_shares, by client
+        self.predicted: dict[ClientId, Array] = {}  # for each client, the argument ``predicted`` of class_shares
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if not turn.round:

@@ -1,4 +1,4 @@
-"""What the server of a FedPFT run receives: mixtures by client and class. Audits also need the rows behind them."""
+"""Collect the mixtures that the server of a FedPFT run receives, by client and class, and the rows behind them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedfm.methods.fedpft.summary import Summary, gaussian, mixtures_of
 
 @dataclass(frozen=True)
 class SentClass:
-    """One class of one client (a *cell*) as its message has it.
+    """One class of one client (a *cell*), as the client's message describes it.
 
     Attributes:
         count: number of rows in the message. It is noisy under differential privacy, and made up if counts are
@@ -69,7 +69,7 @@ class View:
         return np.asarray(self._features[self._place[rows]])
 
     def as_used(self, x: Array) -> Array:
-        """Change features to those that the method uses."""
+        """Change features into the form that the method uses, with norm 1 under differential privacy."""
         return noisy_moments.unit_rows(x) if self.plan else x
 
     def held_out(self, client: ClientId, label: int) -> Array:
@@ -133,7 +133,7 @@ class View:
 
     def _sent_class(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
-        # After an M step a mixture's mean is that of its rows; if counts are withheld, only nearly.
+        # After an M step, a mixture's mean is the mean of its rows; if counts are withheld, only approximately.
         total = size * (g.weights @ g.means.astype(np.float64))
         sigma = 0.0 if self.plan is None else self.plan.sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)

@@ -55,7 +55,7 @@ class VerdictRule:
         return replace(self, numbers={**self.numbers, **numbers})
 
     def verdict(self, numbers: Mapping[str, float | None]) -> Verdict:
-        """The verdict on the ``estimate``, ``low``, ``high`` and ``bound`` of a finding."""
+        """The verdict for a finding with these values of ``estimate``, ``low``, ``high`` and ``bound``."""
         known = {**self.numbers, **numbers}
         if any(_true(text, known) for text in self.leaks):
             return "leaks"
@@ -140,7 +140,7 @@ def absorb_rounding(low: float, stated: float) -> float:
 
 
 def refutes(low: float) -> str:
-    """What a lower bound on epsilon refutes, in words.
+    """Say in words which values of epsilon a lower bound refutes.
 
     Example:
         >>> refutes(0.5), refutes(0.0)
@@ -150,7 +150,7 @@ def refutes(low: float) -> str:
 
 
 def against(verdict: Verdict) -> str:
-    """End a sentence about a claimed epsilon, depending on the verdict."""
+    """The end of a sentence about a claimed epsilon, which depends on the verdict."""
     if verdict == "leaks":
         return ": it does not hold."
     return "." if verdict == "holds" else ", which is less; for a true claim, one audit in twenty finds this."
@@ -165,7 +165,7 @@ class Finding:
         question: the question, as a user would ask it.
         estimate: the measured figure; None if the run is too small to measure it.
         low, high: the figure's interval, at 95 % unless ``says`` names another level.
-        bound: the figure's limit: the figure of a random guess, or what the run promises.
+        bound: the figure's limit: the figure of a random guess, or the figure that the run promises.
         rule: the rule by which these numbers decide the verdict.
         says: the answer in a sentence.
         contradicts: whether the measurement refutes a claim of the manifest.
@@ -233,7 +233,7 @@ def lines(findings: Sequence[Finding]) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """An interval in a sentence."""
+    """An interval as text in a sentence."""
     return "[no interval]" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
 
 

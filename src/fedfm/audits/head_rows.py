@@ -34,7 +34,7 @@ NO_BIAS = (
 
 
 class Rebuilt(Watch):
-    """The rows that the updates disclose.
+    """A watch that finds the rows whose features the updates disclose.
 
     Attributes:
         hits: (client, row of the table) for each row that an update discloses.
@@ -51,7 +51,7 @@ class Rebuilt(Watch):
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
         self.compared, self.rows, self.updates = 0, 0, 0
-        self.why = "the server saw no client's change of a whole model"  # until an update is read
+        self.why = "the server saw no client's change of a whole model"  # if nothing is found
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method = self._run.experiment.method
@@ -89,8 +89,9 @@ class Rebuilt(Watch):
 
 
 class HeadRows(HeadAudit):
-    """Fraction of training rows whose features an update discloses. The fraction of test rows shows the effect of
-    chance.
+    """Finds the fraction of training rows whose features an update discloses.
+
+    The fraction of test rows, which no update contains, shows the effect of chance.
     """
 
     def watch(self, run: Run) -> Rebuilt:

@@ -1,4 +1,4 @@
-"""The head in the updates that a server sees. An attacker at the server also has the model and test rows."""
+"""Find the head's tensors in the updates that a server sees. The attacker at the server also has test rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names(NamedTuple):
 
 
 def head_names(model: Model) -> Names | None:
-    """The names, or None if no classification head is trained. If a bias is missing or frozen, its name is None."""
+    """Names of the head's tensors; None if no classification head is trained. An untrained bias has the name None."""
     head = model.head
     if head is None or model.is_language_model:
         return None
@@ -29,7 +29,7 @@ def head_names(model: Model) -> Names | None:
 
 
 class HeadAudit(UpdateAudit):
-    """An audit of the heads of single clients' classifiers."""
+    """Base class of audits that read the head in single clients' updates."""
 
     def reads(self, run: Run) -> bool:
         kind = run.manifest["model"].get("task", run.experiment.model.task)

@@ -39,9 +39,7 @@ _ASKED: Mapping[str, tuple[str, str]] = {
 
 
 class Inversion(Audit):
-    """SSIM of the true image with the best computed one, compared with that of the best of the attacker's own
-    images.
-    """
+    """Compares the SSIM of the true image with the best computed image, and with the best of the attacker's own."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
     by_default: ClassVar[bool] = False
@@ -105,7 +103,7 @@ def _invert(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, i
 
 
 def _best(some: Array, true: Array) -> tuple[float, float]:
-    """Largest SSIM and largest PSNR of some images with the true one."""
+    """Largest SSIM and largest PSNR of any of these images with the true one."""
     clear = np.minimum(similarity.psnr(some, true[None]), CLEAR)
     return float(similarity.ssim(some, true[None]).max()), float(clear.max())
 
@@ -115,7 +113,7 @@ def _finding(
 ) -> Finding:
     question, source = _ASKED[name]
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
-    # The baseline is of the same targets, so the interval is that of the paired differences.
+    # The baseline has the same targets, so the interval is computed from the paired differences.
     low, high = rates.mean_interval(np.array(found)[:, 0], np.array(baseline)[:, 0])
     rule = (
         ABOVE

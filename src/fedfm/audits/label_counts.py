@@ -47,7 +47,7 @@ class Shares(Watch):
         self.found: dict[ClientId, Array] = {}
         self.public: Array = np.zeros(0)
         self.tried, self.bias = 0, True
-        self.why = "the server saw no client's change of a whole model"  # until an update is read
+        self.why = "the server saw no client's change of a whole model"  # if nothing is found
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
@@ -88,7 +88,7 @@ class Shares(Watch):
 
 
 def passes(run: Run, population: Partitioned) -> tuple[int, float]:
-    """Number of local trainings per client that fit the budget, and seconds that one takes."""
+    """(number of local trainings per client that fit the budget, seconds that one training takes)."""
     rounds, clients = max(int(run.manifest["result"]["rounds"]), 1), max(len(population.clients), 1)
     one = cost(run, population) / rounds / clients
     return (min(MOST, int(BUDGET / (one * clients))) if one else MOST), one
@@ -125,7 +125,7 @@ class _Attacker:
         return label_shares(np.stack(tried), np.stack(behind), observed)
 
     def _draw(self, counts: Array, rng: np.random.Generator) -> Array:
-        """Rows with these label counts; for a class that the attacker does not have, any rows."""
+        """Draw rows with these label counts; if the attacker has no rows of a class, draw any rows for it."""
         every = np.arange(len(self._labels))
         return np.concatenate(
             [rng.choice(own if len(own) else every, k) for own, k in zip(self._by_class, counts, strict=True)]
@@ -138,9 +138,9 @@ class _Attacker:
 
 
 class LabelCounts(HeadAudit):
-    """Total variation distance between estimated and true fractions of the labels.
+    """Measures the total variation distance between estimated and true fractions of the labels.
 
-    It is compared with that of a guess, namely that every client has the fractions of the test rows.
+    It is compared with the distance of a guess: that every client has the fractions of the test rows.
     """
 
     def seconds(self, run: Run, population: Partitioned) -> float:

@@ -1,8 +1,8 @@
-"""The findings of all membership attacks, from scores of rows that were trained on and of rows that were not.
+"""Make the findings of all membership attacks, from scores of rows that were trained on and of rows that were not.
 
 Attacks differ in what the attacker sees (mixtures, the final model, an expert, updates) and in how it scores a row.
-This module has all the rest: the area under the ROC curve (AUC) with its interval, the largest AUC that a stated
-epsilon allows, and the rate of true positives at a low rate of false positives.
+This module computes the same figures for all: the area under the ROC curve (AUC) with its interval, the largest AUC
+that a stated epsilon allows, and the rate of true positives at a low rate of false positives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemberScores:
 
     Args:
         generator: returns the random generator of the bootstrap for a confidence.
-        strangers: number of different strangers in all cells; cells may share them [each cell has its own].
+        strangers: number of different strangers in all cells, since cells may share them [each cell has its own].
         digits: number of decimal places to which the normal quantile is rounded [no rounding].
 
     Attributes:
@@ -88,7 +88,7 @@ class MemberScores:
             says: start of the answer, e.g. "A training row scores above a test row"; the AUC follows.
             claim: a guarantee that bounds the AUC. Only an interval at the confidence ``strict`` can contradict it.
             more: text after the interval.
-            unit: text for the end, which says what a row is.
+            unit: text at the end that says what a row is.
         """
         mean, low, high = self.interval(0.95)
         says += f" with chance {mean:.3f} {interval(low, high)}{more}; 0.5 is guessing"
@@ -109,7 +109,7 @@ def finding_on_rate(
     Args:
         by: the attack, in words.
         strangers: the rows that nobody trained on, in words.
-        unit: text for the end, which says what a row is.
+        unit: text at the end that says what a row is.
     """
     says = f"{f'By {by}, ' if by else ''}{100 * rate.tpr:.1f} % of the training rows "
     says += f"[{100 * rate.low:.1f}, {100 * rate.high:.1f}] are above a threshold that "

@@ -38,7 +38,7 @@ class _Scored:
 
 
 class Membership(Audit):
-    """Finds the AUC, and the rate of true positives at 1 % false positives."""
+    """Computes the AUC, and the rate of true positives at 1 % false positives."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -103,7 +103,7 @@ class _Shadows:
 
 
 def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density:
-    """The fit that clients make."""
+    """Fit a density to the rows x in the same way as clients do."""
     if view.plan is None or components > 1:
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
         em = fit_without_singles if view.plan is None else fit

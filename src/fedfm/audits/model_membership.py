@@ -88,7 +88,7 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
 def attack(
     run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
 ) -> tuple[list[CellScores], str]:
-    """Scores of each client, and the attack in words.
+    """Return (each client's scores of members and strangers, a description of the attack).
 
     Args:
         population: the rows, and the model as it was at the start of the run.

@@ -1,4 +1,4 @@
-"""How far a replay on a GPU is from its run. Sums on a GPU have no fixed order, so bits differ."""
+"""Measure how far a replay on a GPU is from its run. Sums on a GPU have no fixed order, so bits differ."""
 
 from __future__ import annotations
 

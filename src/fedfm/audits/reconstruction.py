@@ -17,11 +17,11 @@ from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures disclose single rows?"
 LONE = ALONE - 0.005  # a component with fewer examples stands for one example; the margin is for float16's rounding
-STRANGERS = 2000  # largest number of rows to compare with that nobody trained on
+STRANGERS = 2000  # largest number of rows that nobody trained on, for comparison
 
 
 class Reconstruction(Audit):
-    """Distances of components' means to training rows, compared with those between neighbours and to unused rows."""
+    """Compares components' distances to training rows with those between neighbours, and with those to unused rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -53,7 +53,7 @@ class Reconstruction(Audit):
 
 
 def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], list[float]]:
-    """The components that equal a single row, and all distances to the nearest row, divided by ``gap``."""
+    """(the components that equal a single row, each component's distance to the nearest row divided by ``gap``)."""
     assert cell.mixture is not None  # noqa: S101 - the caller skips the others
     strangers = [view.held_out(cell.client, cell.label)]
     if view.method.topology == "star":  # in a chain the fit includes other clients' rows

@@ -1,4 +1,4 @@
-"""A method on a population, in this process, with a recorder at the server: replays and shadow runs."""
+"""Run a method in this process, with a recorder at the server, for replays and shadow runs."""
 
 from __future__ import annotations
 
@@ -102,12 +102,13 @@ class PopulationWithModel(Population, Protocol):
 
 
 class RecordedRun:
-    """A method on a population, in this process, with a recorder at the server.
+    """A run of a method in this process, with a recorder at the server.
 
     Args:
-        private: folder of secrets and memories.
-        excluded: excluded clients, by (round, client).
-        transport: precision of the Params in messages, ``run.transport``.
+        population: the clients' data, and the server's model.
+        private: folder for secrets and clients' memories.
+        excluded: (round, client) -> the fault for which the client is excluded from the round.
+        transport: precision of the Params in messages, as in ``run.transport``.
 
     Attributes:
         fed: the federation.
@@ -140,7 +141,7 @@ class RecordedRun:
         )
 
     def turns(self, rounds: int) -> Iterator[Turn]:
-        """The rounds from round 0 on."""
+        """Run rounds 0 to ``rounds``, and yield each."""
         before = None
         for t in range(rounds + 1):
             self._recorder.begin()
@@ -152,6 +153,6 @@ class RecordedRun:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A temporary folder of secrets and memories."""
+    """Context manager: a temporary folder for secrets and clients' memories."""
     with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
         yield Path(name)

@@ -1,9 +1,9 @@
-"""Replay of a finished run in this process, with a recorder at the server (:mod:`fedfm.audits.recorded_run`).
+"""Replay a finished run in this process, with a recorder at the server (:mod:`fedfm.audits.recorded_run`).
 
 Experiment, seed and secrets determine a run, so no messages need to be stored. On a CPU a replay gives the same bits.
 On other devices sums have no fixed order, and a replay differs by at most :data:`TOLERANCE`. A replay does not change
-the run directory. It copies the secrets to a temporary folder, so that it draws the same noise. If the messages are too
-large to keep, an audit has a watch, which reads every round and keeps what it needs.
+the run directory. It copies the secrets to a temporary folder, so that it draws the same noise. An audit whose messages
+are too large to keep has a watch, which reads every round and keeps only what the audit needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watch(Protocol):
     """Observer of the rounds of a replay."""
 
     def see(self, turn: Turn, population: Partitioned) -> None:
-        """Observe a round; called after each round."""
+        """Observe a round; the replay calls this after each round."""
 
 
 W = TypeVar("W", bound=Watch)
@@ -51,7 +51,7 @@ class Replay:
     """A replayed run.
 
     Attributes:
-        population: every client's rows. No attacker has them; they serve to judge the attack.
+        population: every client's rows. An attacker does not have them; audits use them to judge an attack.
         replies: all replies, in the order of the run; empty if only watches read them.
         watched: for each audit, its watch.
         given: the arguments of a run of ``fedfm.federate``.
@@ -64,11 +64,11 @@ class Replay:
     given: Any = None
 
     def watch(self, kind: type[W]) -> W:
-        """The watch of this class."""
+        """The watch that is an instance of this class."""
         return next(watch for watch in self.watched.values() if isinstance(watch, kind))
 
     def fresh(self) -> Partitioned:
-        """Rows and model as they were at the run's start.
+        """Read the rows and the model again, as they were at the run's start.
 
         Raises:
             InputError: as :func:`population_of`.
@@ -85,7 +85,8 @@ def open_finished(path: str | Path, given: Any = None) -> Run:
         given: the arguments of a run of ``fedfm.federate``.
 
     Raises:
-        InputError: the run is not finished, or its data and model came from Python and are not given again.
+        InputError: the run is not finished, its data and model came from Python and are not given again, its updates
+            arrived in a random order, or its rows are not on this machine.
     """
     run = Run.open(path)
     if run.experiment.in_memory and given is None:
@@ -172,7 +173,7 @@ def replay(
 
 
 def population_of(run: Run, given: Any = None) -> Partitioned:
-    """Rows and model as they were at the start of the run, read again or taken from ``given``.
+    """The rows and the model as they were at the start of the run, read again or taken from ``given``.
 
     Raises:
         InputError: rows or model differ from the run's, or the file with the start model is missing.
@@ -190,7 +191,7 @@ def population_of(run: Run, given: Any = None) -> Partitioned:
 
 
 def play(run: Run, population: Partitioned) -> Iterator[Turn]:
-    """The run's rounds from round 0 on, with the run's own secrets.
+    """Yield the run's rounds from round 0 on, computed again with the run's own secrets.
 
     Raises:
         InputError: the secrets of the noise are missing.
@@ -241,7 +242,7 @@ def secrets(run: Run) -> Iterator[Path]:
 
 def _here(path: Path) -> Path:
     """The path of a run's secret in a replay's folder, which all clients share."""
-    return Path(*path.parts[-3:])  # each silo on loopback has a memory/ of its own
+    return Path(*path.parts[-3:])  # in a run with silos on loopback, each silo has its own folder memory/
 
 
 def _parties(private: Path) -> set[str]:

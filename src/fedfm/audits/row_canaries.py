@@ -96,7 +96,7 @@ class RowCanaries(Audit):
         coins = row_canaries.coins_differ([t.in_step for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
-        # If the coins differ from those that the claim assumes, the claimed epsilon does not hold.
+        # If the coins are not as the claim assumes, the claimed epsilon does not hold.
         strict = math.inf if coins else strict
         says = (
             f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
@@ -114,7 +114,7 @@ class RowCanaries(Audit):
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
-    """The client that spends most privacy; of several, the one with the most rows. None if no client has rows."""
+    """The client with the largest epsilon, and of several the one with the most rows; None if no client has rows."""
     sizes = {client: n for client, n in population.sizes().items() if n}
     plan = mechanism.plan
     if plan.target_epsilon is None:
@@ -125,7 +125,7 @@ def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
 
 
 class CanaryTraining:
-    """What the attacker observes in one training.
+    """The attacker's observations of one training.
 
     Attributes:
         steps: (T, d): the noisy sum of each step, computed from the model's change.
@@ -137,7 +137,7 @@ class CanaryTraining:
         self.steps, self.in_step, self.directions = steps, in_step, directions
 
     def noise(self, clip_norm: float) -> Array:
-        """(T, d): the steps minus their canaries."""
+        """(T, d): the steps' sums without the canaries in them, which is their noise."""
         in_step = self.in_step[: len(self.directions)].T.astype(np.float64)
         return np.asarray(self.steps - clip_norm * (in_step @ self.directions))
 

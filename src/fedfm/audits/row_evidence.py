@@ -1,4 +1,4 @@
-"""The score by which membership attacks on a model compare single rows."""
+"""Compute the scores by which membership attacks on a model compare single rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unreadable(run: Run) -> str | None:
 
 
 def no_round(run: Run) -> str | None:
-    """Why there is no row to attack; None if there is one."""
+    """Why a run cannot be attacked if it has no round; None if it has one."""
     return None if run.manifest["result"]["rounds"] else "the run has no round"
 
 

@@ -42,8 +42,7 @@ MASKING = 0.05  # seconds that a client needs to hide an update
 
 
 class RowPool:
-    """The rows that an attack compares: training rows of each owner (members), and rows that nobody trained on
-    (strangers).
+    """The rows that an attack compares: each owner's training rows (members), and rows nobody trained on (strangers).
 
     A row of running text is a block of joined lines, on which clients train. An owner's training lines, validation
     lines and strangers are joined separately, so that no block mixes them.
@@ -56,9 +55,7 @@ class RowPool:
     """
 
     def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
-        """Collect the rows. With ``pooled`` one owner has all training rows, and its blocks mix lines of several
-        clients.
-        """
+        """Collect the rows. With ``pooled``, one owner has all training rows; blocks mix lines of several clients."""
         self.population = population
         clients = population.federated.clients
         honest = honest_clients(population)
@@ -128,7 +125,7 @@ class RowPool:
 
 
 def honest_clients(population: Partitioned) -> list[ClientId]:
-    """Clients that follow the method."""
+    """The clients that follow the method, which are all except simulated attackers."""
     bad = population.attackers.names if population.attackers is not None else ()
     return [c for c in population.clients if c not in bad]
 
@@ -142,7 +139,7 @@ def unit(population: Partitioned) -> str:
 
 
 def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
-    """The rows of all clients, as those of one owner."""
+    """The rows of several clients, joined as the rows of one owner."""
     names = ("train", "val", "test")
     return ClientRows(*(np.sort(np.concatenate([getattr(part, name) for part in parts])) for name in names))
 
@@ -184,14 +181,14 @@ class Half:
 
 
 def affordable(run: Run, population: Partitioned) -> int:
-    """How many shadow runs the budget allows, at most :data:`MOST`; 0 if these are fewer than :data:`LEAST`."""
+    """The number of shadow runs that the budget allows, at most :data:`MOST`; 0 if it is below :data:`LEAST`."""
     seconds = cost(run, population)
     number = MOST if not seconds else min(MOST, int(BUDGET / seconds))
     return number if number >= LEAST else 0
 
 
 def cost(run: Run, population: Partitioned) -> float:
-    """Estimated seconds of one shadow run, from counts alone."""
+    """Estimate the seconds of one shadow run, from the numbers of rounds, clients, rows and operations."""
     method = run.experiment.method
     rounds, clients = int(run.manifest["result"]["rounds"]), len(population.clients)
     trained = rounds * clients
@@ -215,9 +212,7 @@ def _transport(aggregator: Aggregator) -> Transport:
 
 
 def _aggregator(run: Run) -> Aggregator:
-    """The run's aggregator; if it only hides updates, an aggregator that computes the same mean in the clear, and
-    faster.
-    """
+    """The run's aggregator. If it only hides updates, return the plain mean, which gives the same result faster."""
     ours = run.experiment.aggregation
     if type(ours.mechanism) is not Mechanism or ours.transport.form == "plain":
         return ours

@@ -1,4 +1,4 @@
-"""What messages disclose about a class that only one client has. They describe this client alone."""
+"""Measure what messages disclose about a class that only one client has, since they describe this client alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STANDS_OUT = 4.0  # a count is visible if it exceeds this many standard deviatio
 
 
 class SingleHolder(Audit):
-    """Whether the server learns that the client has the class, how many rows, and their mean."""
+    """Finds out whether the server learns that the client has the class, how many rows it has, and their mean."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -55,7 +55,7 @@ def _sentence(view: View, known: list[dict[str, Any]]) -> str:
     text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_told']:.0f} rows "
     text += f"of {f['class']}"
     if f["cosine_of_the_mean"] is not None:
-        text += f", whose mean is known to cosine {f['cosine_of_the_mean']:.3f}"
+        text += f", whose mean has cosine {f['cosine_of_the_mean']:.3f} with the mean in the message"
     if view.plan is not None:
         text += "; the promise protects single rows, not the fact that a client has a class"
     return text + "."

@@ -1,4 +1,4 @@
-"""The differential privacy that a run's manifest claims, and the findings on it."""
+"""Read the differential privacy that a run's manifest claims, and make the findings on this claim."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Claim:
 
 
 def claim(run: Run) -> Claim | None:
-    """The guarantee against a server that sees every message; None if the run states none."""
+    """The guarantee against a server that sees every message; None if the run states no such guarantee."""
     if "noise" in secrets_of(run.experiment.method, run.experiment.aggregation):
         return None  # the server adds the noise, so the guarantee holds only against readers of the model
     ledger: dict[str, Any] = run.manifest["ledger"]
@@ -55,7 +55,7 @@ def claim(run: Run) -> Claim | None:
 
 
 def claim_of_model(run: Run) -> Claim | None:
-    """The guarantee against a reader of the model, by row or by client; None if the run states none."""
+    """The guarantee, for rows or clients, against a reader of the model; None if the run states no such guarantee."""
     epsilon, deltas = run.manifest["result"].get("epsilon"), _deltas(run.manifest["ledger"]["entries"])
     return None if epsilon is None or not deltas else Claim(float(epsilon), max(deltas), 2)
 
@@ -84,7 +84,7 @@ def lower_bounds(bound_at: Callable[[float], float], stated: float) -> tuple[flo
 def finding_on_claim(
     name: str, question: str, figures: Figures, stated: float, rule: VerdictRule, says: str, detail: Mapping[str, Any]
 ) -> Finding:
-    """The finding on a stated epsilon, by row or by client.
+    """The finding on an epsilon that is stated for rows or for clients.
 
     Args:
         figures: estimate, lower bound, and upper bound (or None).

@@ -20,7 +20,7 @@ LONG = 10.0  # an attack that takes more seconds does not share a replay with ot
 
 
 class HasCost(Protocol):
-    """What :func:`steps` needs to know about an attack; attributes as in :class:`~fedfm.audits.audit.Audit`."""
+    """The part of an attack that :func:`steps` uses; attributes as in :class:`~fedfm.audits.audit.Audit`."""
 
     replays: ClassVar[bool]
 
@@ -43,7 +43,7 @@ class Step:
 
 
 def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> list[Step]:
-    """The steps in order of their cost. An attack that takes longer than a replay gets a replay of its own."""
+    """Plan the steps, cheap ones first. An attack that takes longer than a replay gets a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]

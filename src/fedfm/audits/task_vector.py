@@ -1,4 +1,4 @@
-"""What task vectors disclose to the server, which receives them, and to other clients, which receive aggregates."""
+"""Measure what task vectors disclose to the server, which receives them, and to clients, which receive aggregates."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= boun
 
 
 class TaskVector(Audit):
-    """Infers labels and rows from a task vector, and similar clients from the weights. Another part computes a client's
-    vector from all that the other clients know.
+    """Infers labels and rows from a task vector, and similar clients from the weights. Also computes a client's vector
+    from everything that the other clients know.
 
     It reads runs of methods whose clients return the change of the vector that they received, and whose server needs
     single replies.
@@ -80,7 +80,7 @@ def _labels(replay: Replay, eye: Eye) -> list[Finding]:
 
 
 def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:
-    """For each client, its training rows by class (C,) as it trains on them: an attacker may change labels."""
+    """For each client, the label counts (C,) of the rows as it trains on them, since an attacker may change labels."""
     labels = {c: population.data(c).train.labels for c in population.clients}
     return {c: np.bincount(y.numpy(), minlength=classes) for c, y in labels.items() if y is not None}
 
@@ -230,7 +230,7 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
 
 
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
-    """What a group is, and the group of each client.
+    """Return (words for what clients of a group have in common, the group of each client).
 
     If several clients share a value in the partition's column, the group is this value, otherwise the largest class.
     """

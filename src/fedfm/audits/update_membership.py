@@ -1,4 +1,4 @@
-"""Membership inference on clients' updates: what does a server that follows the protocol learn about single rows?"""
+"""Membership inference on clients' updates, by a server that follows the protocol."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The mathematics of inference attacks. This package uses arrays only and knows nothing of runs."""
+"""The mathematics of inference attacks. This package works on arrays, and does not depend on runs."""

@@ -32,7 +32,7 @@ def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_nor
 
     Args:
         residuals: (R, d): each release as a sum, minus all that canaries sent to it.
-        signs: (K, R): the sign with which each canary sent its direction to a release; 0: it sent nothing.
+        signs: (K, R): the sign with which each canary sent its direction to a release; 0 if it sent nothing.
         directions: K vectors (d,) of norm 1.
         clip_norm: norm of a canary's update after clipping.
 
@@ -94,8 +94,8 @@ def at_least(numbers: int, tail: float) -> float:
 def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:
     """A lower bound on epsilon for any noise, from the rates of hits and of false alarms (Clopper and Pearson 1934).
 
-    With m strangers the bound is below ln m. The first half of canaries and strangers serves to choose a threshold, and
-    the second half to test it.
+    With m strangers the bound is below ln m. Every second canary serves to choose thresholds. The other canaries, and
+    every second stranger, test them.
     """
     here, there = found[1::2], strangers[1::2]
     level = 1 - (1 - confidence) / len(THRESHOLDS)

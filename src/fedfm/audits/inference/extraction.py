@@ -41,7 +41,7 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
     Args:
         u: (T, P), models before mixing.
         v: (T, P), models after mixing.
-        groups: slices, each of which a round mixes completely or not at all; None: all entries are one group.
+        groups: slices, each of which a round mixes completely or not at all; None means that all entries are one group.
 
     Raises:
         NoIntersectionError: there are fewer than two lines, or all are parallel (condition of G above 1e12).
@@ -73,8 +73,8 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
 def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
     """As :func:`intersection`, but each group has scalars c_t of its own, in [low_t, high_t].
 
-    The lines of some groups do not determine a point, e.g. those of a tensor with one entry, or a single line. Then c
-    is the harmonic mean of its range, and x the mean over the lines.
+    The lines of some groups do not determine a point, e.g. the lines of a tensor with one entry, or a single line. For
+    such a group, c is the harmonic mean of its range, and x the mean over the lines.
 
     Args:
         low, high: (T,), the range of c_t.
@@ -138,17 +138,17 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
 
 
 def harmonic(low: Array | float, high: Array | float) -> Any:
-    """The c that minimises the largest relative error over the range; this error is (high - low) / (high + low)."""
+    """The c in the range low..high with the smallest worst relative error, which is (high - low) / (high + low)."""
     return 2 * low * high / (low + high)
 
 
 def place(least: Array | float, most: Array | float) -> tuple[Any, Any]:
-    """Range of c = 1 + 1/a, given the range of a."""
+    """The range (low, high) of c = 1 + 1/a, given the range of a."""
     return 1 + 1 / most, 1 + 1 / least
 
 
 def one_round(u: Array, v: Array, low: float, high: float) -> Array:
-    """The point u + c d, where c is the harmonic mean of its range.
+    """Estimate w_pre from one round: the point u + c (v - u), where c is the harmonic mean of its range.
 
     The error is at most |w_pre - u| (high - low) / (high + low).
 

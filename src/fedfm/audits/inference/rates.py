@@ -1,4 +1,4 @@
-"""How well scores separate two sets of rows, with confidence intervals.
+"""Measure how well scores separate two sets of rows, with confidence intervals.
 
 The sets are "positives" (rows that were used) and "negatives" (rows that were not). A higher score means "used".
 """

@@ -36,7 +36,7 @@ def confidence(logits: Array, labels: Array) -> Array:
 def log_ratio(target: Array, shadows: Array, inside: Array) -> Array:
     """Log N(phi | mu_in, s_in^2) - log N(phi | mu_out, s_out^2) of each row, (n,).
 
-    It is 0 for rows that were in the training of all shadows, or in that of none.
+    All ratios are 0 if no shadow was trained on any of the rows, or if each shadow was trained on all of them.
 
     Args:
         target: (n,): phi of the attacked model.
