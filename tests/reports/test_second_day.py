@@ -238,7 +238,7 @@ def test_models_of_clients_are_added_up(finished):
     counts = np.array(result["details"]["confusion"])
     assert counts.sum() == 5 * 48
     assert np.trace(counts) / counts.sum() == pytest.approx(result["global_accuracy"])
-    assert "All clients&#x27; models are added up" in html.write(finished / "alone").read_text()
+    assert "Counts of all clients&#x27; models are added up" in html.write(finished / "alone").read_text()
 
 
 def test_a_newcomer_is_in_the_report_at_once(tmp_path):

@@ -1,1 +1,1 @@
-"""HTML pages and tables from the files of a run directory."""
+"""Write HTML pages and tables from the files of a run directory."""

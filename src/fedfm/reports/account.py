@@ -41,7 +41,7 @@ _NEIGHBOURS = {
     ("client", "add_remove"): " Neighbours: federations that differ by one client more or less.",
     ("client", "replace"): " Neighbours: federations that differ in all rows of one client.",
 }
-_RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
+_RATES = (1e5, 1e6, 1e7)  # bytes per second of a client's link
 _CLASSES = ("confusion", "class_counts")  # fields of the result that the section about classes shows
 _FORMS = ("plain", "masked", "encrypted")
 
@@ -53,7 +53,7 @@ def messages(run: RunFiles) -> str:
     n = sum(t.messages for t in run.exposure.traffic)
     own = [t for t in run.exposure.traffic if t.counted]
     up, down, across = (sum(t.bytes for t in own if t.direction == way) for way in _WAY)
-    text = f"{plural(n, 'message')}. The method's own: {size(up)} up, {size(down)} down"
+    text = f"{plural(n, 'message')}. The method's own messages have {size(up)} up, {size(down)} down"
     text += f", {size(across)} between clients." if across else "."
     rows = [
         [
@@ -77,7 +77,7 @@ def messages(run: RunFiles) -> str:
             "Not counted: hello and evaluation, and messages with which one program trains several clients."
         )
     sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.exposure.traffic)
-    meaning = note("In the clear: for the receiver. In a deployment TLS hides every message from all others.")
+    meaning = note("In the clear: the receiver can read it. In a deployment TLS hides every message from all others.")
     listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{note(esc(smallest_sum(run)))}{meaning}'
     return note(text + _operations(run)) + listing + _traffic_by_form(run)
 
@@ -103,7 +103,7 @@ def _traffic_by_form(run: RunFiles) -> str:
 
 
 def _operations(run: RunFiles) -> str:
-    """A sentence about the clients' computation; empty if the ledger does not have it."""
+    """A sentence about the clients' computation; empty if the ledger has no figures about it."""
     found = mapping(mapping(run.manifest.get("ledger")).get("operations"))
     sample, each = numeric(found.get("macs_per_sample")), numeric(found.get("macs_per_client_round"))
     if sample is None or each is None:
@@ -131,7 +131,7 @@ def _sentence(t: Traffic) -> str:
 
 
 def privacy(run: RunFiles) -> str:
-    """The differential privacy that the run claims, and its ledger."""
+    """The differential privacy that the run claims, and the ledger of its releases."""
     ledger = mapping(run.manifest.get("ledger"))
     entries = [mapping(e) for e in sequence(ledger.get("entries"))]
     text, listed = privacy_claim(run)
@@ -164,7 +164,7 @@ def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
 
 
 def manifest(run: RunFiles) -> str:
-    """Experiment, versions and fingerprints, which are needed to repeat the run."""
+    """The experiment, versions and fingerprints, which somebody needs to repeat the run."""
     m = run.manifest
     facts: list[list[str]] = [["directory", run.path.resolve().name], ["created", _plain(m.get("created"))]]
     facts += [["finished", _plain(m.get("finished"))], ["fedfm", _plain(m.get("fedfm"))]]

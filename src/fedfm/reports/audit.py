@@ -15,8 +15,8 @@ from fedfm.reports.text import esc, number, plural
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
     """The findings in the run's audit.json.
 
-    None if there is no such file, or if the run's parameters changed after the audit. A file that ``fedfm audit`` did
-    not write has no findings.
+    The result is None if there is no such file, or if the run's parameters changed after the audit. It is empty if
+    ``fedfm audit`` did not write the file.
     """
     content = findings_file.read(run.path)
     return None if content is None or is_outdated(run) else findings_file.findings(content)
@@ -35,7 +35,7 @@ def section(run: RunFiles) -> str:
             note("The run continued after its audit: run <code>fedfm audit</code> again.") if is_outdated(run) else ""
         )
     if not found:
-        return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
+        return note("The run has an audit.json that <code>fedfm audit</code> did not write.")
     from fedfm.audits.finding import cells
 
     rows = [[str(f.get("name")), *cells(f)] for f in found]
@@ -85,7 +85,7 @@ def _paragraph(f: Mapping[str, Any]) -> str:
         body += details("By tensor", table(["tensor", "relative error"], shown, "Error by tensor"))
     leaks = [mapping(leak) for leak in sequence(detail.get("leaks"))]
     if leaks:
-        # Numbers of rows are only in audit.json, which only its owner can read.
+        # The report leaves out the numbers of the rows; they are in audit.json, which only its owner can read.
         keys = ("component", "ratio", "carries")
         shown = [[str(x.get("client")), str(x.get("class")), *(number(numeric(x.get(k))) for k in keys)] for x in leaks]
         head = ["client", "class", "component", "distance / neighbours'", "examples carried"]

@@ -21,8 +21,8 @@ class Basis(NamedTuple):
 
     Attributes:
         key: its key in a run's metrics.
-        rows: the rows on which it was measured, in words.
-        mixed: whether the meaning of ``accuracy`` is not the same in all runs.
+        rows: a description of the rows on which it was measured.
+        mixed: whether the headline ``accuracy`` is measured on different rows in different runs.
     """
 
     key: str
@@ -31,11 +31,11 @@ class Basis(NamedTuple):
 
 
 def basis(runs: Sequence[RunFiles]) -> Basis:
-    """The accuracy that all runs state for the same rows.
+    """The accuracy that all runs have, measured on the same rows.
 
-    It is the first of these three that all runs have with one meaning: the headline ``accuracy``, the accuracy on all
-    test rows, the mean of the clients' accuracies. The headline of a method with one model is measured on all test
-    rows. The headline of a method with a model for each client is the mean over clients.
+    Candidates are the headline ``accuracy``, the accuracy on all test rows, and the mean of the clients' accuracies;
+    the first that has the same meaning in all runs is chosen. The headline of a method with one model is measured on
+    all test rows. The headline of a method with a model for each client is the mean over clients.
     """
     meant = {meaning(run) for run in runs if finite(run.value(ACCURACY))}
     if len(meant) <= 1:
@@ -53,9 +53,7 @@ def meaning(run: RunFiles) -> str:
 
 
 def unlike_settings(experiments: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    """The settings that differ, by dotted key; each has one value per experiment, None if an experiment lacks the
-    key.
-    """
+    """The settings that differ: dotted key -> one value per experiment, None if an experiment lacks the key."""
     flat = [_flat(experiment) for experiment in experiments]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [one.get(key) for one in flat] for key in keys}

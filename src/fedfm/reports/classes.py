@@ -12,16 +12,16 @@ from fedfm.reports.svg import heat
 from fedfm.reports.text import count, esc, percent
 
 _MOST = 40  # largest number of classes in a matrix
-_KEPT = 1000  # largest number of classes whose counts a result has
-_WORST = 5  # number of classes, and of mistakes, that the text names
+_KEPT = 1000  # largest number of classes for which a result has counts of each class
+_WORST = 5  # number of worst classes, and of frequent mistakes, that the text names
 _ALL = 60  # a table with more classes is folded
 
 
 class _ClassLine(NamedTuple):
     """Counts of one class.
 
-    In order: number of its rows; number of rows that are predicted as this class; number of these predictions that are
-    right; the class that is most often predicted in its place; and how often that happens.
+    After the class's name: the number of its rows; the number of rows that are predicted as this class; how many of
+    these predictions are right; the class that is most often predicted in its place; and how often that happens.
     """
 
     name: str
@@ -42,12 +42,10 @@ class _ClassLine(NamedTuple):
 
 
 def section(run: RunFiles) -> str:
-    """The confusion matrix, or the reason why there is none, and a table; empty if the result has no counts by
-    class.
-    """
+    """The confusion matrix, or the reason why there is none, and a table; empty if the result has no class counts."""
     own = run.value("accuracy") == run.value(LOCAL_ACCURACY) != run.value(GLOBAL_ACCURACY)
     several = own and len(run.manifest.get("clients") or ()) > 1
-    text = "All clients' models are added up. " if several else ""
+    text = "Counts of all clients' models are added up. " if several else ""
     if cells := _cells(run):
         return _from_matrix(_names(run, len(cells)), cells, text)
     counts = mapping(mapping(run.result.get("details")).get("class_counts"))

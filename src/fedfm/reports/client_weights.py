@@ -1,4 +1,4 @@
-"""The section about who learns from whom: the K x K weights by which the server mixes K models for each client."""
+"""The section about who learns from whom: the weights (K, K) by which the server mixes a model for each client."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedfm.reports.svg import COLOURS, Series, lines, matrix, neighbours
 from fedfm.reports.text import count, esc, numbers, percent, plural, shorten
 
 FILE = WEIGHTS
-MOST_CLIENTS = 60  # largest number of rows in a map; more rows are grouped
+MOST_CLIENTS = 60  # largest number of clients in a map; if there are more, neighbours are grouped
 GROUPS = 40  # number of rows in a grouped map
 SMALL = 24  # largest number of rows in a small map
-FEW = 5  # number of layers, and of rounds, that get a map of their own
-MOST_WORDS = 12  # number of clients that the terminal's text names
+FEW = 5  # largest number of layers, and of rounds, that have a map of their own
+MOST_WORDS = 12  # largest number of clients in the text for the terminal
 REVEALS = (
-    "The map shows which clients are alike, so the data of one client disclose something about those of its "
+    "The map shows which clients are alike, so the data of one client disclose something about the data of its "
     "neighbours. "
     "fedfm audit measures this on this run. The server "
     "computes the map and sends it to no client; share it only with readers whom all clients trust."
@@ -59,7 +59,7 @@ class Weights:
 
 
 def load(path: Path) -> Weights | None:
-    """The weights in a run's directory, or None.
+    """The weights in a run's directory; None if the run has no such file.
 
     Raises:
         ValueError: the file is not valid.
@@ -102,7 +102,7 @@ def section(run: RunFiles) -> str:
 
 
 def words(path: Path) -> str:
-    """The map as text for the terminal, with one line per client; "" if the run has no weights."""
+    """The map as text for the terminal, with a line for each client; "" if the run has no valid weights."""
     try:
         w = load(path)
     except ValueError:
@@ -138,7 +138,7 @@ def seriation(p: np.ndarray) -> list[int]:
 
 
 def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray, list[list[int]]]:
-    """The map in this order, with neighbours averaged into at most ``most`` groups.
+    """The map with the clients in this order, and neighbours joined into at most ``most`` groups.
 
     Returns:
         q (G, G) and the groups. Entry (a, b) of q is the fraction that all clients of group b together have in the

@@ -1,4 +1,4 @@
-"""Comparison of runs: a page of its own, and a section of a report with baselines."""
+"""Compare runs, on a page of its own and in a section of a report with baselines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def section(runs: Sequence[RunFiles]) -> str:
-    """Table and plots of the runs. The others are compared with the first run."""
+    """Tables and plots of the runs. Notes on differences compare all other runs with the first run."""
     from fedfm.reports import frontier
 
     names = labels(runs)
@@ -103,7 +103,7 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 
 def differences(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences on differences that make the runs hard to compare."""
+    """Sentences about differences between the runs that make their scores hard to compare."""
     out, names = other_data(runs), labels(runs)
     every = dict(zip(names, runs, strict=True))
 
@@ -126,7 +126,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences for the case that the runs' data differ or may differ, by the fingerprints of all rows.
+    """Sentences about runs whose data differ, or may differ, from the first run's, by the fingerprint of all rows.
 
     Under [privacy] each run computes its fingerprint with its own key, so two runs cannot be compared.
     """
@@ -161,9 +161,9 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         points = [(float(r.number), r.values.get(key)) for r in run.rounds]
         once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
-        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a single value becomes a level line
+        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a single value is drawn as a level line
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
-        # A run that was evaluated only in some rounds is a line, too.
+        # Without the missing values, a run that was evaluated only in some rounds is drawn as one line.
         points = [(x, y) for x, y in points if y is not None] or points
         if points:
             series.append(Series(name, points, i % COLOURS + 1))
@@ -180,20 +180,20 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
 
 
 def _curve_key(runs: Sequence[RunFiles]) -> str:
-    """The metric that the lines show. It is measured on the same rows in all runs, in each round."""
+    """The metric that the lines show. If possible, it is measured on the same rows in all runs, and in each round."""
 
     def has_curve(key: str) -> bool:
         counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)
         return all(count > min(run.done_rounds, 1) for count, run in zip(counts, runs, strict=True))
 
-    # Clients' own models are evaluated on the global test rows only at the end, so these figures have no line.
+    # Clients' own models are evaluated on the global test rows only at the end; a single value gives no line.
     if all(sum(r.values.get("perplexity") is not None for r in run.rounds) > 1 for run in runs):
         return "perplexity"
     by = basis(runs)
     keys = [by.key, LOCAL_ACCURACY, GLOBAL_ACCURACY] if by.mixed else [ACCURACY]
     if found := next(filter(has_curve, keys), None):
         return found
-    # A run that was evaluated only at its end is a level line if all lines are measured on the same rows.
+    # A run that was evaluated only at its end can be a level line if all runs were measured on the same rows.
     if by.mixed and all(run.rounds and run.rounds[-1].values.get(by.key) is not None for run in runs):
         return by.key
     rounds = [r for run in runs for r in run.rounds]

@@ -1,8 +1,8 @@
 """``dossier.html``: one printable page about a run, for a data protection officer.
 
-It has the order of an opinion of the European Data Protection Board: Opinion 28/2024 on certain data protection
+Its sections follow an opinion of the European Data Protection Board: Opinion 28/2024 on certain data protection
 aspects related to the processing of personal data in the context of AI models. 17 December 2024, sections 3.2 to 3.4.
-The statements come from the run's files. The controller fills in the other lines.
+The statements come from the run's files. The controller (the GDPR's term) fills in the empty lines.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedfm.reports.plain_words import reading
 from fedfm.reports.read import DOSSIER, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import count, esc, plural, size
 
-Fact = tuple[str, str | None]  # label and text; None: a line to fill in
+Fact = tuple[str, str | None]  # (label, text); if the text is None, the page has an empty line to fill in
 
 FILE = DOSSIER
 _MOST = 8  # largest number of rows of a table, so that the dossier has one or two pages
-# Kinds of attacks that the opinion names, and this library's findings of each kind.
+# Kind of attack that the opinion names -> beginnings of the names of this library's findings of that kind
 _KINDS = {
     "membership inference": (
         "membership",
@@ -75,9 +75,9 @@ def write(run_dir: Path, unfit: str = "") -> Path:
     head = f'<p class="eyebrow">fedfm {version} · dossier for the data protection officer</p><h1>{esc(run.name)}</h1>'
     head += f"<p>{html.sentence(run)}</p>"
     head += note(
-        "In the order of the European Data Protection Board’s opinion 28/2024 on AI models. Texts are taken from the "
-        "files of the run. An empty line is for the controller: the run does not know it. This page is no legal "
-        "assessment."
+        "The sections follow the European Data Protection Board’s opinion 28/2024 on AI models. Texts are taken from "
+        "the files of the run. The controller fills in the empty lines, which the files cannot answer. This page is no "
+        "legal assessment."
     )
     foot = f"Written by fedfm {version} from manifest.json, metrics.jsonl, messages.jsonl and audit.json of this run."
     return save(page(f"{run.name} · dossier", head, parts, foot, kind="dossier"), Path(run_dir) / FILE)
@@ -172,7 +172,7 @@ def _analysis(run: RunFiles) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The kind of attack, in the opinion's terms, of a finding."""
+    """The kind of attack to which a finding of this name belongs, in the opinion's terms."""
     return next((k for k, starts in _KINDS.items() if any(map(name.startswith, sorted(starts)))), _OTHER)
 
 
@@ -193,7 +193,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
 
 
 def _rules(found: Sequence[Any]) -> str:
-    """The rules of the findings, with the numbers of the table, which has the measured values."""
+    """The rules of the findings, each after the table's numbers of the findings to which it applies."""
     by_rule: dict[str, list[str]] = {}
     for i, f in enumerate(found, 1):
         if f.get("rule"):

@@ -1,4 +1,4 @@
-"""The section about a FedMS run: parameters trained by stage two in each round, and the time of backward passes."""
+"""The section about a FedMS run: parameters that stage two trains in each round, and the time of backward passes."""
 
 from __future__ import annotations
 

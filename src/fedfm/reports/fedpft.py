@@ -1,4 +1,4 @@
-"""The section about a FedPFT run: bytes sent and by the paper's formulas, withheld classes, bound and noise."""
+"""The section about a FedPFT run: bytes as sent and as in the paper's formulas, withheld classes, bound and noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def section(run: RunFiles) -> str:
 
 def _bytes(run: RunFiles, info: Any) -> str:
     formula = "by equations (10) to (12)" if "components_used" in info else "sums of every class, without headers"
-    sent = "really sent up: also headers, labels and counts"
+    sent = "sent up in fact: also headers, labels and counts"
     if "chain_accuracy" in info:
         sent += ", and every client's head"
     if {"bound", "verified_error"} & info.keys():

@@ -1,4 +1,4 @@
-"""A plot of accuracy by bytes sent: each run is a point, and a line joins the best ones (FedPFT, Figure 4)."""
+"""Plot accuracy by bytes sent: each run is a point, and a line joins the best runs (FedPFT, Figure 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spot = tuple[str, float, float]  # name, bytes and accuracy of a run
 
 
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """The plot; empty if fewer than two runs have both an accuracy and sent bytes."""
+    """The plot as HTML; empty if fewer than two runs both have an accuracy and sent bytes."""
     by, spots = basis(runs), []
     alone, pooled = list[str](), list[str]()
     for run, name in zip(runs, short(names), strict=True):
@@ -59,7 +59,7 @@ def _prefix_length(names: Sequence[str]) -> int:
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
-    """The Pareto frontier in order of bytes: the points whose accuracy no point with fewer bytes reaches."""
+    """The Pareto frontier in order of bytes: all points whose accuracy is not reached by a point with fewer bytes."""
     out: list[Spot] = []
     for spot in sorted(spots, key=lambda s: (s[1], -s[2])):
         if not out or spot[2] > out[-1][2]:

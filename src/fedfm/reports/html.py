@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained page from the files of a run directory, without scripts."""
+"""Write ``report.html``, one self-contained page without scripts, from the files of a run directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
 
     Args:
         run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
-        baselines: directories of other runs for comparison; None: the baselines that ran with this run.
+        baselines: directories of other runs for comparison; None means the baselines that ran with this run.
 
     Returns:
         The path of the report.

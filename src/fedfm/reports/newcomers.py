@@ -8,7 +8,7 @@ from fedfm.reports.text import esc, percent
 
 
 def section(run: RunFiles) -> str:
-    """A line for each newcomer; empty without newcomers."""
+    """A table with a line for each newcomer; empty without newcomers."""
     joined = mapping(run.manifest.get("newcomers"))
     rows = []
     for name, about in joined.items():
@@ -20,5 +20,5 @@ def section(run: RunFiles) -> str:
         return ""
     head = ["newcomer", "its start", "its model", "alone", "made mostly of"]
     text = "Clients that joined after training. Three models are scored on a newcomer's own test rows: the model that "
-    text += "it starts from, that model after local training, and a model of as much training without the federation."
+    text += "it starts from, this model after local training, and one that was trained as long without the federation."
     return note(esc(text)) + table(head, rows, "Newcomers", words=(4,))

@@ -1,4 +1,4 @@
-"""Which clients have their own models at the end of a run, including those that joined after training."""
+"""Find which clients have their own models at the end of a run, including clients that joined after training."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def own_models(run: RunFiles) -> bool | None:
 
 
 def newcomers_of(run: RunFiles) -> list[str]:
-    """Clients that received a model after training, by ``fedfm join``."""
+    """Names of the clients that received a model after training, by ``fedfm join``."""
     return list(map(str, mapping(run.manifest.get("newcomers"))))

@@ -1,4 +1,4 @@
-"""Parts of a page: its frame, sections, figures in two widths, and tables that scroll."""
+"""Make the parts of a page: its frame, sections, figures in two widths, and tables that scroll."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
     """One self-contained HTML document.
 
     Args:
+        head, foot: HTML above and below the sections.
         sections: (id, heading, HTML) of each section.
-        kind: CSS class of the body, by which the style sheet tells reports and dossiers apart.
+        kind: CSS class of the body, for which the style sheet has rules (report or dossier).
     """
     style = files("fedfm.reports").joinpath("style.css").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
@@ -97,7 +98,7 @@ def swatches(names: Sequence[str]) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
     """A table in a scrolling box.
 
-    The first column names the row. ``words`` has the indices of columns with text; all others contain numbers.
+    The first column names the row. ``words`` has the indices of further columns with text; all others have numbers.
     """
     start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
@@ -131,7 +132,7 @@ def note(html: str) -> str:
 
 
 def aside(title: str, items: Sequence[str], attributes: str = "") -> str:
-    """A highlighted box with a list of texts; empty if the list is."""
+    """A highlighted box with a list of texts; "" if there are no texts."""
     listed = "".join(f"<li>{esc(text)}</li>" for text in items)
     box = f'<aside aria-label="{title}"{attributes}><strong>{title}</strong><ul>{listed}</ul></aside>'
     return box if items else ""

@@ -31,7 +31,7 @@ def _content_of(private: Path) -> list[str]:
 
 
 def reading(run: RunFiles) -> str:
-    """What a run's epsilon means for one person, in two sentences; "" without an epsilon.
+    """Explain in two sentences what a run's epsilon means for one person; "" without a finite epsilon.
 
     Group privacy: a mechanism that is (epsilon, delta)-private for one row is (k epsilon, delta (e^(k epsilon) - 1) /
     (e^epsilon - 1))-private for k rows of one person.
@@ -58,7 +58,7 @@ def reading(run: RunFiles) -> str:
 
 
 def present(run: RunFiles, sentence: str) -> str:
-    """Reduce a sentence about files to the files that the run has; "" if it has none of them."""
+    """Shorten a sentence about files so that it names only files that the run has; "" if the run has none of them."""
     subject = _SUBJECT.match(sentence)
     if subject is None:
         return sentence

@@ -38,7 +38,7 @@ class Round:
         figures: all numbers of the line, including those of the method.
         clients: accuracy of each client on its own test rows; None if the client has none.
         losses: loss of each client, if no accuracy is defined.
-        scored: for each client that scored the model of an earlier round, that round.
+        scored: for each client whose scores are of the model of an earlier round, the number of that round.
     """
 
     number: int
@@ -62,7 +62,7 @@ class RunFiles:
         result: the run's result; empty while the run is unfinished.
         rounds: committed rounds in order of number.
         exposure: what each party received, summed over all messages.
-        missing: a sentence for each damaged or missing record, and for each lost file without which the run continued.
+        missing: a sentence for each damaged or missing record, and for each file that was lost during the run.
     """
 
     path: Path
@@ -125,7 +125,7 @@ class RunFiles:
     @property
     def silos_own_rows(self) -> bool:
         """Whether the clients read their own rows, so that no common rows were partitioned."""
-        at_sites = self.manifest.get("clients") and self.manifest.get("split", "") is None  # of a deployment
+        at_sites = self.manifest.get("clients") and self.manifest.get("split", "") is None  # True in a deployment
         return bool(mapping(self.experiment.get("data")).get("clients") or at_sites)
 
     @property
@@ -199,7 +199,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
             f"wrote the run"
         )
     result = mapping(manifest.get("result"))
-    # If a round is in the file twice, a resumed run has repeated the round; the later line counts.
+    # If a resumed run repeated a round, the file has two lines for this round; the later line counts.
     rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
     left_out = {(r.number, client) for r in rounds.values() for client, _, _, part in r.excluded if part == ROUND}
     lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
@@ -220,7 +220,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
-    """Sentences about missing records. A finished run needs them up to its end, others up to the newest checkpoint."""
+    """Sentences about missing records: up to the end of a finished run, or up to an unfinished run's checkpoint."""
     files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
     committed = [int(name) for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
     # A round's line is written after its checkpoint.

@@ -1,4 +1,4 @@
-"""Write the pages of a run again, because its files have changed."""
+"""Write the pages of a run again after its files have changed."""
 
 from __future__ import annotations
 

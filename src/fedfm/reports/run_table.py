@@ -1,4 +1,4 @@
-"""Runs as a text table for the terminal, one line per run."""
+"""Write runs as a text table for the terminal, one line per run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def listed_runs(
     show: Callable[[str, float | None], str],
     seconds: Callable[[float | None], str],
 ) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: each run's label, metrics, traffic and time; and states if a run is unfinished."""
+    """(head, rows) of a table: each run's label, metrics, traffic and time, and its state if some run is unfinished."""
     figures = _figures(runs)
     head, rows = ["run", *figures, "up", "down", time], []
     for i, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
@@ -98,7 +98,7 @@ def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Short unique names of the runs: methods, names, directories or paths, the first of these that differ."""
+    """Short unique names of the runs: their methods, else names, else directories, else paths, if these all differ."""
     for of in (lambda r: r.method, lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
         out = [of(run) for run in runs]
         if len(set(out)) == len(out):
@@ -118,7 +118,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
 
 
 def state_of(run: RunFiles) -> str:
-    """The state of a run: finished, or how many rounds it has."""
+    """The state of a run in words: finished, or the number of its rounds so far."""
     if run.is_finished:
         return "finished"
     of = "" if run.planned_rounds is None else f" of {run.planned_rounds}"

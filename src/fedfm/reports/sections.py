@@ -1,4 +1,4 @@
-"""Sections of the report: metrics by round and by client, the split, time, and exclusions.
+"""Write sections of the report: metrics by round and by client, the split, time, and exclusions.
 
 Each public function takes a run and returns HTML.
 """
@@ -140,7 +140,7 @@ def clients(run: RunFiles) -> str:
 
 
 def _why_no_scores(run: RunFiles, client: str) -> str:
-    """Why a client has no scores. The run knows neither a silo's rows nor its policy."""
+    """Words for a client without scores. If it is a silo, the run's files have neither its rows nor its policy."""
     counts = mapping(mapping(mapping(run.manifest.get("split")).get("clients")).get(client))
     return "no test rows" if mapping(counts.get("test")).get("rows") == 0 else "no scores"
 

@@ -1,4 +1,4 @@
-"""Small plots as inline SVG.
+"""Draw small plots as inline SVG.
 
 The page's style sheet gives colours to the classes ``s1`` to ``s8``, for light and dark screens. Each ``aria-label``
 describes its drawing. Values that are missing or not finite leave a gap.
@@ -18,7 +18,7 @@ Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
 MOST_POINTS = 1200  # largest number of points of a line; a screen cannot show more, and more would enlarge the file
 COLOURS = 8
-_HOVER = 30  # cells show their values on hover in a matrix with at most this many rows
+_HOVER = 30  # in a matrix with at most this many rows, cells show their values on hover
 _LEVELS = 20  # number of levels of opacity
 _COLUMN = 6.6  # mean width of a character in pixels, at 12 px
 
@@ -56,7 +56,7 @@ class ChartBar:
     """A row of a bar chart.
 
     Attributes:
-        value: length of the bar; None: no bar.
+        value: length of the bar; None for no bar.
         text: text after the bar.
         title: text that is shown on hover.
     """
@@ -100,7 +100,7 @@ def neighbours(items: Sequence[T], most: int) -> list[Sequence[T]]:
 
 
 def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Every nth point and the last one, so that there are at most MOST_POINTS."""
+    """Every nth point and the last point, with n so that there are at most about MOST_POINTS."""
     stride = math.ceil(len(points) / MOST_POINTS)
     return points if stride < 2 else [*points[:-1:stride], points[-1]]
 
@@ -156,7 +156,7 @@ def axes(
     height: int,
     x_label: str,
 ) -> list[str]:
-    """The grid of a plot, which begins at ``left``, with marks (value, name) below the plot and to its left."""
+    """The grid of a plot, from ``left`` on, with marks (value, name) ``below`` the plot and ``beside`` it."""
     body = []
     for t, name in beside:
         body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
@@ -206,9 +206,7 @@ def bars(
     reference: tuple[float, str] | None = None,
     spans: Sequence[tuple[float, float] | None] = (),
 ) -> str:
-    """Horizontal bars, one per row. Bars with parts are stacked. With ``spans`` each row has a dot on a range
-    instead.
-    """
+    """Horizontal bars, one per row. Bars with parts are stacked. With ``spans``, rows have a dot on a range instead."""
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4
@@ -260,8 +258,9 @@ def _parts(row: ChartBar, x: Scale, y: int) -> list[str]:
 def heat(
     width: int, rows: Sequence[tuple[str, Sequence[float], str]], columns: Sequence[str], label: str, high: float
 ) -> str:
-    """Cells coloured by fraction. A row has a name, a fraction per column, and a text at the right end; ``high`` is
-    darkest.
+    """Cells whose colour shows a fraction, darkest for ``high``.
+
+    A row has a name, a fraction for each column, and a text at its right end.
     """
     if not rows or not columns:
         return empty(width, label)
@@ -300,7 +299,7 @@ def heat(
 
 
 def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
-    """Square cells; those near ``high`` are darker, and those below 0 have a second colour. ``names`` may be empty."""
+    """Square cells; the nearer to ``high``, the darker. Values below 0 have a second colour; ``names`` may be empty."""
     if not cells:
         return empty(width, label)
     left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0
@@ -337,7 +336,7 @@ def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], l
 
 
 def _row_name(name: str, left: float, base: float) -> str:
-    """The name of a row that begins at ``left``, cut if it is long; the complete name shows on hover."""
+    """The name to the left of a row that begins at ``left``; a long name is cut, and complete on hover."""
     cut = esc(shorten(name, int((left - 10) / _COLUMN)))
     place = f'x="{left - 8:.1f}" y="{base:.1f}" text-anchor="end"'
     return f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>'

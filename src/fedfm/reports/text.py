@@ -1,4 +1,4 @@
-"""Text and numbers for people: escaping and units.
+"""Format text and numbers for people: escape text, and choose units.
 
 Names of clients, classes and files are not trusted. So text of a run is written to a terminal only through
 :func:`visible`, and to a page only through :func:`esc`.
@@ -27,7 +27,7 @@ def esc(text: object) -> str:
 
 
 def width_of(text: str) -> int:
-    """Columns that the text takes in a fixed-width font: wide East Asian characters take two, combining ones none."""
+    """The number of columns of a text in a fixed-width font: wide East Asian characters take 2, combining ones 0."""
     return sum(map(_columns, visible(text)))
 
 
@@ -37,7 +37,7 @@ def _columns(character: str) -> int:
 
 
 def shorten(text: object, columns: int) -> str:
-    """The text, cut to ``columns`` with an ellipsis if it is longer. The function reads no more of it than it needs."""
+    """The text; if it is wider than ``columns``, it is cut and ends with an ellipsis."""
     width, kept = 0, 0  # columns so far; characters that fit before an ellipsis
     text = visible(text)
     for at, character in enumerate(text):
@@ -60,7 +60,7 @@ def numbers(values: Iterable[float | None]) -> list[float]:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """``0.8421`` as ``84.2 %``."""
+    """A fraction as a percentage: ``0.8421`` as ``84.2 %``."""
     return f"{100 * value:.{digits}f}{NBSP}%" if finite(value) else number(value)
 
 
@@ -95,7 +95,7 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 13 min``."""
+    """Seconds in suitable units: ``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 13 min``."""
     if not finite(seconds):
         return number(seconds)
     if seconds < 59.95:
