@@ -157,8 +157,8 @@ def test_names_that_were_decoded_otherwise(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda x: (x > 127).astype(np.uint8), "no value above 1,"),
-        (lambda x: x // 16, "no value above 15,"),
+        (lambda x: (x > 127).astype(np.uint8), "no value above 1 (of 255)"),
+        (lambda x: x // 16, "no value above 15 (of 255)"),
         (lambda x: np.where(np.arange(len(x))[:, None, None, None] % 2, x, 7).astype(np.uint8), "one colour"),
         (lambda x: x, ""),
     ],

@@ -45,7 +45,7 @@ ACTIVE = "Can one client that sends a reversed update compute the foundation mod
 
 
 class Extraction(Audit):
-    """Relative error of the foundation model that coalitions of clients compute, and scores of the computed model."""
+    """Measures the relative error of the foundation model that coalitions of clients compute, and scores this model."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedbaf",)
     replies: ClassVar[bool] = False
@@ -86,7 +86,7 @@ def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
 def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: bool) -> tuple[Array, str]:
     """Estimate w_pre from a coalition's lines; returns the estimate and the name of the estimator.
 
-    The estimator depends on the run's variant. The attacker knows method, psi and variant, but not alpha.
+    The estimator depends on ``method.harden``. The attacker knows all settings of the method, but not alpha.
 
     Args:
         exact: whether u is w' itself, rather than an estimate.
@@ -257,8 +257,8 @@ class _Attack:
         turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
-        # The client assumes two things. The other clients send what it would have sent itself. A norm check shortens
-        # its update to the median norm, which is that of an honest update, or of its own update in a cohort of one.
+        # The client assumes that each other client sends the update that it would have sent itself. It assumes that a
+        # norm check shortens its update to the norm of such an honest update; alone in a cohort, it is not shortened.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
             if any(s.client == client for s in turn.replies):

@@ -1,4 +1,4 @@
-"""An attack by all clients but one. They compute its task vector from their own vectors and aggregates."""
+"""An attack by all clients except one: they compute that client's task vector from their own vectors and aggregates."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Read:
 
 
 class _Coalition:
-    """All clients but one. They solve each layer by itself, in float64."""
+    """The attack by all clients except one. They solve each layer separately, in float64."""
 
     def __init__(
         self, full: Full, pieces: Sequence[Sequence[str]], clients: Sequence[ClientId], method: FedBip

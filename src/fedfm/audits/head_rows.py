@@ -75,7 +75,7 @@ class Rebuilt(Watch):
             with apply_model(method, model, crossing.start, pool.compared_rows(client)) as rows:
                 known: Array = model.features(rows).double().numpy()
             self._compare(client, x, known, pool)
-        model.load(before)  # so that later rounds equal those of the run
+        model.load(before)  # so that later rounds are the same as in the run
 
     def _compare(self, client: ClientId, x: Array, known: Array, pool: RowPool) -> None:
         split, gap = len(pool.members[client]), copies.typical_gap(known)

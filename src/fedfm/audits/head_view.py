@@ -42,9 +42,7 @@ class HeadAudit(UpdateAudit):
 
 
 def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:
-    """Changes of the weight (C, d) and of the bias (C,) in one client's update; None if the update lacks one of
-    them.
-    """
+    """Changes of the weight (C, d) and of the bias (C,) in one client's update; None if one of them is missing."""
     if crossing.delta is None or names.bias is None or names.bias not in crossing.delta:
         return None
     return crossing.delta[names.weight].double().numpy(), crossing.delta[names.bias].double().numpy()

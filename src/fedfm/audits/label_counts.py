@@ -33,7 +33,7 @@ MOST, LEAST = 150, 30  # largest and smallest number of local trainings that the
 
 
 class Shares(Watch):
-    """The attack on each client's first update.
+    """A watch that attacks each client's first update.
 
     Attributes:
         found: for each client, the estimated fractions of the labels (C,).
@@ -84,7 +84,7 @@ class Shares(Watch):
             n = len(federated.clients[client].train)  # the attacker knows this number, which is the update's weight
             if n:
                 self.found[client] = attacker.shares(crossing, n, self.tried)
-        model.load(before)  # so that later rounds equal those of the run
+        model.load(before)  # so that later rounds are the same as in the run
 
 
 def passes(run: Run, population: Partitioned) -> tuple[int, float]:

@@ -27,7 +27,7 @@ NO_UPDATE = (
 
 
 class LossDrops(Watch):
-    """Drops of the loss, summed over the rounds.
+    """A watch that sums the drops of each row's loss over the rounds.
 
     Attributes:
         found: for each client the drops (n,) of its members and strangers (see
@@ -58,4 +58,4 @@ class LossDrops(Watch):
                     drop = losses(start, labelled) - losses(end, labelled)
                     self.found[client] = self.found.get(client, np.zeros(len(drop))) + drop
         finally:
-            model.load(before)  # so that later rounds equal those of the run
+            model.load(before)  # so that later rounds are the same as in the run

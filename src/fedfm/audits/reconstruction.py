@@ -21,7 +21,7 @@ STRANGERS = 2000  # largest number of rows that nobody trained on, for compariso
 
 
 class Reconstruction(Audit):
-    """Compares components' distances to training rows with those between neighbours, and with those to unused rows."""
+    """Compares the distances of components to training rows with distances between neighbours and to unused rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 

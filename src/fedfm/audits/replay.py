@@ -254,7 +254,7 @@ def check_unchanged(run: Run, population: Partitioned) -> None:
     """Check that rows and model are the same as in the run.
 
     Raises:
-        InputError: they differ; the error says what changed.
+        InputError: rows or model differ; the error says what changed.
     """
     own = run.experiment.data.name == IN_MEMORY
     more = ", with test and classes as they were given to fedfm.federate" if own else ""

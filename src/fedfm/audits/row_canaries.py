@@ -46,7 +46,7 @@ _SATURATED = 1e30  # a logit that makes the softmax exactly 1
 
 
 class RowCanaries(Audit):
-    """Repeats the training of the client that spends most privacy; the attacker sees each step.
+    """Repeats the training of the client with the largest epsilon; the attacker sees each step.
 
     Number of rows, batch size, steps, noise and clipping are as in the run. The audit tests the mechanism: its coins,
     clipping and noise, and their accounting. ``row_norms`` tests the gradients of the run's own model.

@@ -1,4 +1,4 @@
-"""The order of an audit's attacks (cheap ones first), and its time limit."""
+"""Plan the order of an audit's attacks, the cheap attacks first, and enforce its time limit."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _TRUTH = {"true", "false", "yes", "no"}
 _DATES = 2  # smallest number of different dates for a notice
 _MIXED = 2  # smallest number of numbers, and of names, among the classes for a notice
 _LONG_NAME = 200  # characters; a longer class name is probably a text
-_MANY = 20  # as many different numbers look like a quantity; among as many rows, labels should recur
+_MANY = 20  # 20 or more different numbers look like a quantity; among 20 or more rows, labels should recur
 _MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell
 _AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # signs and units around a number
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([ ,.'])\d{3}(?:\1\d{3})*(?:(?!\1)[.,]\d+)?")
@@ -85,8 +85,8 @@ def _quantities(table: Table, label: str) -> str | None:
     """A notice if labels are dates, or probably quantities: many numbers that do not simply count from 0 or 1."""
     if len(table.classes) >= _DATES and all(_DATE.fullmatch(name) for name in table.classes):
         return (
-            f'column "{label}" holds {len(table.classes)} different dates or times, as {listing(table.classes[:2])}, '
-            "and each becomes a class: is it the column of the labels?"
+            f'column "{label}" holds {len(table.classes)} different dates or times, such as '
+            f"{listing(table.classes[:2])}, and each becomes a class: is it the column of the labels?"
         )
     found = [_number(name) for name in table.classes]
     numbers = sorted(n for n in found if n is not None)
@@ -128,7 +128,7 @@ def _several(table: Table, label: str) -> str | None:
             made = [n for n in made if all(p in parts for p in parts[n])]
         if made:
             return (
-                f"{len(made)} of {len(table.classes)} classes seem to be several labels in one, as "
+                f"{len(made)} of {len(table.classes)} classes seem to combine several labels, such as "
                 f"{listing(made[:2])}: each becomes a separate class; several labels per row need {_WAY}"
             )
     return None
@@ -143,8 +143,8 @@ def _numbers_and_names(table: Table, label: str) -> str | None:
     if CLIENT in table.columns or min(len(numbers), len(names)) < _MIXED:  # client_files has its own notice
         return None
     return (
-        f'column "{label}" holds numbers, as {listing(numbers[:2])}, and names, as {listing(names[:2])}: each becomes '
-        "a class; if numbers stand for names, write them alike"
+        f'column "{label}" holds numbers, such as {listing(numbers[:2])}, and names, such as {listing(names[:2])}: '
+        "each becomes a class; if the numbers stand for these names, write names in all rows"
     )
 
 
@@ -191,8 +191,8 @@ def _empty_texts(table: Table) -> str | None:
     if not found:
         return None
     return (
-        f"{found.total()} texts of {table.source} are {listing(sorted(found))}, as tables write for an empty cell, and "
-        "are read as words: if the cells were empty, remove these rows"
+        f"{found.total()} texts of {table.source} are {listing(sorted(found))}, which tables write for an empty cell, "
+        "and are read as words: if the cells were empty, remove these rows"
     )
 
 

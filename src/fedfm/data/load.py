@@ -75,7 +75,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
 
 
 def _figures(table: Table) -> np.ndarray | None:
-    """Figures of some of the images, see thumbnails; None if the rows are not images."""
+    """The result of :func:`fedfm.data.thumbnails.figures`; None if the rows are not images."""
     if table.kind != "image":
         return None
     from fedfm.data import thumbnails

@@ -186,14 +186,14 @@ def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarra
     """Shares (K,) from Dir(alpha 1_K), summing to 1."""
     if alpha > 1e-9:
         return rng.dirichlet(np.full(clients, alpha))
-    # In the limit alpha -> 0, one client, drawn uniformly, gets all. NumPy would return zeros for so small an alpha.
+    # In the limit alpha -> 0, one client, drawn uniformly, gets all rows. NumPy would return only zeros there.
     p = np.zeros(clients)
     p[rng.integers(clients)] = 1.0
     return p
 
 
 def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
-    """As :func:`_dirichlet`, by the rule ``by_class``; ``classes`` are the classes that have rows."""
+    """As :func:`_dirichlet`, but by the rule ``by_class``; ``classes`` are the classes that have rows."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
     if each > len(classes):
         raise InputError(f"{key}: {each} classes per client, but the training rows have {len(classes)}", key=key)

@@ -9,7 +9,7 @@ import numpy as np
 from fedfm.data.pictures import Look
 
 _MANY = 20  # with fewer images a form may match a class by chance
-_A_CLASS = 5  # with fewer images per class on average a form may also match by chance
+_A_CLASS = 5  # with fewer images per class on average, a form may match a class by chance
 
 _FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
     ("in the format of their files", lambda one: one.form),

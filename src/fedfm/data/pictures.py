@@ -1,4 +1,4 @@
-"""Decode images from folders, tables, hub sets and files to predict. Servers and silos decode in the same way.
+"""Decode images, for all sources and predictions, at servers and silos, so that an image looks the same everywhere.
 
 An image is turned by its EXIF orientation. Transparent pixels are laid over white. If an image has several pages or
 frames, the first is read. Grey values of more than 8 bits are scaled, not clipped: from the smallest range of 8, 12 or
@@ -36,13 +36,13 @@ class Look:
     """The findings about one image.
 
     Attributes:
-        fault: why it cannot be read; None if it can.
+        fault: why the image cannot be read; None if it can be read.
         frames: number of pages or frames.
         transparent: whether a pixel is not opaque.
         top: the value that becomes white, for grey with more than 8 bits; else 0.
         size: stored width and height.
-        grey: whether it is without colours.
-        form: name of its file format.
+        grey: whether the image is without colours.
+        form: name of the file format.
         deep: whether only the upper 8 of 16 bits are read.
         space: the colour space of the file if it is neither grey nor RGB, e.g. CMYK, which is used in print.
     """
@@ -177,7 +177,7 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
 
 
 def read_image(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any:
-    """The upright Pillow image of a file or of its bytes; with ``draft``, a JPEG is decoded at a fraction of its size.
+    """The upright Pillow image of a file or of its bytes; with ``draft``, a JPEG is decoded at a reduced size.
 
     Raises:
         InputError: the image cannot be read.

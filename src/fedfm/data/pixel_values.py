@@ -21,12 +21,12 @@ def notices(table: Table, images: np.ndarray | None) -> tuple[str, ...]:
         return ()
     ends = images[:, :2]
     one_colour, dark = ends[:, 0] == ends[:, 1], ends[:, 1] <= _DARK
-    of = f"{len(ends)} pictures of {table.source}" + (" that were looked at" if len(ends) < len(table) else "")
+    of = f"{len(ends)} pictures of {table.source}" + (" that were examined" if len(ends) < len(table) else "")
     found = []
     if (count := int((dark & ~one_colour).sum())) >= _MANY * len(ends):
         top = int(ends[dark & ~one_colour, 1].max())
         found.append(
-            f"{count} of {of} have no value above {top}, of 255, and look black to a model: scale them to 0..255"
+            f"{count} of {of} have no value above {top} (of 255) and look black to a model: scale them to 0..255"
         )
     if (count := int(one_colour.sum())) >= _MANY * len(ends):
         found.append(f"{count} of {of} have one colour alone: there is nothing to see on them")

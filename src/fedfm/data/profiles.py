@@ -29,9 +29,9 @@ _LOOKED_AT = 2000  # largest number of feature vectors that are examined
 _COLUMNS = 4096  # largest number of columns whose ranges are recorded separately
 _TAIL = 0.02  # share of the values below a range, and of the values above it
 _CELLS = 8  # a range is rounded to a grid of at least this many steps
-_FEW, _MANY = 8, 20  # smallest numbers of rows for a comparison: of single columns, and of all values together
+_FEW, _MANY = 8, 20  # smallest numbers of rows for a comparison; some comparisons need the second number
 _OUTSIDE = 0.35  # share of values outside the training range above which there is a notice
-_ALL_WIDER, _WIDER = 8.0, 50.0  # the same for the ratio of two ranges' widths: median over all columns, one column
+_ALL_WIDER, _WIDER = 8.0, 50.0  # ratio of two ranges' widths above which there is a notice: median of columns, one
 _COMPARED = 20  # largest number of clients that are compared
 _SIGNS = 0.4  # difference of the shares of negative values above which there is a notice
 _SHADE = 0.35  # difference of brightness (from 0 to 1) above which there is a notice
@@ -70,7 +70,7 @@ def compare(
     Args:
         trained: the result of :func:`profile_of` for the run's rows.
         images: as in :func:`profile_of`, for this table.
-        of: how messages call the run's rows.
+        of: the words for the run's rows in messages.
 
     Raises:
         InputError: the feature columns have other names, or the same names in another order.
@@ -163,7 +163,7 @@ def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | N
         return None
     return (
         f'{sum(strange.values())} of {len(table)} rows of {table.source} have a label (column "{label}") that is no '
-        f"class of the model, as {listing(sorted(strange), 4)}: each of these rows gets one of its classes all the same"
+        f"class of the model, such as {listing(sorted(strange), 4)}: the model still assigns one of its own classes"
     )
 
 
@@ -236,7 +236,7 @@ def _other_ranges(trained: Profile, table: Table) -> str | None:
     if other or (len(x) >= _FEW and outside > _OUTSIDE) or 2 * apart.sum() > x.shape[1] > 1:
         return (
             f"{table.source}: the usual values are from {low_now:.3g} to {high_now:.3g}, and in the training rows from "
-            f"{low:.3g} to {high:.3g}, or their columns lie elsewhere: are these rows in other units, scaled in "
+            f"{low:.3g} to {high:.3g}, or many columns have other ranges: are these rows in other units, scaled in "
             "another way, or are their columns in another order?"
         )
     if not apart.any():

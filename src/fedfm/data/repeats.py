@@ -107,7 +107,7 @@ def _whole(table: Table, item: Any) -> int:
 
 
 class _Views:
-    """Views of a table's inputs for comparison, computed once per table."""
+    """Hashes, thumbnails or vectors by which a table's inputs are compared; they are computed once per table."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -166,11 +166,11 @@ def _thumbnail(item: Any) -> np.ndarray:
 
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
-    """The rows among ``rows`` that are closer to a training row than ``share`` of training rows' usual distance."""
+    """The rows among ``rows`` that are closer to a training row than ``share`` times these rows' usual distance."""
     if len(train) < _LEAST:
         return rows[:0]
     centre = views[train].mean(axis=0, dtype=np.float64)
-    known = views[train] - centre  # (n, d) float64: small distances of long vectors
+    known = views[train] - centre  # (n, d) float64, so that small distances of long vectors are exact
     some = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(np.int64)
     apart = _distances(known[some], known)
     apart[np.arange(len(some)), some] = np.inf

@@ -50,7 +50,8 @@ def _truth(name: str) -> Hashable:
 
 
 def _without_marks(name: str) -> Hashable:
-    return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
+    # A number keeps its sign, since -1 is not 1.
+    return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name
 
 
 # How two spellings of probably one class differ -> a function that makes them equal. The first match is reported.

@@ -29,7 +29,7 @@ _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 _UNSEEN = re.compile("[\u200b\u2060\ufeff\u00ad\u202a-\u202e]")
 _SPECIAL = re.compile(r"\[(?:CLS|SEP|PAD|MASK|UNK)\]|</?s>|<pad>|<\|endoftext\|>")  # tokens of tokenizers
 _LENGTH = 200  # texts of at least this many characters do not have equal lengths by chance
-_ALL = 0.95  # share from which "all texts" is meant; the rest may be errors
+_ALL = 0.95  # smallest share of texts that counts as all texts; the rest may be errors
 _ESCAPES = 0.1  # smallest share of texts with HTML escapes for a notice
 _NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("numbers", re.compile(r"\s*[-+]?\d[\d.,]*(?:e[-+]?\d+)?\s*%?\s*", re.IGNORECASE)),
@@ -63,7 +63,7 @@ def notices(table: Table) -> tuple[str, ...]:
     places = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64))
     items = [table.inputs[int(i)] for i in places]
     texts = [" ".join(inputs_of(table.kind, item)) for item in items]
-    where = f"{len(texts)} rows of {table.source}" + (" that were looked at" if len(texts) < len(table) else "")
+    where = f"{len(texts)} rows of {table.source}" + (" that were examined" if len(texts) < len(table) else "")
     found = [_damage(texts, where), _failures(texts, where)]
     if table.kind == "text":
         found += [_without_language(texts, where), _names(table, places, texts, where)]

@@ -52,7 +52,7 @@ class Weights:
 
     @property
     def last(self) -> np.ndarray:
-        """(L, K, K): each client's row in its last round in a cohort; zero if there was none."""
+        """(L, K, K): each client's row in the last round whose cohort it was in; zero if there was no such round."""
         known = self.cohorts
         at = len(known) - 1 - known[::-1].argmax(0)  # (K,)
         return self.p[at, :, np.arange(len(self.clients))].swapaxes(0, 1)

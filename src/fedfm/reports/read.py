@@ -35,7 +35,7 @@ class Round:
             train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean.
         seconds: duration of this round. (In the file, seconds count from the start of the run.)
         bytes_up, bytes_down: bytes of the method's own messages since the start of the run.
-        figures: all numbers of the line, including those of the method.
+        figures: all numbers of the line, including the method's own figures.
         clients: accuracy of each client on its own test rows; None if the client has none.
         losses: loss of each client, if no accuracy is defined.
         scored: for each client whose scores are of the model of an earlier round, the number of that round.
@@ -220,7 +220,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
-    """Sentences about missing records: up to the end of a finished run, or up to an unfinished run's checkpoint."""
+    """Sentences about missing records up to the end of a finished run, or up to an unfinished run's checkpoint."""
     files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
     committed = [int(name) for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
     # A round's line is written after its checkpoint.
@@ -234,12 +234,12 @@ def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a JSON object; otherwise an empty one."""
+    """The value if it is a JSON object; otherwise an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: Any) -> Sequence[Any]:
-    """The value if it is a JSON array; otherwise an empty one."""
+    """The value if it is a JSON array; otherwise an empty array."""
     return value if isinstance(value, list) else []
 
 

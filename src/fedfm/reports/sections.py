@@ -146,7 +146,7 @@ def _why_no_scores(run: RunFiles, client: str) -> str:
 
 
 def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: Sequence[str], as_loss: bool) -> str:
-    """Each client's score with the model that the server sent, and after the client's last local training."""
+    """A table of each client's score with the model that the server sent, and after the last local training."""
     known = mapping(run.result.get("details")).get("server_client_loss" if as_loss else "server_client_accuracy")
     before = {str(c): numeric(v) for c, v in mapping(known).items()}
     if not numbers(before.values()):

@@ -100,7 +100,7 @@ def neighbours(items: Sequence[T], most: int) -> list[Sequence[T]]:
 
 
 def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Every nth point and the last point, with n so that there are at most about MOST_POINTS."""
+    """Every nth point and the last point; n is chosen so that at most about MOST_POINTS remain."""
     stride = math.ceil(len(points) / MOST_POINTS)
     return points if stride < 2 else [*points[:-1:stride], points[-1]]
 

@@ -13,10 +13,9 @@ NAMED = 1000  # largest number of copies that the detail of a finding lists
 
 
 def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
-    """The index (k,) of the row nearest to each point, and their Euclidean distance (k,), which is infinite without
-    rows.
+    """For each point (k, d), the index (k,) of the nearest of the rows (n, d), and their Euclidean distance (k,).
 
-    ``points`` are (k, d), ``rows`` (n, d).
+    Without rows, the distances are infinite.
     """
     if not len(rows):
         return np.zeros(len(points), dtype=np.int64), np.full(len(points), np.inf)

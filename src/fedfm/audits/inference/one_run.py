@@ -31,7 +31,8 @@ def readings(total: Array, known: Array, used: Array, unused: Array, sigma: floa
 
     Args:
         total, known: (d,): the released sum, and the sum of all other rows.
-        used, unused: (m, d): the rows in the sum, and their partners. The attack does not use which of them is which.
+        used, unused: (m, d): the rows in the sum, and their partners. Exchanging the rows of a pair changes only the
+            sign of its evidence.
         sigma: standard deviation of the noise on each number of the sum.
 
     Returns:

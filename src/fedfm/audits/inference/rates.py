@@ -90,9 +90,9 @@ def mean_interval(figures: Array, reference: Array | None = None) -> tuple[float
     It uses Student's t, because a bootstrap over few clients gives a too narrow interval.
 
     Args:
-        reference: figures of the same clients without the attack. With it the interval is that of the differences,
-            shifted by the mean of the reference. So it excludes this mean if the interval of the differences excludes
-            0.
+        reference: figures of the same clients without the attack. With a reference, the function computes the interval
+            of the differences and adds the mean of the reference. So the result excludes this mean if the interval of
+            the differences excludes 0.
 
     Example:
         >>> low, high = mean_interval(np.array([0.2, 0.4]))
@@ -140,8 +140,9 @@ def auc_interval(
 
 
 class Rate(NamedTuple):
-    """The rate of positives above a threshold, its 95 % interval, and how many (``alarms``) of the negatives are above
-    it.
+    """The rate of positives above a threshold, its 95 % interval, and the counts behind it.
+
+    ``hits`` positives and ``alarms`` negatives are above the threshold.
     """
 
     tpr: float

@@ -21,7 +21,7 @@ from fedfm.privacy.composition import Releases, epsilon_of
 SURE = 1e-7  # rate of false alarms of tests whose alarms count as proof
 LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since the accountant takes long for smaller ones
 _STRANGERS, _NUMBERS = 20_000, 4e7  # number of rows that took no part; largest number of their entries in memory
-_STEPS = 100  # number of steps of a training whose noise is compared with that of others
+_STEPS = 100  # largest number of steps of a training whose noise is compared with the noise of other steps
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Readings:
     """Projections of the trainings' steps onto K canaries' directions.
 
     Attributes:
-        x: (K, T), in standard deviations of the noise: N(``shift``, 1) if the canary was in the step, otherwise N(0,
-            1).
+        x: (K, T), in standard deviations of the noise; distributed as N(``shift``, 1) if the canary was in the step,
+            otherwise as N(0, 1).
         shift: C, the bound on a row's gradient, in standard deviations of the noise.
         in_step: (K, T): whether the canary was in the step.
         predicted: (K, T): whether another training of the same rows, with another secret, drew the canary in that step.
@@ -75,7 +75,7 @@ def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidenc
 
     Two tests and the estimate of the size of the noise share the error level. The first test assumes secret coins: the
     ends of the intervals of noise multiplier and rate give epsilon. The second test predicts the coins from another
-    training; then the mean score is that of a Gaussian mechanism without sampling.
+    training; then the mean score is the mean score of a Gaussian mechanism without sampling.
     """
     tail = (1 - confidence) / 3
     size = at_least(readings.numbers, tail)
@@ -139,8 +139,7 @@ def _ratio(x: Array, shift: float, rate: float) -> Array:
 
 
 def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
-    """Whether rows enter the steps in another way than by independent coins of this rate, e.g. in batches of fixed
-    size.
+    """Whether rows enter the steps otherwise than by independent coins of this rate, e.g. in batches of fixed size.
 
     Args:
         trainings: for each training an array (n, T): whether the row was in the step.
@@ -159,7 +158,7 @@ def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
 
 
 def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
-    """Whether the variance of sums of coins differs from that of binomial sums, by a chi-squared test."""
+    """Whether the variance of sums of coins differs from the variance of binomial sums, by a chi-squared test."""
     from scipy.stats import chi2
 
     variance = rate * (1 - rate)
@@ -170,7 +169,7 @@ def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
 
 
 def noise_repeats(noises: Sequence[Array]) -> bool:
-    """Whether two steps share noise. They may belong to one training, or to two with different secrets.
+    """Whether two steps share noise. The two steps may belong to one training, or to trainings with other secrets.
 
     Args:
         noises: for each training an array (T, d).

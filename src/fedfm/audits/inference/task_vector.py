@@ -75,7 +75,7 @@ def solve_victim(change: Array, others: Array, p: Array, own: float) -> Array:
 def vectors_without_weights(
     change: Array, others: Array, at: int, negative: str, temperature: float = 1.0
 ) -> list[Array]:
-    """The victim's task vector without known weights. Their formula leaves one unknown and gives one equation for it.
+    """The victim's task vector without known weights. The weights' formula leaves one unknown, and gives one equation.
 
     The weights are p_ik = a g_ik, where g_ik depends on the cosine of tau_i and tau_k, and a makes the row sum to 1.
     The colluders know g_ik for themselves, so a is the only unknown: p_iv = 1 - a sum_k g_ik for the victim v. The
@@ -88,7 +88,7 @@ def vectors_without_weights(
         negative: FedBip's key: ``clip``, ``raw`` or ``softmax``.
 
     Returns:
-        A vector (P,) for every a that satisfies the equation; none if the victim has no weight in row i.
+        A vector (P,) for each a that satisfies the equation; an empty list if the victim has no weight in row i.
     """
     from scipy.optimize import brentq
 

@@ -1,7 +1,7 @@
 """Read instructions, conversations and preferences from columns.
 
 A conversation is a list of messages {"role": ..., "content": ...}. It is split into the last answer and the messages
-before it. So a pair of instruction and output equals a conversation of two messages.
+before it. So a conversation of two messages is read like a pair of instruction and output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-# ShareGPT's and others' names of roles, in lower case
+# Other names of roles, as in ShareGPT's form, in lower case -> our names
 _ALSO = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", _tools.CALLING), ASSISTANT),

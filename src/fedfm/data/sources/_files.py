@@ -58,7 +58,7 @@ def remember_missing(path: str, folder: Path) -> None:
 def existing(path: str | Path, key: str = "data.path") -> Path:
     """The path if it exists; else raise an InputError with the names in its folder.
 
-    A relative path in an experiment's file is relative to that file's folder, else to the working directory.
+    A relative path in an experiment's file is relative to the file's folder, or else to the working directory.
     """
     given, path = str(path), Path(path).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""Names of splits in folders, files and hub sets."""
+"""Names of splits in folders, files and data sets of the Hugging Face Hub."""
 
 from __future__ import annotations
 

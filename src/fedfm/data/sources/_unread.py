@@ -79,8 +79,8 @@ def _client_notice(name: str, values: Sequence[Any], source: str) -> str | None:
     if not 2 <= len(found) <= _MOST_CLIENTS or 2 * len(found) > len(values):
         return None
     return (
-        f'column "{name}" of {source} seems to name {len(found)} clients, and is not read: the rows are dealt without '
-        f'it; data.partition = {{ name = "by_column", column = "{name}" }} makes a client of each'
+        f'column "{name}" of {source} seems to name {len(found)} clients, and is not read to assign rows to clients; '
+        f'data.partition = {{ name = "by_column", column = "{name}" }} makes a client of each'
     )
 
 
@@ -93,7 +93,7 @@ def _numbers_folds(name: str, values: Sequence[Any]) -> bool:
 
 
 def _marks_splits(name: str, values: Sequence[Any]) -> bool:
-    """Whether all values are names of splits, including train, or a yes-or-no column has the name of a split."""
+    """Whether the values are names of splits, including train, or are yes and no in a column named after a split."""
     if isinstance(values, Pictured):
         return False
     found = {str(v).strip().lower() for v in _some(values)}

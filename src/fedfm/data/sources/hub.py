@@ -1,7 +1,7 @@
-"""Hugging Face data sets: an id on the hub ("cifar10", or "glue:mrpc" with a configuration) or a save_to_disk folder.
+"""Read Hugging Face data sets, by an id on the Hub ("cifar10", "glue:mrpc" with a configuration) or from a folder.
 
-Official splits are kept: "test" is test, "validation" is val; if a set has only train and validation, its validation
-rows are the test rows. A split with withheld labels (all -1) is left out.
+The folder is one that save_to_disk wrote. Official splits are kept: "test" is test, "validation" is val; if a set has
+only train and validation, its validation rows are the test rows. A split with withheld labels (all -1) is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LISTED = 100_000  # from this number on, texts stay in the data set's Arrow file
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
-    """Table of a hub data set, with images or text.
+    """Read the table of a Hugging Face data set, with images or text.
 
     Raises:
         InputError: the set cannot be loaded, a column is missing, or as in ``to_table``.
@@ -135,7 +135,7 @@ def _class_names(kind: Any) -> tuple[str, ...] | None:
 
 
 def _has_withheld_labels(part: Any, label: str) -> bool:
-    """Whether all labels are -1, the mark of withheld labels in hub sets."""
+    """Whether all labels are -1, the mark of withheld labels in data sets of the Hub."""
     return label in part.features and len(part) > 0 and set(part[label][:]) == {-1}
 
 

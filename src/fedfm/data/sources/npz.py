@@ -1,4 +1,4 @@
-"""NumPy archives: images or feature vectors.
+"""Read NumPy archives with images or feature vectors.
 
 An archive holds ``x``, uint8 or uint16 (N, H, W, C) or float (N, d), and ``y``, integers (N,). It may hold ``classes``,
 strings (C,), ``split``, strings (N,), ``domain``, strings (N,), and further string or integer arrays (N,), which become

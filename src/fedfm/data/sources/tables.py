@@ -28,7 +28,7 @@ _READERS = {
     ".json": ("json", "sheet_of", "a JSON file"),
     ".parquet": ("parquet", "sheet_of", "a Parquet file"),
 }
-_TEXT = ".txt"  # a table only for tasks that read such files
+_TEXT = ".txt"  # only some tasks read such a file as a table
 _ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # files about the rows
 _DATA = re.compile(
     r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sa[v]|dta|rds|rdata|db|sqlite3?|tfrecord"
