@@ -156,9 +156,9 @@ class _Attack:
             sigma = self.method.noise * w_0.norm() / math.sqrt(sum(t.numel() for t in w_0.values()))
             detail["hidden_change"] = change = sigma / sigma_for(*GUARANTEE)
             says += (
-                f" For any number of rounds the noise hides, with (epsilon, delta) = {GUARANTEE}, which of two "
-                f"foundation models at a distance of at most {change:.3g} "
-                f"({change / float(np.linalg.norm(self.target.truth)):.2g} of this one's norm) the server has."
+                f" For any number of rounds, with (epsilon, delta) = {GUARANTEE}, the noise hides which of two "
+                f"foundation models the server has, if their distance is at most {change:.3g} "
+                f"({change / float(np.linalg.norm(self.target.truth)):.2g} times the norm of this model)."
             )
         return self._finding(name, ALL, x, says, detail)
 

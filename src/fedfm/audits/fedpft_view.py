@@ -104,7 +104,7 @@ class View:
 
     @cached_property
     def _features(self) -> Array:
-        """Features (n, d) of all rows that the audit uses; the replay has already computed those of the clients."""
+        """Features (n, d) of all rows that the audit uses; the replay has already computed the clients' features."""
         population, out = self.replay.population, None
         blocks = [(c.train, population.data(name).train) for name, c in sorted(self.federated.clients.items())]
         blocks.append((self.federated.test, population.test))

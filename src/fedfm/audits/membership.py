@@ -25,8 +25,8 @@ from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
 QUESTION_TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
-SIZES = (1, 10, 20, 50, 200)  # cells form groups by their number of rows; these are the lower ends of the groups
-LEAST = 20  # a group counts in the verdict if it has at least this many rows
+SIZES = (1, 10, 20, 50, 200)  # smallest numbers of rows of a cell (a client's class), by which cells are grouped
+LEAST = 20  # a group counts in the verdict if its cells have at least this many rows
 MOST = 1000  # largest number of rows that a shadow is fitted to
 STRICT = 0.999  # confidence that is needed to contradict a claim
 
@@ -38,7 +38,7 @@ class _Scored:
 
 
 class Membership(Audit):
-    """Computes the AUC, and the rate of true positives at 1 % false positives."""
+    """Measures how well mixtures separate the rows behind them from other rows: AUC, and TPR at 1 % false positives."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -55,7 +55,7 @@ class Membership(Audit):
 
 
 def _score(view: View) -> list[_Scored]:
-    """Score each cell's members and strangers by its mixture and by a shadow that is fitted to other rows."""
+    """Score each cell's members (its rows) and strangers (rows that nobody trained on), by its mixture and a shadow."""
     shadows = _Shadows(view)
     out = []
     for cell in view.cells:
@@ -144,7 +144,7 @@ def _auc(view: View, scores: MemberScores) -> Finding:
         claim(view.replay.run),
         rule=rule,
         strict=STRICT,
-        more=f", for classes of {top} rows at a client {large[top]:.3f}",
+        more=f"; for classes of {top} rows at a client it is {large[top]:.3f}",
     )
 
 

@@ -57,9 +57,9 @@ class RowNorms(Audit):
             f"Among {len(batch)} rows of a client, the one with the largest effect moves a step's sum by {share:.4g} "
             "times clip_norm, at the start or at the end of the run"
             + (
-                "; the noise is made for 1: epsilon is larger than stated."
+                "; the noise is calibrated for at most 1 times clip_norm: epsilon is larger than stated."
                 if contradicts
-                else "; the noise is made for 1."
+                else "; the noise is calibrated for at most 1 times clip_norm."
             )
         )
         detail = {"rows": len(batch), "models": len(places), "clip_norm": c}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SCAN, _END = b"\xda", b"\xff\xd9"
-_BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a segment
+_BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # JPEG markers after which no segment follows
 _HOLE = bytes(512)  # a sector of zeros
 _JPEG, _PACKED = ("JPEG", "MPO"), ("WEBP", "AVIF")  # WebP and AVIF have no checksums; intact files do not end in zeros
 

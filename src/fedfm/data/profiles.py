@@ -210,7 +210,7 @@ def _grid(ends: np.ndarray) -> list[list[float]]:
 
 
 def _other_ranges(trained: Profile, table: Table) -> str | None:
-    """A notice if the values have another scale, or if those of some columns lie in another range."""
+    """A notice if the values have another scale, or if some columns have another range."""
     if "all" not in trained:
         return None
     x = _some(table)

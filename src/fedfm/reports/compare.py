@@ -54,7 +54,7 @@ def section(runs: Sequence[RunFiles]) -> str:
 
     names = labels(runs)
     incomplete = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.missing]
-    warning = aside("Incomplete records", incomplete) + aside("Not like for like", differences(runs))
+    warning = aside("Incomplete records", incomplete) + aside("Differences that hinder comparison", differences(runs))
 
     def show(column: str, value: float | None) -> str:
         if column in PLAIN or value is None:
@@ -68,8 +68,8 @@ def section(runs: Sequence[RunFiles]) -> str:
         "local loss": "Local loss: mean of the clients on their own test rows.",
         "global": "Global: mean over the models on the global test rows.",
         "local": "Local: mean of the clients on their own test rows.",
-        "base": "Base, new: on the global test rows of the base or the new classes, with a choice among these classes "
-        "only; mean over the models.",
+        "base": "Base, new: on the global test rows of the base or the new classes, where a model chooses only among "
+        "these classes; mean over the models.",
         "spread": "Spread: standard deviation over the clients, in points.",
     }
     said = [text for column, text in meanings.items() if column in head]
@@ -109,8 +109,8 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
     def unlike(what: str, runs: Mapping[str, RunFiles], value: Callable[[RunFiles], object]) -> None:
         if others := _unlike(runs, value):
-            verb = "is" if len(others) == 1 else "are"
-            out.append(f"{what} of {', '.join(others)} {verb} not that of {next(iter(runs))}.")
+            verb = "differs" if len(others) == 1 else "differ"
+            out.append(f"{what}: {', '.join(others)} {verb} from {next(iter(runs))}.")
 
     unlike("The model (fingerprint)", every, lambda r: mapping(r.manifest.get("fingerprints")).get("model"))
     unlike("The split among clients", _not_private(runs), lambda r: mapping(r.manifest.get("split")).get("clients"))

@@ -217,7 +217,7 @@ def _risk(run: RunFiles, found: Sequence[Any]) -> str:
     epsilon, assumed = privacy_claim(run)
     lines.append(f"{epsilon} Section 2 lists what this assumes." if assumed else epsilon)
     if own_models(run):
-        lines.append("Each client's model is fitted to its rows; clients/ holds those that clients revealed.")
+        lines.append("Each client's model is fitted to its rows; clients/ holds the models that clients revealed.")
     if late := newcomers_of(run):
         lines.append(f"{', '.join(late)} joined after training: the model in clients/ is fitted to their rows alone.")
     lines += [f"Incomplete: {text}." for text in run.missing]

@@ -51,7 +51,7 @@ def reading(run: RunFiles) -> str:
         what = "one given row"
         more = f"A person with k rows spends k times as much as a person with one row (two rows: {twice})"
     return (
-        f"Anyone who sees all that the run released can change the odds that {what} took part by at most a factor of "
+        f"For anyone who sees all that the run released, the odds that {what} took part change by at most a factor of "
         f"e^epsilon = {number(factor)}{but}. {more}; epsilon does not cover test rows, names of clients and classes, "
         "times, and other runs on the same rows."
     )

@@ -10,12 +10,13 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SOFT = 1.0  # pseudo-count of shadows at the mean of all rows; with few shadows it keeps a row's mean near this mean
+SOFT = 1.0  # pseudo-count: a row's mean is computed as if one more shadow had the mean of all rows
 
 
 def confidence(logits: Array, labels: Array) -> Array:
-    """Phi = log(p_y / (1 - p_y)) of each row, (n,). Over trainings phi is nearly normal, while p_y is not (Section
-    IV.C).
+    """Phi = log(p_y / (1 - p_y)) of each row, (n,).
+
+    Over many trainings, phi is nearly normally distributed, while p_y is not (Section IV.C).
 
     Args:
         logits: (n, C), C at least 2.
@@ -41,7 +42,7 @@ def log_ratio(target: Array, shadows: Array, inside: Array) -> Array:
     Args:
         target: (n,): phi of the attacked model.
         shadows: (S, n): phi of the shadow models.
-        inside: (S, n): whether the row was in the training of the shadow.
+        inside: (S, n): whether the shadow was trained on the row.
     """
     found = []
     for there in (inside, ~inside):

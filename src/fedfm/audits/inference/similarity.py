@@ -9,7 +9,7 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-WINDOW = 7  # side of a window in pixels; all weights are equal
+WINDOW = 7  # side of a window in pixels; all pixels of a window have the same weight
 K1, K2 = 0.01, 0.03
 LUMA = np.array([0.299, 0.587, 0.114])
 
@@ -29,7 +29,7 @@ def psnr(a: Array, b: Array) -> Array:
 def ssim(a: Array, b: Array) -> Array:
     """Structural similarity of the luma, averaged over all windows inside the image; leading axes (...,) are broadcast.
 
-    Variances and covariances are those of a population: sums are divided by 49, not by 48.
+    Variances and covariances are population values: sums are divided by 49, not by 48.
 
     Raises:
         ValueError: an image is smaller than a window.
@@ -45,7 +45,7 @@ def ssim(a: Array, b: Array) -> Array:
 
 
 def _mean(x: Array) -> Array:
-    """The mean over every window: (..., H - 6, W - 6), by one sum in each direction."""
+    """The mean over each window, (..., H - 6, W - 6), from cumulative sums in both directions."""
     total = np.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 1))
     np.cumsum(np.cumsum(x, -2), -1, out=total[..., 1:, 1:])
     w = WINDOW

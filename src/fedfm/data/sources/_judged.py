@@ -31,12 +31,12 @@ def of_answers(columns: Mapping[str, Sequence[Any]], used: set[str], source: str
             count = sum(str(value).strip().lower() in _NO for value in values)
             return (
                 f'column "{name}" of {source} seems to reject {count} of {len(values)} answers, and is not read: they '
-                "are learned like the others; data.where keeps the good ones",
+                "are learned like the others; data.where can keep only good answers",
             )
         if _GRADES.fullmatch(low) and len(found) > 1 and all(map(_is_number, found)):
             return (
-                f'column "{name}" of {source} seems to grade the answers, and is not read: low ones are learned like '
-                "the others; data.where keeps the good ones",
+                f'column "{name}" of {source} seems to grade the answers, and is not read: answers with low grades are '
+                "learned like the others; data.where can keep only good answers",
             )
     return ()
 

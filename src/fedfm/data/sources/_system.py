@@ -61,7 +61,7 @@ def notice(values: Sequence[Any], name: str, source: str) -> str:
     if max(map(len, said), default=0) > _FEW:
         return line
     return (
-        f'{line}: no cell has more than {_FEW} words, as "{" ".join(said[0])}"; if it holds something else, set '
+        f'{line}: no cell has more than {_FEW} words, such as "{" ".join(said[0])}"; if it holds something else, set '
         f"data.system to another name than {name!r}"
     )
 

@@ -135,7 +135,7 @@ def _scans(files: Sequence[str]) -> str:
 
 
 def _masks(files: Sequence[Path]) -> tuple[str, ...]:
-    """A notice if one class seems to hold the masks of another: same file names, and a folder with a name of masks."""
+    """A notice if one class seems to hold another's masks: same file names, and a folder name such as "masks"."""
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)

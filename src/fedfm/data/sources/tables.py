@@ -143,7 +143,7 @@ def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ..
     for split in dict.fromkeys(splits.values()):
         names = sorted({_SHARD.sub("", file.name) for file, of in splits.items() if of == split})
         if len(names) > 1:
-            found.append(f"the {split} rows of {folder} are those of {listing(names, 6)}, one after the other")
+            found.append(f"the {split} rows of {folder} are the rows of {listing(names, 6)}, one file after the other")
     return tuple(found)
 
 
