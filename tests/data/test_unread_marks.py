@@ -141,7 +141,7 @@ def test_colours_of_print_and_masks_among_images_are_told(what: str, tmp_path: P
             picture.convert("L").point(lambda v: 255 * (v > 99)).save(tmp_path / "ab"[i % 2] / f"case ({i})_mask.png")
     found = said(tmp_path)
     assert ("converted to RGB without their colour profile" in found) == (what == "cmyk")
-    assert ("12 images, such as" in found and "masks of others" in found) == (what == "mask")
+    assert ("12 images, such as" in found and "masks of other images" in found) == (what == "mask")
     assert found == "" or what != "plain"
 
 

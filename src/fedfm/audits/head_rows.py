@@ -107,7 +107,7 @@ class HeadRows(HeadAudit):
         says = (
             f"dW / db of {found.updates} updates gives the features of {hits} of {rows} training rows; of test rows, "
             f"which no update contains, {100 * chance:.1f} %. The median computed feature is "
-            f"{float(np.median(found.ratios)):.2g} times as far from the nearest training row as neighbours are."
+            f"{float(np.median(found.ratios)):.2g} times as far from the nearest training row as neighbouring rows are."
         )
         named = [{"client": c, "row": row} for c, row in sorted(found.hits)[:NAMED]]
         detail = {"updates": found.updates, "rows": rows, "rebuilt": hits, "by_chance": chance, "leaks": named}

@@ -30,7 +30,7 @@ LEAST = 50  # smallest number of images to train the inverter on
 CLEAR = 60.0  # largest PSNR that is reported, in dB, since equal images have infinite PSNR
 _ASKED: Mapping[str, tuple[str, str]] = {
     "inversion_features": (
-        "Which images would raw features disclose? For comparison: this run sends none.",
+        "Which images would raw features disclose? This is for comparison, since this run sends none.",
         "their raw features",
     ),
     "inversion_components": ("Which images do the components' means disclose?", "the means of their class's mixture"),

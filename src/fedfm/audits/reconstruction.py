@@ -84,7 +84,7 @@ def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], 
 
 def _sentence(named: list[dict[str, Any]], hit: int, total: int, ratios: list[float]) -> str:
     if not named:
-        near = f": the nearest is {min(ratios):.2g} times as far from a row as neighbours are" if ratios else ""
+        near = f": the nearest is {min(ratios):.2g} times as far from a row as neighbouring rows are" if ratios else ""
         return f"No component equals a single row{near}."
     first, many = named[0], len(named) > 1
     verbs = ("s stand", "disclose") if many else (" stands", "discloses")

@@ -92,7 +92,7 @@ def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: M
     by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
     mean, (low, high) = float(by_client.mean()), rates.mean_interval(by_client)
     pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
-    says = f"The logit of a class that a client has rises more than that of one that it lacks with chance {mean:.3f} "
+    says = f"The logit of a class that a client has rises more than that of a class it lacks with chance {mean:.3f} "
     says += f"{interval(low, high)} (mean of {plural(len(mixed), 'client')}, from their first message; 0.5 is "
     says += (
         f"guessing); its sign alone is right for {100 * float(np.mean(pushed)):.0f} % of the pairs of client and class."
@@ -124,7 +124,7 @@ def _proportions(replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, 
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
     mean, line = float(np.mean(found)), float(np.mean(guessed))
     low, high = rates.mean_interval(np.array(found))
-    says = f"The computed shares of the classes overlap with a client's true ones by {mean:.3f} "
+    says = f"The computed shares of the classes overlap with a client's true shares by {mean:.3f} "
     says += f"{interval(low, high)} (1: equal); the shares over all clients overlap by {line:.3f}. The attacker knows "
     says += f"the client's number of rows and has {rows} rows of its own."
     detail = {"clients": len(found), "rows_of_the_server": rows}

@@ -49,7 +49,7 @@ def _finding(run: Run, cells: list[CellScores], drops: LossDrops, pool: RowPool)
     scores = MemberScores(cells, lambda level: seeds.generator(seed, *purpose, str(level)), digits=6)
     of = "" if pool.population.model.is_language_model else " of its class"
     what = "the sums that it saw" if drops.sums else "the client's own updates"
-    says = f"In {drops.updates} updates, {what} lowered the loss of a training row more than that of a test row{of}"
+    says = f"In {drops.updates} updates, {what} lowered the loss of a training row more than the loss of a test row{of}"
     detail: dict[str, Any] = {"updates": drops.updates, "sums_only": drops.sums, **scores.of_clients()}
     detail["highest_of_a_client"] = float(scores.aucs.max())
     if (rate := scores.rate(seeds.generator(seed, "audit", "update membership tpr"))) is not None:

@@ -164,7 +164,7 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
     if n := count["deep"]:
         found.append(
             f"{n} of {total} images of {source} have colours or transparency with 16 bits, of which the upper 8 are "
-            "read: if they hold less than 0..65535 they are dark; save them with 8 bits"
+            "read: if their values fill only a part of 0..65535, they become dark; save them with 8 bits"
         )
     if tops:
         ranges = " and ".join(f"{n} from 0..{top}" for top, n in sorted(tops.items()))

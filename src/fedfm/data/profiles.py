@@ -100,7 +100,7 @@ def check_names(wanted: Sequence[str], given: Sequence[str], source: str, of: st
     if set(wanted) == set(given):
         raise InputError(
             f'{source}: column x[:, {j}] is "{given[j]}", and in {of} it is "{wanted[j]}": the columns are in another '
-            "order; put them in the same"
+            "order; put them in the same order"
         )
     missing = [name for name in wanted if name not in given]
     strange = [name for name in given if name not in wanted]
@@ -180,8 +180,8 @@ def _fewer_columns(trained: Profile, table: Table) -> str | None:
     if not missing:
         return None
     return (
-        f"{table.source} has no column {' and '.join(missing)}, and the training rows have it: the model gets less "
-        "than it was trained with"
+        f"{table.source} has no column {' and '.join(missing)}, which the training rows have: the model gets less "
+        "input than in training"
     )
 
 
@@ -277,8 +277,8 @@ def _other_images(trained: Profile, now: Profile, count: int, source: str, clien
     if count >= _FEW and apart:
         how = "brighter" if now["shade"] > trained["shade"] else "darker"
         found.append(
-            f"the images of {source} are much {how} than those of the training rows (usual mean {now['shade']:g} and "
-            f"{trained['shade']:g} of 1): are they inverted, or scaled in another way?"
+            f"the images of {source} are much {how} than those of the training rows (usual brightness {now['shade']:g} "
+            f"and {trained['shade']:g}, from 0 to 1): are they inverted, or scaled in another way?"
         )
     size, before = now["size"], trained["size"]
     if size and before and size != before and size == before[::-1]:

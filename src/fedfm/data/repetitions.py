@@ -91,7 +91,7 @@ def shared_groups(table: Table, chosen: str | None) -> str | None:
             return (
                 f'{count} of {len(test)} test rows of {table.source} have a value of column "{name}" that training '
                 "rows have, too: test rows were drawn without it, and rows of one person or document are alike, so a "
-                'result may be too good; a column "split" keeps them apart'
+                'result may be too good; a column "split" can assign such rows to one split'
             )
     return None
 

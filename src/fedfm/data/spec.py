@@ -34,7 +34,7 @@ class PartitionSpec:
     name: str = setting("iid", "iid, dirichlet, by_class, by_column or flower", choices=PARTITIONS)
     clients: int | None = setting(None, "number of clients K [10; by_column: one per value]", ge=1)
     alpha: float | None = setting(
-        None, "dirichlet: concentration, > 0; small = skewed", gt=0, finite=True, required=True, of=("dirichlet",)
+        None, "dirichlet: concentration; smaller is more skewed", gt=0, finite=True, required=True, of=("dirichlet",)
     )
     classes_per_client: int | None = setting(
         None, "by_class: number of classes per client", ge=1, required=True, of=("by_class",)
@@ -109,7 +109,7 @@ class DataSpec(_Columns):
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values of the rows to keep; all other rows are left out, test rows too", least=1
     )
-    limit: int | None = setting(None, "largest number of training rows, stratified", ge=1)
+    limit: int | None = setting(None, "largest number of training rows; they are chosen stratified by class", ge=1)
     test_fraction: float = setting(0.2, "share of test rows if the source marks none", ge=0, lt=1)
     val_fraction: float = setting(0.0, "share of each client's training rows for validation", ge=0, lt=1)
     augment: tuple[str, ...] = setting(
@@ -118,7 +118,7 @@ class DataSpec(_Columns):
         "by an eighth), flip (left to right, with probability 1/2)",
         choices=AUGMENT,
     )
-    scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
+    scale: str = setting("none", "scaling of feature vectors: none, row or unit", choices=("none", "row", "unit"))
 
     def column(self, key: str) -> str:
         """The name of the column that a key of the [data] table sets, e.g. the key ``instruction``."""

@@ -124,7 +124,7 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
     if (n := _count(texts, _ESCAPE.search)) >= max(_TIMES, _ESCAPES * len(texts)):
         sign = next(found[0] for text in texts if (found := _ESCAPE.search(text)))
         return (
-            f'{n} of {where} hold escapes of HTML, such as "{sign}": undo them, e.g. with html.unescape, here and later'
+            f'{n} of {where} hold escapes of HTML, such as "{sign}": undo them, with html.unescape, also in later rows'
         )
     breaks = any("\n" in text for text in texts)
     if not breaks and (n := _count(texts, _ESCAPED.search)) >= max(_TIMES, _AGAIN * len(texts)):
@@ -174,7 +174,7 @@ def _special(texts: Sequence[str], where: str) -> str | None:
     if (n := _count(texts, _SPECIAL.search)) < max(_TIMES, _AGAIN * len(texts)):
         return None
     sign = next(found[0] for text in texts if (found := _SPECIAL.search(text)))
-    return f'{n} of {where} hold special tokens of a tokenizer, such as "{sign}", which adds its own: remove them'
+    return f'{n} of {where} hold special tokens, such as "{sign}", but a tokenizer adds its own: remove them'
 
 
 def _own_names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -> str | None:
@@ -213,7 +213,7 @@ def _answers(items: Sequence[tuple[object, ...]], where: str) -> list[str]:
             "data.output the column of the answers alone?"
         )
     if len({answer for _, answer in pairs}) == 1:
-        found.append(f"all answers of {where} are the same text: a model learns to give it to anything")
+        found.append(f"all answers of {where} are the same text: a model learns to give it to any instruction")
     return found
 
 
@@ -229,7 +229,7 @@ def _gaps(texts: Sequence[str], where: str) -> str | None:
     first = next((found[0] for text in texts if (found := _GAP.search(text))), None)
     if first is None or (n := _count(texts, lambda text: first in text)) < _MOST * len(texts):
         return None
-    return f'{n} of {where} hold "{first}", as a template does where nothing was filled in'
+    return f'{n} of {where} hold "{first}", which seems to be a placeholder of a template that was not filled in'
 
 
 def _contradictions(items: Sequence[tuple[object, ...]], where: str) -> str | None:
@@ -256,6 +256,6 @@ def _marks(items: Sequence[tuple[object, ...]], where: str) -> str | None:
     if len(said) < max(_TIMES, _AGAIN * len(items)):
         return None
     return (
-        f'{len(said)} of {where} hold marks of a chat template, such as "{said[0]}", to which the template of the '
-        "model adds its own: give instructions and answers without them"
+        f'{len(said)} of {where} hold marks of a chat template, such as "{said[0]}", but the template of the model '
+        "adds its own: remove them from instructions and answers"
     )

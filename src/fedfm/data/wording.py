@@ -79,7 +79,7 @@ def differences(trained: Mapping[str, Any], now: Mapping[str, Any], source: str)
         if min(trained["texts"], now["texts"]) < _FEW or min(was, are) > _RARE or max(was, are) < _MOST:
             continue
         has, lacks = ("the training rows", source) if was > are else (source, "the training rows")
-        found.append(f"the texts of {has} have {words}, and those of {lacks} have none: prepare both alike")
+        found.append(f"the texts of {has} have {words}, and those of {lacks} have none: prepare both in the same way")
     return found
 
 

@@ -53,7 +53,7 @@ def messages(run: RunFiles) -> str:
     n = sum(t.messages for t in run.exposure.traffic)
     own = [t for t in run.exposure.traffic if t.counted]
     up, down, across = (sum(t.bytes for t in own if t.direction == way) for way in _WAY)
-    text = f"{plural(n, 'message')}. The method's own messages have {size(up)} up, {size(down)} down"
+    text = f"{plural(n, 'message')}. The method's own messages: {size(up)} up, {size(down)} down"
     text += f", {size(across)} between clients." if across else "."
     rows = [
         [

@@ -77,7 +77,7 @@ def _paragraph(f: Mapping[str, Any]) -> str:
             for k, v in groups.items()
         ]
         head = ["rows of the class", "AUC", "low (99 %)", "high (99 %)", "training rows"]
-        body += details("By rows of the class at the client", table(head, shown, "AUC by rows of the class"))
+        body += details("By number of rows of the class at the client", table(head, shown, "AUC by rows of the class"))
     read = {str(k): numeric(v) for k, v in mapping(detail.get("by_tensor")).items()}
     tensors = {k: v for k, v in read.items() if v is not None}
     if tensors:

@@ -236,7 +236,7 @@ def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str)
         raise InputError(f"{where}: columns {names} hold a text and a list of messages: expected the same form in both")
     if good[:-1] != bad[:-1]:
         raise InputError(
-            f"{where}: columns {names} differ in more than the last message: only one answer can be compared"
+            f"{where}: columns {names} differ in more than the last message: only the last answers may differ"
         )
     before: tuple[Turn, ...] = good[:-1]
     if asked is None:

@@ -66,8 +66,8 @@ def _split_notice(name: str, values: Sequence[Any], spec: DataSpec, source: str)
         return None
     return (
         f'column "{name}" of {source} seems to mark training and test rows, and is not read: other test rows are '
-        f'drawn; if it does, name it "{spec.split}" or set data.split = "{name}"; the values are train, val and '
-        "test"
+        f'drawn; if it does, name it "{spec.split}" or set data.split = "{name}"; its values must be train, val '
+        "and test"
     )
 
 

@@ -92,7 +92,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     if other := next((name for name in rest if named_by[name] != names), None):
         raise InputError(
             f'data.hub: the splits "{first}" and "{other}" of {hub} name the classes of "{spec.label}" differently, so '
-            "that their numbers mean different classes: cast them to one form"
+            "that their numbers mean different classes: give all splits the same class names"
         )
     if len(kept) > 1 or (not single and spec.split not in columns):
         columns.pop(spec.split, None)

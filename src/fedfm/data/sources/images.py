@@ -158,8 +158,8 @@ def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
     if len(masks) < _FEW:
         return ()
     return (
-        f"{len(masks)} images, such as {masks[0]}, are named as masks of others in the same folder, and are read like "
-        f"these: if they are, remove them; for segmentation {WAY}",
+        f"{len(masks)} images, such as {masks[0]}, have names like masks of other images in the same folder, and are "
+        f"read as images: if they are masks, remove them; for segmentation, {WAY}",
     )
 
 
