@@ -58,7 +58,7 @@ class Target:
         return _flat([w[name][region] for name, region in self._regions.items()])
 
     def into(self, w: Params, x: Array) -> Params:
-        """A copy of w with ``x`` in place of these entries."""
+        """A copy of w with ``x`` in place of the entries that are mixed."""
         tensors = {name: w[name].clone() for name in self.names}
         for (name, region), g in zip(self._regions.items(), self.groups, strict=True):
             part = tensors[name][region]
@@ -141,9 +141,9 @@ class BaseStep:
     def again(
         self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
     ) -> tuple[Any, float]:
-        """The state and a_t / U after the server's steps of these rounds, with the run's own alpha.
+        """Return (state, a_t / U) after the server's steps of these rounds, with the run's own alpha.
 
-        U is the server's secret; the function does not return it.
+        U is the random factor of alpha, a secret of the server; the function does not return it.
 
         Args:
             method: replaces the run's method.

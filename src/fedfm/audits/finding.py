@@ -125,7 +125,7 @@ def twice(strict: float, confidence: float) -> VerdictRule:
         ['holds', 'inconclusive', 'leaks']
     """
     name = f"low at {100 * confidence:g} %"
-    why = "for a true claim, one audit in twenty has a low above the claim; audit the run again"
+    why = "for a true claim, one audit in twenty finds a lower bound above the claim; audit it again"
     return VerdictRule((f"{name} > bound",), ("low <= bound",), why).with_numbers({name: strict})
 
 
