@@ -33,7 +33,7 @@ from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.user_population import START, of_brought
 
-TOLERANCE = 0.01  # distance of a replay off the CPU from its run, relative to the change by training
+TOLERANCE = 0.01  # largest distance between a run and its replay on a GPU, relative to the change by training
 
 
 class Watch(Protocol):

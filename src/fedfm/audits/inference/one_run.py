@@ -63,7 +63,7 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
         return 1.0
     bias = 1 / (1 + math.exp(-epsilon))
     beyond = float(binom.sf(right - 1, guesses, bias))
-    # With probability delta privacy may fail and make i wrong guesses right; the worst i has the largest mean of terms.
+    # With probability delta, privacy may fail and turn i wrong guesses into right ones; the maximum is over all i.
     just_below = np.cumsum(binom.pmf(right - np.arange(1, right + 1), guesses, bias))
     return min(beyond + 2 * coins * delta * float((just_below / np.arange(1, right + 1)).max()), 1.0)
 
