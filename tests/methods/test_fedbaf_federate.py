@@ -223,7 +223,8 @@ class TestModulesOfOnesOwn:
         foundation = trained(tmp_path / "foundation", Patches())
         reasons, _ = left_out(tmp_path, Patches(), foundation, drawings())
         assert reasons == dict.fromkeys(
-            ("answer.weight", "answer.bias"), 'labels: not declared identical (method.identical = ["labels"])'
+            ("answer.weight", "answer.bias"),
+            'labels: not declared identical; method.identical = ["labels"] declares it',
         )
         reasons, _ = left_out(tmp_path, Patches(), foundation, drawings(), identical=("labels",))
         assert reasons == {}

@@ -545,5 +545,5 @@ def test_a_head_that_did_not_converge_is_a_notice_of_the_run(method, who, tmp_pa
         heard[iterations] = json.loads((out / "manifest.json").read_text())["notices"]
     said = [notice for notice in heard[1] if notice.startswith(f"{who} did not converge: after 1 iterations")]
     assert len(said) == 1
-    assert float(re.search(r"the gradient is (\S+) of its value at zero", said[0])[1]) > 1e-8
+    assert float(re.search(r"the gradient is (\S+) times its norm at zero", said[0])[1]) > 1e-8
     assert not any("converge" in notice for notice in heard[200])

@@ -187,7 +187,7 @@ def test_the_reading_with_the_clients_rows_promises_nothing():
     assert plan.sigma(100, client_rows=1000) == pytest.approx(0.0321238, abs=5e-8)
     spent = plan.ledger_line(100, client_rows=1000)
     assert spent.epsilon == pytest.approx(2.724, abs=5e-4)  # of (mean, second moment), whose sensitivity is sqrt(4.5)/n
-    assert "no guarantee" in spent.note
+    assert "there is no guarantee" in spent.note
     assert "100" in spent.note
     assert plan.ledger_line(1, client_rows=1000).epsilon > 500
     for rows in (0, 99):

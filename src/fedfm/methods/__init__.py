@@ -1,4 +1,4 @@
-"""Federated methods: one file for each algorithm, a folder if it owns numerics. The file's name is the method's.
+"""Federated methods. Each method has one file of its name, or a folder if it has numerics of its own.
 
-BlindFed, which computes on encrypted rows, is in its own wing: :mod:`fedfm.encrypted.blindfed`.
+BlindFed, which computes on encrypted rows, is in another package: :mod:`fedfm.encrypted.blindfed`.
 """

@@ -13,7 +13,7 @@ _HEADS, _GRADIENT, _STEPS = "heads_not_converged", "head_gradient", "head_iterat
 
 @dataclass
 class Missed:
-    """Counts the heads of one client or server that did not converge, with their largest gradient and iterations."""
+    """The number of heads of one client or server that did not converge, their largest gradient and most iterations."""
 
     heads: int = 0
     gradient: float = 0.0
@@ -41,8 +41,8 @@ def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
 
 
 def tell_mean(fed: Federation) -> None:
-    """As :func:`tell`, for a mean: ``fed.metrics`` has the weighted means of the clients' metrics, one head a
-    client.
+    """Add such a notice if ``fed.metrics``, the weighted means of the clients' metrics, report heads that did not
+    converge. Each client must have trained one head.
     """
     share = fed.metrics.get(_HEADS, 0.0)  # sum of the weights of the clients whose head did not converge
     if share > 0:
@@ -52,6 +52,6 @@ def tell_mean(fed: Federation) -> None:
 
 def _notice(fed: Federation, what: str, gradient: float, steps: float) -> None:
     fed.notice(
-        f"{what} did not converge: after {steps:g} iterations the norm of the gradient is {gradient:.1e} of its "
-        "value at zero; raise method.head.l2 or method.head.iterations"
+        f"{what} did not converge: after {steps:g} iterations the norm of the gradient is {gradient:.1e} times its "
+        "norm at zero weights; raise method.head.l2 or method.head.iterations"
     )

@@ -37,21 +37,21 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactLora(Predictor, Method[S]):
-    """A global model. Each round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
+    """One model for all clients. Each round adds Delta W = sum_k p_k s_k B_k A_k to every adapted module.
 
-    Clients may have different ranks; the model's rank is at least the largest of them. The ranks of all updates add
-    up, so the aggregated Delta W may have a higher rank than the model's adapter.
+    Here s_k = alpha / r_k. Clients may have different ranks r_k; the model's rank is at least the largest of them. The
+    ranks of all updates add up, so the aggregated Delta W may have a higher rank than the model's adapter.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("train",)
 
-    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    rounds: int = setting(10, "communication rounds; 0 evaluates the initial model", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     weighting: str = setting("size", f"p_k: {WORDS}", choices=WEIGHTINGS)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
     ranks: tuple[int, ...] = setting(
         (),
-        "r_k: ranks of the clients, in order of names; a shorter list is repeated [model.adaptation.rank]",
+        "r_k: ranks of the clients, in the order of their names; a shorter list is repeated [model.adaptation.rank]",
         ge=1,
     )
 
@@ -141,7 +141,7 @@ def average(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def add(shift: Params, more: Mapping[str, Factors]) -> Params:
-    """The exact sum of ``shift`` and ``more``, factored anew, so that no column comes from a single client."""
+    """The exact sum of ``shift`` and ``more``, factored anew, so that no column of a factor is a single client's."""
     before = as_factors(shift)
     sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
     return as_params({path: low_rank.compress(x) for path, x in sums.items()})

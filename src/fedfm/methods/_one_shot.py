@@ -29,7 +29,9 @@ class OneShot(Method[Params]):
 
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
 
-    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
+    rounds: int = setting(
+        1, "the method takes 1 round; 0 evaluates the initial model", ge=0, le=1, words="1, it takes one round"
+    )
 
     def init(self, fed: Federation) -> Params:
         need_head(fed.model)
@@ -73,7 +75,7 @@ def need_head(model: Model, *, bias: bool = True) -> None:
     """Refuse a model whose trainable part is not a linear head, by default one with a bias.
 
     Raises:
-        InputError: the trainable part is another one; the error names the expected one.
+        InputError: the model trains another part; the error names the part that it should train.
     """
     head = getattr(model, "head", None)
     if getattr(model, "adaptation", None) != "head" or head is None:
@@ -82,11 +84,11 @@ def need_head(model: Model, *, bias: bool = True) -> None:
             key="model.adaptation",
         )
     if bias and head.bias is None:
-        raise InputError("model: the method fits a linear head with a bias, and this head has none; expected one")
+        raise InputError("model: the method fits a linear head with a bias, and this head has none; expected a bias")
 
 
 def head_of(model: Model, w: Tensor, b: Tensor) -> Params:
-    """Name W (C, d) and b (C,) as in the model, in the model's dtype."""
+    """A head's parameters from W (C, d) and b (C,), with the names and dtypes of the model."""
     return Params({n: (w if n.endswith("weight") else b).to(dtype) for n, dtype, _ in model.layout.entries})
 
 
@@ -102,24 +104,24 @@ def zeros_for_unseen(head: Params) -> Params:
 
 
 def class_sums(x: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:
-    """``count`` (C,) and ``total`` (C, d), the sum of the features of each class, in float64."""
+    """For each class the number of rows ``count`` (C,) and the sum of their features ``total`` (C, d), in float64."""
     member = torch.nn.functional.one_hot(y, classes).double()  # (n, C)
     return {"count": member.sum(0), "total": member.T @ x.double()}
 
 
 def as_heads(*heads: Params) -> Params:
-    """Pack several heads into one vector. They are numbered, since a client's name may contain a slash."""
+    """Pack several heads into one vector. Their names are numbers, since a client's name may contain a slash."""
     return Params.join(**{f"{i:06d}": head for i, head in enumerate(heads)})
 
 
 def each_head(w: Params) -> list[tuple[Tensor, Tensor]]:
-    """(W, b) of the heads of :func:`as_heads`, in order."""
+    """(W, b) of each head in a vector from :func:`as_heads`, in order."""
     names = list(w)  # the weight and the bias of a head follow each other
     return [tensors_of(Params({name: w[name] for name in names[i : i + 2]})) for i in range(0, len(names), 2)]
 
 
 def combine(heads: Sequence[tuple[Tensor, Tensor]], x: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Combine the log-probabilities of x under each head by ``how``: (n, C), in float64 so that ties are rare."""
+    """The heads' log-probabilities of rows x, combined by ``how``: (n, C), in float64 so that ties are rare."""
     x = x.double()
     logp = (torch.log_softmax(torch.addmm(b.double(), x, w.double().T), 1) for w, b in heads)
     return functools.reduce(how, logp)

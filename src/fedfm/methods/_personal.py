@@ -29,7 +29,7 @@ class KeepingFedAvg(Personal, FedAvg):
         return start
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        return {"": self.params_for(state, "")}  # the entry of clients that were never asked
+        return {"": self.params_for(state, "")}  # the name "" stands for clients that were never asked
 
     def validate(self) -> None:
         if self.local.personal:

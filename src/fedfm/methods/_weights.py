@@ -1,4 +1,4 @@
-"""The weight of a client in a mean of changes."""
+"""The weight of a client's update in a mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fedfm.core.client import Client
 from fedfm.errors import InputError
 
 WEIGHTINGS = ("size", "uniform", "tokens")
-WORDS = "size (n_k), uniform, or tokens: the number of tokens in a language model's loss, e.g. those of answers"
+WORDS = "size (n_k), uniform, or tokens: the number of tokens that enter a language model's loss"
 
 
 def weight_of(client: Client, weighting: str) -> int:

@@ -1,6 +1,7 @@
 """CCVR: No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data.
 
-Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1; equations by their numbers there.
+Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1. Equation numbers are
+the paper's.
 
 The last round calibrates; earlier rounds are FedAvg's. If only a head is trained, the features never change and earlier
 rounds do not affect the calibrated head. Then one round, the default, is enough. Left out: Tukey's transform of the
@@ -40,7 +41,7 @@ class CCVR(FedAvg):
         "method.covariance": Paper(
             "full", "a full covariance of few rows is singular; diag is also FedPFT's comparison"
         ),
-        "method.virtual": Paper(100),  # of FedPFT's comparison
+        "method.virtual": Paper(100),  # the number in FedPFT's comparison
     }
 
     rounds: int = setting(1, "the last round calibrates; earlier rounds are FedAvg's", ge=0)
@@ -110,8 +111,8 @@ def _head_names(model: Model) -> list[str]:
 def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Counts (C,), means (C, d) and covariances over all clients. Diagonal covariances are (C, d), others (C, d, d).
 
-    Equations (3) and (4) pool the clients' means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is
-    sum x x^T - N_c mu_c mu_c^T, so the sums suffice. A class with one row has covariance 0.
+    Equations (3) and (4) pool the clients' means and unbiased covariances. Multiplied out, they give
+    (N_c - 1) Sigma_c = sum x x^T - N_c mu_c mu_c^T, so the sums suffice. A class with one row has covariance 0.
     """
     n = count.clamp_min(1)[:, None]
     mu = total / n

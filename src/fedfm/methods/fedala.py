@@ -24,8 +24,8 @@ from fedfm.linalg.params import Params
 from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import layers
 
-LOSSES = 10  # W has converged if the last losses, of this number, have a small standard deviation
-MOST = 100  # most passes over the rows, because W, which is clipped, may oscillate forever
+LOSSES = 10  # W has converged if this many last losses have a small standard deviation
+MOST = 100  # largest number of passes over the rows; without a limit, the clipped W could oscillate forever
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FedALA(KeepingFedAvg):
         1, "number of top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1
     )
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)
-    share: float = setting(0.8, "fraction of a client's rows on which W is learnt; drawn in each round", gt=0, le=1)
+    share: float = setting(0.8, "fraction of a client's rows on which W is learnt, drawn anew each round", gt=0, le=1)
     threshold: float = setting(
         0.1, "in its second round a client learns W until the last 10 losses have a smaller std", gt=0
     )
@@ -66,8 +66,8 @@ class FedALA(KeepingFedAvg):
         """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``.
 
         Returns:
-            (theta_hat, number of passes over the client's rows while W was learnt; the run records them as
-            computation).
+            (theta_hat, number of passes over the client's rows while W was learnt). The run counts these passes as
+            computation.
         """
         model, memory, size = client.model, client.memory, self.local.batch_size
         top = [name for layer in list(layers(model, "layer").values())[-self.p :] for name in layer]

@@ -44,7 +44,7 @@ class Clouds:
 class FedAMP(Personal, Method[Clouds]):
     """Attentive message passing: each client is pulled towards a mean of all models in which similar ones weigh more.
 
-    A client that is not asked in a round keeps its w_i, which still counts for the others.
+    A client that is not asked in a round keeps its w_i, which still enters the other clients' means.
     """
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
@@ -54,11 +54,11 @@ class FedAMP(Personal, Method[Clouds]):
         "method.alpha": Paper("a constant", "above sigma / (K - 1) the weight of a client's own model is negative"),
     }
 
-    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    rounds: int = setting(10, "communication rounds; 0 evaluates the initial model", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
-    sigma: float | None = setting(None, "scale of squared distances in A; absent: each round's median of them", gt=0)
-    alpha: float | None = setting(None, "step of the message passing, at most sigma/(K - 1); absent: sigma/K", gt=0)
+    sigma: float | None = setting(None, "scale of squared distances in A; if absent, each round's median", gt=0)
+    alpha: float | None = setting(None, "step of message passing, at most sigma/(K - 1); if absent, sigma/K", gt=0)
     mu: float = setting(0.1, "lambda/alpha; clients minimise f_i(w) + mu/2 ||w - u_i||^2", ge=0)
 
     def init(self, fed: Federation) -> Clouds:
@@ -74,7 +74,7 @@ class FedAMP(Personal, Method[Clouds]):
 
     def step(self, fed: Federation, s: Clouds, t: int) -> Clouds:
         cohort, w_0 = fed.sample(self.fraction), fed.initial
-        # Subtract w_0. All models have it in common, and in float32 it would hide their small differences.
+        # Subtract w_0: all models contain it, and in float32 its large entries would hide the small differences.
         apart = list(Vectors({i: s.w[i] for i in fed.clients}).less(w_0).values())
         G = gram(apart, list(layers(fed.model, "model").values()))[0]
         xi = weights(squared_distances(G), self.sigma, self.alpha)
@@ -117,10 +117,10 @@ def weights(d: np.ndarray, sigma: float | None = None, alpha: float | None = Non
     """Weights xi (K, K) from squared distances d (K, K): xi_ij = alpha A'(d_ij), and xi_ii = 1 - sum_{j != i} xi_ij."""
     K, others = len(d), ~np.eye(len(d), dtype=bool)
     if sigma is None:
-        apart = d[others & (d > 0)]  # models at distance 0 are of clients never asked, and say nothing about the scale
-        sigma = (
-            float(np.median(apart)) if apart.size else 1.0
-        )  # if all models are equal, every sigma gives the same result
+        # Clients that were never asked have equal models, at distance 0, which would distort the scale.
+        apart = d[others & (d > 0)]
+        # If all models are equal, every sigma gives the same result.
+        sigma = float(np.median(apart)) if apart.size else 1.0
     if alpha is None:
         alpha = sigma / K
     xi: np.ndarray = np.where(others, alpha / sigma * np.exp(-d / sigma), 0.0)

@@ -27,7 +27,7 @@ class FedAvg(Method[Params]):
         accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
     )
 
-    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    rounds: int = setting(10, "communication rounds; 0 evaluates the initial model", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     weighting: str = setting("size", f"weight of a client in the mean: {WORDS}", choices=WEIGHTINGS)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")

@@ -16,7 +16,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods._statistics import with_averaged_statistics
 from fedfm.methods.fedavg import FedAvg
 
-_LATE_MOMENTUM = 0.3  # benchmarks/asynchronous.py
+_LATE_MOMENTUM = 0.3  # works well with stale updates in benchmarks/asynchronous.py
 
 
 @dataclass(frozen=True)

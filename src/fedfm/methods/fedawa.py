@@ -25,7 +25,7 @@ EPSILON = 1e-8  # epsilon of Adam and of the cosine similarity; torch's defaults
 
 @dataclass(frozen=True)
 class Weighted:
-    """Server state: the model w, and a logit a_k for every client asked so far. lambda is the softmax of the logits."""
+    """Server state: the model w, and a logit a_k for every client asked so far. Weights lambda are softmax(a)."""
 
     w: Params
     a: dict[ClientId, float]
@@ -82,9 +82,8 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     logits = torch.from_numpy(a).requires_grad_(True)
     lambda_ = torch.softmax(logits, 0)
     square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
-    least = 1e-14 * max(
-        float(torch.diagonal(tt).max()), 1e-300
-    )  # a smaller value is a rounding error, and the square root has no gradient at 0
+    # A smaller square is a rounding error and counts as 0; its distance is a constant, since sqrt has no gradient at 0.
+    least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)
     return np.asarray(a - eta * (g / (g.abs() + EPSILON)).numpy())

@@ -1,11 +1,11 @@
 """FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning.
 
-Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; equations by their numbers there.
+Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; comments give the paper's equation numbers.
 
 The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows. So the
-ensemble itself predicts the Bayesian mean of probabilities (eq. 5), which distillation would teach. The result contains
-all heads of the ensemble: the clients' heads, their mean, and the heads drawn. ``members = "sampled"`` keeps only the
-drawn heads, as eq. (5) is printed. The server sees every client's head.
+ensemble itself predicts the Bayesian mean of probabilities (eq. 5), the target of the paper's distillation. The result
+contains all heads of the ensemble: the clients' heads, their mean, and the heads drawn. ``members = "sampled"`` keeps
+only the drawn heads, as in eq. (5). The server sees every client's head.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fedfm.models.model import Model
 
 @dataclass(frozen=True)
 class FedBE(Predictor, OwnHeads):
-    """The clients' heads, their mean, and heads drawn from their Gaussian predict together."""
+    """The clients' heads, their mean, and heads drawn from a Gaussian around the mean predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
-    paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
+    paper: ClassVar[Mapping[str, Paper]] = {  # settings of FedPFT's comparison
         "method.draws": Paper(15),
         "method.head.optimizer": Paper("adam", "newton reaches the optimum; Adam at 0.0001 stays far from it"),
         "method.head.learning_rate": Paper(1e-4),

@@ -27,12 +27,12 @@ class FedDPA(Personal, FedAvg):
     """FedAvg of a global adapter. Each client also trains a local adapter under the frozen global one, and keeps it.
 
     For a row x the output is W x + (1 - a) times the global adapter's output + a times the local adapter's output.
-    Training uses a = 1/2. Afterwards a depends on the row's similarity to the client's training rows. More settings are
-    those of ``[method.local]`` with ``name = "dual_adapter"``.
+    Training uses a = 1/2. Afterwards a depends on the row's similarity to the client's training rows. More
+    settings are in ``[method.local]`` with ``name = "dual_adapter"``.
     """
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",))
-    paper: ClassVar[Mapping[str, Paper]] = {  # of the authors' code
+    paper: ClassVar[Mapping[str, Paper]] = {  # settings of the authors' code
         "method.local.optimiser": Paper("adamw", _EVERY),
         "method.local.learning_rate": Paper(3e-4, _EVERY),
         "method.local.batch_size": Paper(64, _EVERY),

@@ -2,7 +2,7 @@
 
 Yang, Zhang, Zheng, Tian, Peng, Liu, Han. NeurIPS 2023. arXiv:2310.05077, Algorithm 1.
 
-Of each row clients share the performance-sensitive part x_s = x - q(x), with noise. They train on their own rows and on
+Clients share the performance-sensitive part x_s = x - q(x) of each row, with noise. They train on their own rows and on
 shared ones. The paper works on pixels, with a beta-VAE as q. Here q is a linear autoencoder of low rank on the features
 of a frozen backbone, a penalty replaces the constraint ||x_s||^2 <= rho, and sigma_s is in units of the RMS of x_s. The
 noise gives no privacy guarantee: the server sees every noisy x_s with its label, and sends samples of them to clients.

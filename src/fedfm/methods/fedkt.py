@@ -3,8 +3,8 @@
 Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential privacy (FedKT-L0).
 
 The paper needs public unlabelled rows. Here each client publishes the features of a fraction ``public`` of its rows,
-without their labels, to every other client. If that reveals too much, do not use FedKT; a silo's policy without
-``reply`` refuses it. The server also sees each client's students.
+without their labels, to every other client. If that reveals too much, do not use FedKT; a silo whose
+policy does not allow ``reply`` refuses the method. The server also sees each client's students.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Legate, Bernier, Caccia, Oyallon, Belilovsky. NeurIPS 2023. arXiv:2306.03937, Algorithm 1 without its fine-tuning.
 
-Clients send, once, the sum and the number of their features of each class. Nearest class mean is a linear head:
-argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2. With the cosine, W = mu /
-||mu|| and b = 0. Its softmax is not a calibrated probability. The server sees what its aggregator discloses of the
-sums.
+Each client sends once, for each class, the number of its rows and the sum of their features. The nearest class mean is
+a linear head: argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2. With the cosine,
+W = mu / ||mu|| and b = 0. The head's softmax is not a calibrated probability. The server sees what its aggregator
+discloses of the sums.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """FedPGP: Harmonizing Generalization and Personalization in Federated Prompt Learning.
 
-Cui, Li, Wang, Shi. ICML 2024. arXiv:2405.09771. Client i's prompt is p_i = p_G + U_i V_i; only p_G travels.
+Cui, Li, Wang, Shi. ICML 2024. arXiv:2405.09771. Client i's prompt is p_i = p_G + U_i V_i; only p_G is sent.
 
-Algorithm and loss are those of the authors' code, as are the size-weighted mean of p_G and the normal initial values.
-The scripts of that code give the defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs. In the paper a
-prompt written by hand guides p_G. The authors' code uses placeholder words for it; here it is ``model.templates``. Two
-things are ours: every client first draws its own U_i and V_i, and a client that joins after training starts from p_G
+Algorithm, loss, the size-weighted mean of p_G and the normal initial values are those of the authors' code. Its scripts
+give the defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs. In the paper a hand-written prompt guides
+p_G. The authors' code uses placeholder words for this prompt; here ``model.templates`` has it. Two things differ from
+their code: every client first draws its own U_i and V_i, and a client that joins after training starts from p_G
 and trains it as one prompt.
 """
 
@@ -34,13 +34,14 @@ from fedfm.training.local_job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 
-DEVIATION = 0.02  # standard deviation of the initial entries of U_i and V_i, as of p_G
+DEVIATION = 0.02  # standard deviation of the initial entries of U_i, V_i and p_G
 
 
 @dataclass(frozen=True)
 class FedPGP(Joinable, KeepingFedAvg):
-    """FedAvg of a global prompt; every client adds a prompt of low rank that it keeps, and a contrastive loss holds the
-    global prompt near the hand-written one.
+    """FedAvg of a global prompt, to which every client adds a low-rank prompt that it keeps.
+
+    A contrastive loss holds the global prompt near the hand-written one.
     """
 
     needs: ClassVar[Needs] = Needs(adaptation="prompt", adaptations=("prompt",), tasks=("zero_shot",))
@@ -100,7 +101,7 @@ class FedPGP(Joinable, KeepingFedAvg):
         return Params({name: p_G.detach().cpu()}), Params({"U": U.detach().cpu(), "V": V.detach().cpu()})
 
     def own(self, client: Client, w: Params) -> Params:
-        """P_i = p_G + U_i V_i; p_G before the first local pass."""
+        """The client's prompt p_i = p_G + U_i V_i, or p_G before its first local pass."""
         low_rank = client.memory.get("low rank")
         return w if low_rank is None else w.map(lambda p: p + (low_rank["U"] @ low_rank["V"]).reshape(-1))
 
@@ -110,7 +111,7 @@ class FedPGP(Joinable, KeepingFedAvg):
     def newcomer(
         self, model: Model, w: Params, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global prompt."""
+        """The global prompt; there are no weights of clients."""
         return w, {}
 
 

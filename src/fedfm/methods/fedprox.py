@@ -33,7 +33,7 @@ class FedProx(FedAvg):
     mu: float = setting(0.01, "weight of the proximal term", ge=0, finite=True)
     server_term: str = setting(
         "none",
-        "a proximal term at the server: none; inside, literal (FedBaF's line 8)",
+        "a proximal term at the server: none, or inside, literal (two readings of FedBaF's line 8)",
         choices=("none", "inside", "literal"),
     )
 

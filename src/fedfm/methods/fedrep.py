@@ -19,7 +19,7 @@ from fedfm.training import Local
 
 @dataclass(frozen=True)
 class FedRep(Planned, FedPer):
-    """FedPer in two phases: the head on the shared representation, then the representation under the head."""
+    """FedPer whose clients train in two phases: first the head on the frozen body, then the body with a frozen head."""
 
     weighting: str = setting(
         "uniform", "weight of a client in the mean: uniform (the paper) or size", choices=("size", "uniform")

@@ -29,7 +29,7 @@ class Cut:
 
     Attributes:
         w: Delta W truncated to the model's rank, and the head if it is trained.
-        error: rank -> sum over modules of ||Delta W - its truncation||_F^2 in the last round.
+        error: for each rank the sum over modules of ||Delta W - its truncation||_F^2 in the last round.
         energy: sum over modules of ||Delta W||_F^2.
     """
 
@@ -67,7 +67,7 @@ class FlexLoRA(ExactLora[Cut]):
         return state.w
 
     def details(self, state: Cut, judge: Judge | None) -> dict[str, Any]:
-        """The error of the last truncation by rank: its squared Frobenius norm, and that as a share of Delta W's."""
+        """The last truncation's squared Frobenius error by rank, and its share of Delta W's squared norm."""
         share = {r: e / state.energy if state.energy else 0.0 for r, e in state.error.items()}
         return {"cut": {"squared_error": dict(state.error), "share": share}}
 
@@ -76,16 +76,16 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
     """Delta W = U S V^T by module; B = U S / s and A = V^T at the rank r of ``like``, s = alpha / r.
 
     Returns:
-        (name -> A (r, d_in) or B (d_out, r), the singular values of each module).
+        (the factors A (r, d_in) and B (d_out, r) by name, the singular values of each module).
     """
     found, sigma = dict[str, Factors](), []
     for path, (a, _) in lora.matrices(like).items():
         r = len(a)
         x, values = low_rank.truncate(dW[path], r)
         u, v = low_rank.pad(x, r)
-        if (
-            k := len(x[1])
-        ) < r:  # for a cohort of small ranks fill A with orthonormal rows, since zero rows would never train
+        # Delta W of a cohort of small ranks may have fewer than r rows. Fill A with orthonormal rows, since zero rows
+        # of A and zero columns of B would never train.
+        if (k := len(x[1])) < r:
             whole = torch.linalg.qr(torch.cat([x[1].T, a.double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]
         found[path] = v, u * (r / alpha)

@@ -1,9 +1,10 @@
 """KD: Distilling the Knowledge in a Neural Network.
 
-Hinton, Vinyals, Dean. NIPS 2014 workshop on deep learning. arXiv:1503.02531, Section 2 (no Algorithm is printed), as
-in FedPFT's comparison for two clients (arXiv:2402.01862, Section 6): the second client trains on its rows, then learns
-from the first one's head on its own features, which it does not send. More clients form a chain in order of names; the
-last head is the result. The server forwards only heads, and sees each head.
+Hinton, Vinyals, Dean. NIPS 2014 workshop on deep learning. arXiv:1503.02531, Section 2; no Algorithm is printed.
+
+This is the variant of FedPFT's comparison for two clients (arXiv:2402.01862, Section 6). The second client trains on
+its rows; then the first client's head teaches it on its own features, which it does not send. More clients form a chain
+in the order of their names; the last head is the result. The server forwards only heads, and sees each head.
 
 The comparison chooses the temperature by test accuracy. Here a client chooses it on its validation rows, or on a fifth
 of its training rows, which the final distillation also uses. The comparison's Adam has the learning rate 1e-4, which
@@ -36,7 +37,7 @@ class KD(OneShot):
     """Clients form a chain, in which each client's head teaches the next one's."""
 
     asks: ClassVar[tuple[str, ...]] = ("learn",)
-    paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
+    paper: ClassVar[Mapping[str, Paper]] = {  # settings of FedPFT's comparison
         "method.temperatures": Paper((1.0, 5.0, 10.0)),
         "method.local_epochs": Paper(100),
         "method.epochs": Paper(50),
@@ -46,9 +47,9 @@ class KD(OneShot):
     temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "candidates for T", gt=0, least=1)
     alpha: float = setting(0.5, "weight of the teacher in the loss; the labels get the rest", ge=0, le=1)
     local_epochs: int = setting(100, "epochs of training on the labels alone", ge=1)
-    epochs: int = setting(50, "of distillation", ge=1)
+    epochs: int = setting(50, "epochs of distillation", ge=1)
     learning_rate: float = setting(0.001, "learning rate of Adam; 0.0001 in FedPFT's comparison", gt=0)
-    batch_size: int = setting(64, "of both", ge=1)
+    batch_size: int = setting(64, "batch size of both", ge=1)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         teacher: list[Params] = []
@@ -58,7 +59,7 @@ class KD(OneShot):
 
     @on_client
     def learn(self, client: Client, w: Params, teacher: list[Params]) -> Params:
-        """Train from w on the client's labels; then, if there is a teacher, on both."""
+        """Train from w on the client's labels; then, if there is a teacher, on the labels and the teacher's logits."""
         x, y = rows_of(client)
         head = self._train(tensors_of(w), x, y, self.local_epochs, client.seed)
         if teacher:

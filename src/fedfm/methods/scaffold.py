@@ -29,7 +29,7 @@ class Controlled:
 
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
-    """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are uniform."""
+    """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are unweighted."""
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     state_type: ClassVar[Any] = Controlled
@@ -49,7 +49,7 @@ class Scaffold(FedAvg):
         mean = fed.mean(self.train, of=cohort, like=like, x=x, c=c)  # 1/|S| sum (Delta y_k, Delta c_k), line 16
         y = mean.part("y")
         x = with_averaged_statistics(fed.model, x + self.server_learning_rate * y, x, y)  # line 17
-        c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, S: the clients whose update arrived
+        c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, where S are the clients whose update arrived
         return Controlled(x, c)
 
     @on_client

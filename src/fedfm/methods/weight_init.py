@@ -1,7 +1,7 @@
 """Weight initialisation: an averaging method starts from a foundation model, so every client gets that model.
 
-The baseline of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0 in the matched
-entries, and no mixing afterwards.
+The baseline of FedBaF (arXiv:2410.18352, Section 5): in line 1 of its Algorithm 1 the matched entries of w_0 are those
+of w_pre, and later rounds mix nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedfm.methods.fedbaf.server_foundation import Around
 
 @dataclass(frozen=True)
 class WeightInit(Around):
-    """w_0 is the foundation model where it matches: the first message discloses it to every client."""
+    """w_0 takes the matched entries of the foundation model, so the first message discloses them to every client."""
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
 

@@ -1,7 +1,8 @@
-"""Zero-shot: the foundation model without any training. The baseline at the start.
+"""Zero-shot: the foundation model without any training. The baseline before training.
 
 The classifier of a CLIP-like model is the text encoder's embedding of the class names (Radford et al., ICML 2021,
-arXiv:2103.00020, Section 3.1); that of other models is the untrained head. No Algorithm: nothing is trained.
+arXiv:2103.00020, Section 3.1). The classifier of any other model is the untrained head. No Algorithm: nothing is
+trained.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class ZeroShot(FedAvg):
-    """Evaluates the start; sends nothing."""
+    """Evaluates the initial model; clients send nothing."""
 
     means: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)

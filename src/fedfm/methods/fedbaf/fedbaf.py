@@ -53,13 +53,13 @@ class FedBaF(Comparable, Around):
     psi: float = setting(1.0, "strength of the pull; 0 gives the base method", ge=0, finite=True)
     cap: str = setting(
         "reference",
-        "limit of line 9's numerator: that of the first round (reference), or none, as printed",
+        "limit of the numerator in line 9: its value in the first round (reference), or none (the paper)",
         choices=("reference", "none"),
     )
     harden: str = setting(
         "none",
-        "protection of w_pre: none; per_tensor, per_coordinate, log_uniform (of alpha); half (of the tensors a round), "
-        "first_round, noise_once, noise_afresh (on w_pre)",
+        "protection of w_pre: none; how alpha is drawn (per_tensor, per_coordinate, log_uniform); what is mixed (half "
+        "of the tensors each round, or all in the first_round only); noise on w_pre (noise_once, noise_afresh)",
         choices=HARDENED,
     )
     noise: float = setting(
@@ -80,22 +80,20 @@ class FedBaF(Comparable, Around):
         return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1, w)))  # line 11
 
     def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
-        """tau_t / tau_0. Line 9: tau_t = ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1); tau_0: the first round with a
-        change.
+        """tau_t / tau_0, where tau_t = ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1) by line 9.
 
-        ``cap`` limits the numerator to that of this first round. As printed, the numerator grows if local training
-        changes the model strongly. One malicious client can cause this, and then w_{t+1} is pulled completely to w_pre.
+        tau_0 is the value of the first round in which the direction changed. ``cap`` limits the numerator to that of
+        this round. In the paper the numerator has no limit, so it grows if local training changes the model strongly.
+        One malicious client can cause this, and then w_{t+1} is pulled completely to w_pre.
         """
         length = direction_distance(w, w_t, fed.model.live())
         if not math.isfinite(length):
             raise RunError(f"round {fed.round}: the aggregate is not finite")
         if "reference" not in fed.memory:
-            if length <= STILL:  # tau_0 = 0 would be the denominator
+            if length <= STILL:  # tau_0 would be 0, and the result divides by tau_0
                 return 0.0
-            fed.memory["reference"] = {
-                "length": length,
-                "t": t,
-            }  # only the server reads it; it is in private/, as the key is
+            # Only the server may read this. Its memory is stored in private/, as the key is.
+            fed.memory["reference"] = {"length": length, "t": t}
         reference: dict[str, Any] = fed.memory["reference"]
         if self.cap == "reference":
             length = min(length, reference["length"])
@@ -109,8 +107,8 @@ class FedBaF(Comparable, Around):
     ) -> float | dict[str, float | Tensor]:
         """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10. ``tau`` is tau_t / tau_0.
 
-        A key, t and the aggregate determine the draw. So a resumed run repeats the draw and discloses nothing new.
-        Another aggregate gets another factor, since two aggregates with the same factor would reveal that factor.
+        A secret key, t and the aggregate determine the random factor. So a resumed run draws it again and discloses
+        nothing new. Another aggregate gets another factor, since two aggregates with the same factor would reveal it.
         """
         key, scale = fed.secret("alpha"), self.psi * tau
         at = f"{t}\x1f{self.harden}\x1f{tau!r}\x1f{w.sha256()}"
@@ -156,7 +154,7 @@ class FedBaF(Comparable, Around):
         return self.noise * fed.initial.only(live).norm() / math.sqrt(sum(x.numel() for x in live.values()))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """The base method without the foundation model, and the base method with one that every client receives."""
+        """The base method without a foundation model, and the base method that sends it to all clients as the start."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 

@@ -2,8 +2,8 @@
 
 FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
 Section 3. Tensors of equal name and shape match. In a deeper foundation model the blocks with the same index from the
-input match. In a wider one the first entries of each layer match: the paper takes them from the flattened layer, which
-scrambles rows and columns; here they are the leading slice of every dimension.
+input match. In a wider foundation model the first entries of each layer match. The paper takes them from the flattened
+layer, which scrambles rows and columns; here they are the leading slice of every dimension.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FUSED = ("c_attn", "qkv", "query_key_value", "Wqkv", "in_proj_weight", "in_proj
 
 @dataclass(frozen=True)
 class Match:
-    """One line of the table: how one trainable tensor is matched.
+    """How one trainable tensor is matched; one line of the table in :class:`Matching`.
 
     Attributes:
         name: the tensor's name in the federation's model.
         shape: the tensor's shape.
         source: shape of the foundation model's tensor, or None.
-        region: the leading slice that mixes, or None.
-        why: "same shape", "leading slice", or the reason why it is left out.
+        region: lengths of the leading slice that is mixed, or None.
+        why: "same shape", "leading slice", or the reason why the tensor is left out.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Matching:
 
     Attributes:
         table: a line for every trainable tensor, in the model's order.
-        pieces: for the name of each matched trainable tensor, the foundation model's entries. Secret.
+        pieces: the foundation model's entries for each matched trainable tensor, by its name. They are secret.
     """
 
     table: tuple[Match, ...]
@@ -72,7 +72,7 @@ class Matching:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Counts, and the tensors that are left out, by reason."""
+        """Numbers of matched tensors and entries, and the tensors that are left out, by reason."""
         left: dict[str, list[str]] = {}
         for m in self.table:
             if m.region is None:
@@ -91,8 +91,8 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     Args:
         model: the federation's model, at the server.
         foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
-        identical: "labels" or "vocabulary", or both: the index sets that both models number alike. Equal shapes do not
-            prove this.
+        identical: "labels" or "vocabulary", or both, if the same index means the same label, or the same token, in both
+        models. Equal shapes do not prove this.
 
     Raises:
         InputError: the foundation model cannot be read, is of another kind, or has no tensor that matches.
@@ -128,13 +128,11 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
 def _region(
     name: str, shape: tuple[int, ...], there: tuple[int, ...] | None, role: str, identical: Collection[str]
 ) -> tuple[tuple[int, ...] | None, str]:
-    """(region that mixes, or None; the reason) for a tensor of ``shape`` and the foundation model's of shape
-    ``there``.
-    """
+    """The region to mix, or None, and the reason: for a tensor of ``shape`` and its match of shape ``there``."""
     if there is None:
         return None, "the foundation model has no such tensor"
     if role in DECLARED and role not in identical:
-        return None, f'{role}: not declared identical (method.identical = ["{role}"])'
+        return None, f'{role}: not declared identical; method.identical = ["{role}"] declares it'
     if there == shape:
         return shape, "same shape"
     if len(there) != len(shape):
@@ -158,7 +156,7 @@ def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[
     for name, line in lines.items():
         other = differ.get((_layer(name), roles.get(name, "body")))
         if line.region is not None and other is not None:
-            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape: left out with it"
+            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape, so both are left out"
             line = dataclasses.replace(line, region=None, why=why)
         table.append(line)
     return table
@@ -169,7 +167,7 @@ def _layer(name: str) -> str:
 
 
 def _roles(model: Model) -> dict[str, str]:
-    """Name -> labels, vocabulary, output, positions or input; without tensors of the body."""
+    """The role of each tensor outside the body, by name: labels, vocabulary, output, positions or input."""
     root: Any = unwrap(model.module)
     ends = getattr(model, "ends", None) or Ends.of(model.parts)
     tables = {id(m.weight): path for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
@@ -191,7 +189,7 @@ def _roles(model: Model) -> dict[str, str]:
 
 
 def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[int]) -> str:
-    """The meaning of the last layer's outputs: labels, vocabulary or other."""
+    """The role of the last layer: labels, vocabulary, or output for any other meaning."""
     if model.is_language_model:
         return "vocabulary"
     if not model.task.loss_is_opaque or model.classes:
@@ -201,7 +199,7 @@ def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[in
 
 
 def _bare(name: str) -> str:
-    """A tensor's name without PEFT's wrapping."""
+    """A tensor's name without the parts that PEFT adds."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
 
 
@@ -238,8 +236,8 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
         return _adapter(model, folder, lora)
     if lora:
         raise InputError(
-            f'method.foundation = "{foundation}": with LoRA only an adapter mixes (a folder with adapter_config.json): '
-            'every client has the frozen weights. Expected model.adaptation = "full"',
+            f'method.foundation = "{foundation}": with LoRA expected a folder with adapter_config.json: only an '
+            'adapter can be mixed in, since every client has the frozen weights; or set model.adaptation = "full"',
             key="method.foundation",
         )
     if (folder / "fedfm.json").is_file() and (folder / "model.safetensors").is_file():

@@ -15,8 +15,8 @@ from torch import Tensor
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 
-TINY = 1e-12  # a norm below this has no direction
-_PIECE = 1 << 15  # entries that are computed in float64 at a time; so few stay in the processor's caches
+TINY = 1e-12  # a vector with a smaller norm has no direction
+_PIECE = 1 << 15  # number of entries in float64 at a time; this few fit into the processor's caches
 
 
 class Piece(NamedTuple):
@@ -72,9 +72,9 @@ def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | 
     keep u's bits.
 
     Args:
-        pieces: name -> the entries to mix in.
-        a: at least 0. One number for all names, or for each name a number or a tensor of the piece's shape. A name
-            without an entry keeps u's bits.
+        pieces: the entries to mix in, by parameter name.
+        a: at least 0. One number for all names, or for each name a number or a tensor of the piece's shape. A
+        parameter whose name is missing keeps u's bits.
 
     Raises:
         KeyError: u has no parameter of that name.

@@ -29,7 +29,7 @@ class Around(ServerModel, Method[Any]):
     needs: ClassVar[Needs] = Needs("full")
     paper: ClassVar[Mapping[str, Paper]] = TRAINING
 
-    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    rounds: int = setting(10, "communication rounds; 0 evaluates the initial model", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
     base: FedAvg = setting(FedAvg(), "the averaging method and its own keys, by name")
@@ -41,7 +41,9 @@ class Around(ServerModel, Method[Any]):
         metadata={"server_only": True},
     )
     identical: tuple[str, ...] = setting(
-        (), '"labels", "vocabulary": which of these both models number alike; the others do not mix', choices=DECLARED
+        (),
+        '"labels", "vocabulary": those with the same indices in both models; tensors of the others are not mixed',
+        choices=DECLARED,
     )
 
     def __post_init__(self) -> None:
@@ -117,6 +119,6 @@ class Around(ServerModel, Method[Any]):
 
 
 def _of_base(fault: InputError, own: set[str]) -> InputError:
-    """The same fault; a key that the base method owns (``own``) gets the prefix of [method.base]."""
+    """The same fault; its key moves to [method.base] if the base method has this setting (``own``)."""
     section, _, rest = fault.key.partition(".")
     return fault.move(f"method.base.{rest}") if section == "method" and rest.partition(".")[0] in own else fault

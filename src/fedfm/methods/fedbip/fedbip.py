@@ -1,6 +1,6 @@
 """FedBip: Bi-level Personalization for Federated Foundation Models: A Task-vector Aggregation Approach.
 
-Yang, Long, Lu, Zhu, Jiang. AAAI 2026. arXiv:2509.12697, Algorithm 1: FedBip, and by layer FedBip-L.
+Yang, Long, Lu, Zhu, Jiang. AAAI 2026. arXiv:2509.12697, Algorithm 1: FedBip, and FedBip-L with weights for each layer.
 """
 
 from __future__ import annotations
@@ -73,17 +73,21 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         "method.space": Paper("factors"),
     }
 
-    rounds: int = setting(10, "T, communication rounds; 0 evaluates the start", ge=0)
+    rounds: int = setting(10, "T, communication rounds; 0 evaluates the initial model", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
-    granularity: str = setting("model", "model (FedBip), layer: a block (FedBip-L), or module", choices=GRANULARITIES)
+    granularity: str = setting(
+        "model",
+        "parts with weights of their own: model (FedBip), layer (one per block, FedBip-L) or module",
+        choices=GRANULARITIES,
+    )
     similarity: str = setting(
         "cosine", "similarity g: cosine, pearson, or l2, 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
     )
     negative: str = setting(
         "clip", "transform of g: clip, max(0, g); raw; softmax, exp(g/temperature)", choices=("clip", "raw", "softmax")
     )
-    temperature: float = setting(0.3, "of softmax", gt=0)
+    temperature: float = setting(0.3, "temperature of softmax", gt=0)
     weights_from: str = setting(
         "task_vector", "vectors that g compares: task_vector or parameters", choices=("task_vector", "parameters")
     )
@@ -101,7 +105,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     )
     absent: str = setting(
         "cached",
-        "task vectors in the sums: cached (with the last ones of clients not asked) or present",
+        "task vectors in the sums: present (of clients that the round asks) or cached (also the others' last ones)",
         choices=("cached", "present"),
     )
     transport: str = setting(
@@ -149,7 +153,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     def weights(
         self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Sequence[ClientId]
     ) -> np.ndarray:
-        """The rows of p for the clients ``now``: equation 4, or by layer equation 6: (L, |now|, K).
+        """The rows of p for the clients ``now``, (L, |now|, K), by equation 4, or for each layer by equation 6.
 
         If several task vectors are equal bit for bit, only one of them counts.
         """
@@ -163,7 +167,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
                 fed.exclude(
                     k,
                     E_DUPLICATE,
-                    f"its task vector equals that of {of} bit for bit, and the sums use such a vector once",
+                    f"its task vector equals that of {of} bit for bit, and the sums use equal vectors only once",
                 )
         p = shares(g, counts, self.negative, self.temperature)[:, [clients.index(i) for i in now]]
         if (bad := np.argwhere(~np.isfinite(p).all(2))).size:
@@ -178,7 +182,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         """Factors (K,) by which ``norm_cap`` shortens each vector."""
         if self.norm_cap is None:
             return np.ones(len(x))
-        known = self.weights_from == "task_vector" and self.similarity != "pearson"  # G has the squared norms
+        known = self.weights_from == "task_vector" and self.similarity != "pearson"  # then G has the squared norms
         squares = np.einsum("lkk->k", G) if known else np.array([space.gram([change]).sum() for change in x])
         return cap_factors(squares, self.norm_cap)
 
@@ -231,9 +235,10 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     def newcomer(
         self, model: Model, s: BipState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """Equation 4 with the newcomer's task vector and, for every other client, the sum of its task vectors.
+        """The newcomer's model and the weight of each client in it, by equation 4.
 
-        The sums are over all rounds, since task vectors of a single round give useless similarities.
+        The equation takes the newcomer's task vector and, for every other client, the sum of its task vectors over all
+        rounds, since task vectors of a single round give useless similarities.
         """
         theta = adapt(w_0)
         begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}
@@ -281,7 +286,7 @@ def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float = 1.0) -> np.ndarray:
-    """Weights p of equation 4 (L, K, K) over the entries that count; NaN in rows whose raw similarities sum to too
+    """Weights p of equation 4 (L, K, K) over the entries that count; a row is NaN if its similarities sum to too
     little.
     """
     if negative == "softmax":
@@ -289,12 +294,12 @@ def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float 
     elif negative == "clip":
         g = np.maximum(g, 0)
     g = g * counts
-    total = g.sum(2, keepdims=True)  # at least 1 with clip and softmax: it includes g_ii, or that of an equal vector
+    total = g.sum(2, keepdims=True)  # with clip and softmax at least 1: it includes g_ii or an equal vector's 1
     return np.asarray(np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST))
 
 
 def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
-    """Weights p (L, K, K) of all clients, from a part with these rows and columns; all other entries are zero."""
+    """Weights p (L, K, K) of all clients, from the weights of these rows and columns; all other entries are zero."""
     at, of = ([clients.index(k) for k in some] for some in (rows, columns))
     shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
     shown[np.ix_(range(len(p)), at, of)] = p
@@ -302,8 +307,9 @@ def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId],
 
 
 def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
-    """For each client whose vector equals an earlier one bit for bit: (client, first client with it), but no zero
-    vectors.
+    """(client, first client with the same vector), for each client whose vector repeats an earlier one bit for bit.
+
+    Zero vectors are left out.
     """
     first: dict[bytes, ClientId] = {}
     for client, x in tau.items():

@@ -34,7 +34,7 @@ class Entries:
     """Task vectors as vectors of their entries.
 
     Attributes:
-        layers: layer -> names of its tensors.
+        layers: the names of each layer's tensors, by layer.
         statistics: names of tensors that clients send but do not train, such as batch norm's running statistics.
     """
 
@@ -59,7 +59,7 @@ class Entries:
 
         Args:
             p: (L, M, K).
-            onto: M vectors; the result has their entries outside all layers.
+            onto: M vectors. The result keeps their entries that belong to no layer.
         """
         if whole:
             return mix(p, [c.theta for c in x], list(self.layers.values()), keep_all(0.0 * w for w in onto)), 0.0
@@ -68,7 +68,7 @@ class Entries:
     def aggregates(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """As :meth:`mix`. Statistics have no task vectors: they become the mean of the clients', weighted by |p|."""
+        """As :meth:`mix`; statistics, which have no task vectors, become the clients' mean weighted by |p|."""
         found, cut = self.mix(p, x, onto, whole)
         if self.statistics:
             q = np.abs(p).mean(0, keepdims=True)
@@ -95,9 +95,7 @@ class Products(Entries):
         ]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
-        """As :class:`Entries`, in O(K^2 r^2 d) per module; memory holds the factors of one module at a time, of all
-        clients.
-        """
+        """As in :class:`Entries`, in O(K^2 r^2 d) per module. Memory holds the factors of one module at a time."""
         found = []
         for paths, others in self._layers:
             G, total, count = np.zeros((len(x), len(x))), np.zeros(len(x)), 0
@@ -118,7 +116,7 @@ class Products(Entries):
     def mix(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """As :class:`Entries`; each module's sum is truncated to the rank of onto_i (Eckart and Young 1936)."""
+        """As in :class:`Entries`; each module's sum is truncated to the rank of onto_i (Eckart and Young 1936)."""
         found, lost, energy = keep_all(map(Params, onto)), 0.0, 0.0  # copies, since they are overwritten
         for weights, (paths, others) in zip(p, self._layers, strict=True):
             for path in paths:

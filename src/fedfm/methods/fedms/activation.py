@@ -50,7 +50,7 @@ def with_rows(client: Client, rows: Rows) -> Client:
 
 
 def clock(model: Model) -> float:
-    """The time in seconds once the device has finished its work; it measures what frozen layers save."""
+    """The time in seconds, after the device has finished its work; it serves to measure how much frozen layers save."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

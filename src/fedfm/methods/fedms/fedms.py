@@ -1,11 +1,11 @@
 """FedMS: Federated Learning with Mixture of Sparsely Activated Foundations Models.
 
-Wu, Li, Wang, Wang. 2023. arXiv:2312.15926. No Algorithm is numbered: equations 1 to 7, Figure 2 and Section 3.
+Wu, Li, Wang, Wang. 2023. arXiv:2312.15926, equations 1 to 7, Figure 2 and Section 3; no Algorithm is printed.
 
-Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the global expert W_g is
-frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter Z is federated
-(equations 3, 6, 7). Where the paper omits something or an equation has no meaning, docstrings and settings describe
-the choice made here.
+Stage one trains LoRA in both encoders of a CLIP-like model by federated averaging (equation 1). In stage two this
+global expert W_g is frozen, every client trains a local expert W_i that it never sends (equation 2), and the gate
+adapter Z is averaged (equations 3, 6, 7). If the paper omits something or an equation has no meaning, docstrings and
+settings describe the choice made here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
 
-LEAST_LOSS = 1e-3  # of gate_weights = "inverse_loss"
+LEAST_LOSS = 1e-3  # smaller losses count as this with gate_weights = "inverse_loss"
 NOTHING = Params({})
 
 
@@ -78,8 +78,9 @@ class Activity:
 
 @dataclass(frozen=True)
 class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
-    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; layers unfreeze on a
-    plateau.
+    """A federated gate mixes a global and a local LoRA expert of a CLIP-like model.
+
+    Layers of the local expert are unfrozen one by one, when the accuracy stalls.
     """
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))
@@ -123,8 +124,8 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     share: float | None = setting(None, "a fixed lambda for every row, instead of a gate", ge=0, le=1)
     objective: str = setting(
         "separate",
-        "losses of stage two: separate (the mixture's for the gate, the expert's own for the expert), joint (the "
-        "mixture's)",
+        "losses of stage two: separate (the gate minimises the mixture's loss, the expert its own) or joint (both "
+        "minimise the mixture's)",
         choices=("separate", "joint"),
     )
     local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
@@ -136,7 +137,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Without a round of stage two there are neither local experts nor gates."""
+        """The result is complete after the first round of stage two: before, clients have neither experts nor gates."""
         return Traits(complete_from=self.global_rounds + 1 if self.local_rounds else 0)
 
     def init(self, fed: Federation) -> MSState:
@@ -240,7 +241,10 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return Activity(client.memory["k"], len(split(client)[1]), client.memory.get("backward", 0.0))
 
     def effort(self, model: DualModel, s: MSState, told: Sequence[Activity]) -> dict[str, float]:
-        """Costs of the clients' local training, by the names in :attr:`figures`; sums, unless the name says mean."""
+        """Costs of the clients' local training, by the names in :attr:`figures`.
+
+        ``active_layers`` and ``trainable_mean`` are means over the clients; the other values are sums.
+        """
         if not told:
             return {}
         named = layers(model, "layer")
@@ -306,7 +310,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def newcomer(
         self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global expert, a local expert that starts from it, and the gate as it is now."""
+        """The global expert, a local expert trained from it, and the current gate; there are no weights of clients."""
         return Params.join(**{GLOBAL: s.W_g, LOCAL: adapt(s.W_g), GATE: s.Z_g}), {}
 
     def details(self, s: MSState, judge: Judge | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The gate of FedMS: from an image's features under the global expert to the global expert's share lambda."""
+"""The gate of FedMS: it maps an image's features under the global expert to the global expert's share lambda."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Gate(nn.Module):
         self.output, self.output_norm = nn.Linear(d, 2), nn.BatchNorm1d(2)
 
     def forward(self, V: Tensor) -> Tensor:
-        """Features (b, d) -> lambda (b,)."""
+        """Lambda (b,) for features (b, d)."""
         hidden = torch.relu(self.hidden_norm(self.hidden(V)))
         z: Tensor = self.output_norm(self.output(hidden))
         return z.softmax(-1)[:, 0]
 
     def load(self, Z: Params) -> Gate:
-        """Load these values."""
+        """Copy the values of ``Z`` into the gate, and return the gate."""
         with torch.no_grad():
             for name, tensor in self.tensors().items():
                 tensor.copy_(Z[name])
@@ -67,8 +67,8 @@ class Gating:
     Attributes:
         part: the gate's part that is trained and sent: "adapter", "last" (its last layer) or "all" (also an image
             block).
-        backbone: the image classifier whose frozen features it reads; empty: the global expert's features.
-        share: a fixed lambda for every row, instead of a gate; None: the gate computes it.
+        backbone: the image classifier whose frozen features the gate reads; if empty, the global expert's features.
+        share: a fixed lambda for every row, instead of a gate; if None, the gate computes lambda.
     """
 
     part: str
@@ -88,7 +88,7 @@ class Gating:
         return Gate(self.width(model)).load(Z).to(model.device)
 
     def lam(self, gate: Gate, V_g: Tensor) -> Tensor:
-        """Lambda (b,)."""
+        """Lambda (b,) for the global expert's features (b, d): the gate's output, or ``share``."""
         return gate(V_g) if self.share is None else torch.full((len(V_g),), self.share, device=V_g.device)
 
     def travelling(self, Z: Params) -> Params:

@@ -58,10 +58,10 @@ def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) 
     They also read ``FOLDER/gate.safetensors``. The model takes the base model's inputs and returns logits (b, C).
 
     Args:
-        share: lambda of every row; None: the gate computes lambda.
-        places: for each part that the gate has weights of its own for: the part's path in the base model.
+        share: lambda of every row; if None, the gate computes lambda.
+        places: the path in the base model of each part for which the gate has its own weights.
         backbone: name of the classifier whose features the gate reads; the user passes these features with the rows.
-            Empty: the gate reads the features of the global expert.
+            If empty, the gate reads the features of the global expert.
     """
     if share is not None:
         return (_CLASS.format(more="", share=repr(share)) + _MODEL).splitlines()

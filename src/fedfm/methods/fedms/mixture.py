@@ -67,8 +67,8 @@ class Known:
     """The global expert's outputs for some rows.
 
     Attributes:
-        V_g: features of the images, (n, d), if ``states`` is not None.
-        states: for each k, the images' hidden states (n, T, h) below the top k blocks; None if the disk has no room.
+        V_g: features of the images, (n, d); empty until ``states`` has an entry.
+        states: for each k, the images' hidden states (n, T, h) below the top k blocks, or None if there is no room.
     """
 
     W_g: Params
@@ -76,7 +76,7 @@ class Known:
     states: dict[int, Filed | None] = field(default_factory=dict)
 
 
-# For each model: the global expert's outputs by a hash of the images, and those for the texts.
+# For each model: the global expert's outputs for images, by a hash of these, and its outputs for the texts.
 _rows: WeakKeyDictionary[DualModel, dict[bytes, Known]] = WeakKeyDictionary()
 _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tensor]]]] = WeakKeyDictionary()
 
@@ -93,9 +93,8 @@ class Experts:
         self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
         every, key = _rows.setdefault(model, {}), _fingerprint(rows)
         found = every.pop(key, None)
-        self.known = every[key] = (
-            found if found and _equal(found.W_g, W_g) else Known(W_g)
-        )  # the newest entry is the last one
+        # Insert the entry anew, so that entries are in the order of their last use.
+        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)
         self.texts, self.T_g = _of_texts(model, W_g, k)
         named = backbone(gate_backbone, str(model.device)) if gate_backbone else None
         self.described = named.features(rows, model) if named else None  # (n, width of the backbone's features)
@@ -181,7 +180,7 @@ def _equal(a: Params, b: Params) -> bool:
 
 
 def differing(model: Model, W_g: Params, W_i: Params) -> int:
-    """The number of top layers outside which the experts are equal; below these layers both compute the same states."""
+    """The smallest k such that the experts differ only in the top k layers; below them both compute the same states."""
     encoders = model.parts.encoders
     changed = {
         layer for layer, names in layers(model, "layer").items() if any(bool((W_g[n] != W_i[n]).any()) for n in names)

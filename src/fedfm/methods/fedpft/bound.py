@@ -74,7 +74,7 @@ def bound(errors: int, draws: int, counts: Counts, divergences: Cells, withheld:
         withheld: largest possible number of rows in classes that clients did not send.
 
     Raises:
-        ValueError: there are no draws or no cells.
+        ValueError: there are no draws, or no client has a class.
     """
     from scipy.stats import beta
 

@@ -23,7 +23,7 @@ from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
 LARGEST = 15  # scaled numbers are below 2**15, float16's largest is just below 2**16
 MAX_DIM = 1 << 20  # no backbone's features are wider
 # Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose norm is at most
-# MAX_NORM, so a row of theirs has at most this norm. Below it, sums of squares over rows stay within float32.
+# MAX_NORM, so their rows have at most this norm, too. With such rows, sums of squares stay within float32.
 MAX_ROW = math.sqrt(MAX_NORM)
 ROUNDED = 1e-2  # float16 rounds each weight by 2**-11; their sum may deviate from 1 by this much
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -38,8 +38,8 @@ class Packed:
         covariance: ``"spherical"``, ``"diag"`` or ``"full"``, of all mixtures.
         dim: d.
         scale: a power of two by which means and standard deviations were divided.
-        numbers: float16 or float32, one dimension, :func:`formula_numbers` for each mixture. Of a full covariance it
-            has the lower triangle of the Cholesky factor, row by row.
+        numbers: float16 or float32, one dimension, :func:`formula_numbers` for each mixture. For a full covariance it
+            holds the lower triangle of the Cholesky factor, row by row.
     """
 
     components: list[int]
@@ -64,10 +64,11 @@ def formula_numbers(covariance: str, d: int, k: int) -> int:
 def pack(mixtures: Sequence[Mixture], dtype: str) -> Packed:
     """Pack the mixtures for a message, in ``"float16"`` or ``"float32"``.
 
-    A standard deviation too small for the type becomes its smallest positive number, not 0.
+    A standard deviation too small for the type becomes the type's smallest positive number, not 0.
 
     Raises:
-        ValueError: there are none, they differ in covariance or dimension, or one is invalid (:meth:`Mixture.check`).
+        ValueError: there is no mixture, the mixtures differ in covariance or dimension, or one is invalid
+            (:meth:`Mixture.check`).
     """
     kinds = {(m.covariance, m.dim) for m in mixtures}
     if len(kinds) != 1:
@@ -152,7 +153,7 @@ def _scales(covariance: str, flat: Array, k: int, d: int) -> Array:
 
 
 def _fields(packed: Packed) -> tuple[float, Array]:
-    """(scale, numbers) with valid values and lengths; ``core.checks.conform`` has checked the types before."""
+    """Check scale and numbers, and return them; ``core.checks.conform`` has checked the types before."""
     if packed.covariance not in COVARIANCES:
         raise ClientFault(E_FIELD, f"covariance is none of {', '.join(COVARIANCES)}")
     numbers, d = packed.numbers.detach(), packed.dim
@@ -181,5 +182,5 @@ def _fields(packed: Packed) -> tuple[float, Array]:
 
 
 def _short(n: int) -> str:
-    """A client's number in few characters, since Python refuses to print very long integers."""
+    """A client's number as a short text, since Python refuses to print very long integers."""
     return str(n) if abs(n) < 10**12 else "absurdly many"

@@ -1,9 +1,10 @@
 """FedPFT: Parametric Feature Transfer, One-shot Federated Learning with Foundation Models.
 
-Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang. 2024. arXiv:2402.01862, Algorithm 1; equations by their numbers
-there. Once, clients send Gaussian mixtures of the features f(x) of each class. The server trains a head h on samples
-from them, and w = h o f. The decentralised variant, Section 4.2, uses the same two steps, and ``topology`` passes on
-its messages. Under differential privacy clients send noisy sums instead of mixtures; see ``private``.
+Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang. 2024. arXiv:2402.01862, Algorithm 1. Equation numbers are the
+paper's. Clients send, once, Gaussian mixtures of the features f(x) of each class. The server trains a head h on samples
+from these mixtures, and w = h o f. The decentralised variant (Section 4.2) uses the same two steps; the module
+``topology`` forwards its messages. Under differential privacy clients send noisy sums instead of mixtures; see
+``private``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class State:
 
 @dataclass(frozen=True)
 class FedPFT(Predictor, Private, Method[State]):
-    """One round: mixtures up, a head down.
+    """One round: clients send mixtures of their features, and the server trains a head on draws from them.
 
     ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
     to grids that do not depend on the count, and a class has ``components`` components or one. A message still reveals
@@ -79,36 +80,46 @@ class FedPFT(Predictor, Private, Method[State]):
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     privacy: ClassVar[Plan | None] = None  # protect() sets it on an instance
 
-    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
+    rounds: int = setting(
+        1, "the method takes 1 round; 0 evaluates the initial model", ge=0, le=1, words="1, it takes one round"
+    )
     covariance: str | None = setting(
         None,
-        "of a component: spherical, diag or full; under [privacy] spherical",
+        "covariance of a component: spherical, diag or full; under [privacy] spherical",
         choices=COVARIANCES,
         metadata={"usual": "diag"},
     )
     components: int | None = setting(
         None,
-        "largest K; one component per ten examples of a class, none for a single example; under [privacy] 1",
+        "largest number K of components of a class, one per ten examples; none is for a single one; under [privacy] 1",
         ge=1,
         metadata={"usual": 10},
     )
-    budgets: dict[str, int] = setting(dict, "K of single clients by name", ge=1)
-    transport: str = setting("float16", "of the numbers sent: float16 or float32", choices=tuple(DTYPES))
+    budgets: dict[str, int] = setting(dict, "largest K of individual clients, by name", ge=1)
+    transport: str = setting("float16", "type of the numbers sent: float16 or float32", choices=tuple(DTYPES))
     topology: str = setting(
         "star", "star (one server), or chain, ring (as chain), dag", choices=("star", "chain", "ring", "dag")
     )
-    edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
+    edges: tuple[tuple[str, ...], ...] = setting((), 'edges of a dag: [["a", "b"], ["b", "c"]]')
     min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
     samples: int = setting(0, "number of draws from each mixture; 0: the class's number of examples", ge=0, le=MOST)
     shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
     counts: str = setting(
-        "exact", "of classes: exact; withheld: not sent, only estimable (give samples)", choices=("exact", "withheld")
+        "exact",
+        "numbers of examples: exact, or withheld (not sent, can only be estimated; needs samples)",
+        choices=("exact", "withheld"),
     )
-    calibration: str = setting("analytic", "of private noise: analytic; paper, paper_client", choices=CALIBRATIONS)
-    relation: str = setting("add_remove", "neighbours: add_remove, replace, replace_any", choices=RELATIONS)
-    bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
-    smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
-    pooled: bool = setting(False, "private: one noisy sum over the federation, by a mean")
+    calibration: str = setting(
+        "analytic", "how private noise is computed: analytic, paper, paper_client", choices=CALIBRATIONS
+    )
+    relation: str = setting("add_remove", "neighbouring relation: add_remove, replace, replace_any", choices=RELATIONS)
+    bound: bool = setting(
+        False, "clients also send the divergences for the bound of Theorem 4.2, which the report shows"
+    )
+    smoothing: float = setting(
+        0.1, "smoothing of features in the bound, in units of their standard deviation", gt=0, finite=True
+    )
+    pooled: bool = setting(False, "under [privacy], noise is added once, to the sum over all clients")
     verify: bool = setting(False, "clients count the head's errors in a second message")
     head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
@@ -170,7 +181,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @on_client
     def release(self, client: Client) -> Noised:
-        """Theorem 4.1, corrected: noisy sums of every class, from a key that never leaves the client."""
+        """Theorem 4.1, corrected: noisy sums of every class; the key of the noise never leaves the client."""
         return private.noisy_sums(client, self._plan)
 
     @on_client
@@ -303,7 +314,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """With ``pooled``: the exact sums."""
+        """With ``pooled`` the handler that sends exact sums; otherwise none."""
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
@@ -361,16 +372,16 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def could_pool(self) -> bool:
-        """Whether ``pooled = true`` is possible under [privacy], and not set."""
+        """Whether ``pooled`` is false, but could be true under [privacy]."""
         return not self.pooled and self.topology == "star" and self.calibration == "analytic"
 
     @property
     def _plan(self) -> Plan:
-        assert self.privacy is not None  # noqa: S101 - a release is asked for only where there is a plan
+        assert self.privacy is not None  # noqa: S101 - only private runs call this
         return self.privacy
 
     def _most(self, client: Client | None = None) -> int:
-        """The largest K, for this client, or over all clients."""
+        """The largest K of this client, or the setting for clients without a budget."""
         assert self.components is not None  # noqa: S101 - settle() has filled it in
         return self.budgets.get(client.id, self.components) if client else self.components
 
@@ -382,5 +393,5 @@ class FedPFT(Predictor, Private, Method[State]):
 
 
 def _shape(model: Model) -> tuple[int, int]:
-    """(classes, features)."""
+    """(number of classes, number of features)."""
     return len(model.classes), model.feature_dim

@@ -1,8 +1,8 @@
 """FedPFT's private release of one class at one client, and the Gaussian that the server computes from this release.
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang: Parametric Feature Transfer: One-shot Federated Learning with
-Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E. Noise and sensitivities are exact here, instead
-of the printed ones. Each class has one mixture component.
+Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E. Noise and sensitivities are exact here, unlike
+the printed ones. Each class has one mixture component.
 
 The client adds the noise, and others see only a :class:`Cell`, the noisy sums of one class. A row affects one cell
 (two if its label may change), so all cells of a client together cost :attr:`Plan.epsilon_spent`.
@@ -43,9 +43,8 @@ def unit_rows(x: Array) -> Array:
         raise InputError("features have a NaN or infinite entry: no norm bounds such a row")
     largest = np.abs(x).max(axis=1, initial=0.0)
     x[largest == 0, 0] = 1.0
-    x /= np.where(largest == 0, 1.0, largest)[
-        :, None
-    ]  # scale first, since the norm of tiny or huge entries would be 0 or inf
+    # Scale first, since the norm of tiny or huge entries would be 0 or inf.
+    x /= np.where(largest == 0, 1.0, largest)[:, None]
     return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
 
 
@@ -96,7 +95,7 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
         x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0,
             since a missing cell would reveal that the class is empty.
         key: the client's secret, at least 16 bytes.
-        purpose: text that names client and class, e.g. ``"c3/moments/7"``; every cell needs another one.
+        purpose: text that names client and class, e.g. ``"c3/moments/7"``; every cell needs a purpose of its own.
         client_rows: the client's number of rows in all classes; only for calibration ``paper_client``.
 
     Raises:
@@ -112,12 +111,11 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
 
 
 def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """Add the plan's noise to a n and to every sum. Off-diagonal sums get 1/sqrt(2) of this noise."""
+    """Add the plan's noise to the count times ``a`` and to every sum. Off-diagonal sums get 1/sqrt(2) of it."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     count, second = np.array([exact.count]), exact.second
-    whole = noise.digest(
-        count, exact.total, *(() if second is None else (second,))
-    )  # one digest of all parts, since no part is released alone
+    # One hash of all parts, since no part is released alone.
+    whole = noise.digest(count, exact.total, *(() if second is None else (second,)))
     purpose = f"{purpose}\x1f{plan}\x1f{whole}"
     if second is not None:
         scale = sigma * noise.packed_scale(d) if plan.covariance == "full" else sigma

@@ -1,12 +1,13 @@
 """One noisy sum over the federation; its noise is that of a single client, for any number of clients.
 
 Every client sends the exact sums of its classes, the aggregator averages them, and the server adds noise once. A record
-belongs to one client, so it changes the sum over all clients by no more than its own client's sum. So the sensitivity
-of a :class:`~fedfm.methods.fedpft.release_plan.Plan` is unchanged, and a class's mean over m clients has 1/m of one
-client's noise. The mean is unweighted, since a weight by rows would reveal an exact count.
+belongs to one client, so it changes the sum over all clients no more than it changes its client's sum. So the
+sensitivity of a :class:`~fedfm.methods.fedpft.release_plan.Plan` is unchanged, and a class's mean over m clients has
+1/m of one client's noise. The mean is unweighted, since a weight by rows would reveal an exact count.
 
 The clients must trust the server to add the noise. With a plain aggregator they also show it their exact sums. So
-(epsilon, delta) protects only against those who see the result. Without this trust each client adds noise itself
+(epsilon, delta) protects only against those who see the result. Without this trust, leave ``pooled`` false: then
+each client adds noise itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def client_sums(x: Array, labels: np.ndarray[tuple[int], np.dtype[np.integer]], 
         (C, :func:`width`), zero for a class without rows.
 
     Raises:
-        InputError: x has no unit rows.
+        InputError: a row of x does not have norm 1.
     """
     rows = []
     for c in range(classes):
@@ -67,7 +68,7 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
     whole = digest(total)
     cells = {}
     for c, row in enumerate(total):
-        count = float(np.rint(row[0]))  # a mean of integers times their number
+        count = float(np.rint(row[0]))  # the sum of the clients' counts, which are integers
         if plan.counts_public and count < 1:
             continue
         exact = Cell(count, row[1 : 1 + d], row[1 + d :] if plan.seconds(d) else None)

@@ -110,7 +110,7 @@ def exact_sums(client: Client, plan: Plan) -> Update:
 
 
 def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """Noisy sums of every client as Gaussians, and details of the run."""
+    """Ask clients for noisy sums. Returns the Gaussians that they describe, and details of the run."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
 
@@ -126,9 +126,8 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
     kept = {(client, label) for client, found in received.items() for label, _, _ in found}
     lost = [float(r.counts[c]) for client, r in replies.items() for c in range(classes) if (client, c) not in kept]
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
-    rows = max(
-        typical, round(sum(reply.rows for reply in replies.values()) / len(replies))
-    )  # 0 except under paper_client
+    # The replies' numbers of rows are 0 except under paper_client.
+    rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))
     warnings = (too_noisy(plan, dim, typical, client_rows=rows), _guarantee_warning(plan, typical, client_rows=rows))
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
@@ -151,7 +150,7 @@ def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
 
 
 def _guarantee_warning(plan: Plan, n: int, client_rows: int) -> str | None:
-    """A warning if the noise does not give the requested guarantee."""
+    """A warning if the noise does not give the requested guarantee; else None."""
     if plan.calibration != "paper_client":
         return None
     spent = plan.ledger_line(n, client_rows=client_rows)
@@ -168,7 +167,7 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
 
 
 def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """Add noise once to the sum over all clients. A mean over m clients then has 1/m of a client's noise."""
+    """As :func:`ask_sums`, with noise added once to the sum over all clients. A mean over m clients has 1/m of it."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
@@ -210,7 +209,8 @@ def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[in
 def _check_norm(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
     """Refuse a sum that is longer than a sum of n unit rows with noise can be.
 
-    For n it takes 10 standard deviations above the noisy count, and for the norm of the noise sigma (sqrt(d) + 10).
+    The check assumes that n is at most 10 standard deviations above the noisy count, and that the norm of the noise is
+    at most sigma (sqrt(d) + 10).
     """
     n = max(cell.count, 0.0) + 10 * plan.count_sigma
     most = n + plan.sum_sigma(max(cell.count, 1.0), client_rows=rows) * (dim**0.5 + 10)

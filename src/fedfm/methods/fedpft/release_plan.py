@@ -14,12 +14,12 @@ from fedfm.privacy.accountant import Spent
 RELATIONS = ("add_remove", "replace", "replace_any")
 CALIBRATIONS = ("analytic", "paper", "paper_client")
 
-_LEAST_DELTA = 1e-12  # far above 1e-20, the probability per value that cutting the noise's tails ignores
+_LEAST_DELTA = 1e-12  # far above 1e-20, the probability per value of the noise's tails, which are cut off
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The public part of a release; client and server derive the same one from the experiment.
+    """The public part of a release; client and server derive the same plan from the experiment.
 
     ===========  =======================  ========  ================================
     relation     neighbours differ in     counts    cells
@@ -98,7 +98,7 @@ class Plan:
         return math.sqrt(within if self.relation == "replace" else max(within, 2 * entering))
 
     def sensitivity(self, n: float) -> float:
-        """Sensitivity of the paper's release: of means of n rows under ``replace``, otherwise of sums.
+        """Sensitivity of the statistics: means of n rows under ``replace``, as in the paper, otherwise sums.
 
         Raises:
             InputError: n is below 1 under ``replace``.
@@ -156,7 +156,10 @@ class Plan:
         epsilon = self.epsilon_spent
         if self.calibration == "paper_client":
             epsilon = gaussian.epsilon_of(sigma, self.sensitivity(n), self.delta)
-            note = f"claims {self.epsilon:g} with the client's {client_rows} rows; a class has {n:g}: no guarantee"
+            note = (
+                f"claims {self.epsilon:g} with the client's {client_rows} rows, but a class has {n:g}, so there is no "
+                "guarantee"
+            )
         elif self.counts_public:
             note = "the counts of the classes are public, and so are the classes of each client"
         return Spent(
@@ -167,7 +170,7 @@ class Plan:
             delta=self.delta,
             sensitivity=self.sensitivity(n),
             sigma=sigma,
-            composition="parallel over the cells of one client; a record at several clients spends at each",
+            composition="parallel over the cells of one client; a record at several clients spends at each of them",
             note=note,
         )
 

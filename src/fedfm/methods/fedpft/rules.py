@@ -11,13 +11,15 @@ from fedfm.privacy.spec import PrivacySpec
 
 
 def check_topology(topology: str, edges: Sequence[Sequence[str]], *, shuffle: bool, bound: bool) -> None:
-    """Refuse edges that are no directed acyclic graph, and settings that only a star has.
+    """Refuse edges that are no directed acyclic graph, and settings that need a star.
 
     Raises:
         InputError: it names the key and a valid value.
     """
     if (topology == "dag") != bool(edges):
-        raise InputError('method.edges goes with topology = "dag", and a dag needs them', key="method.edges")
+        raise InputError(
+            'method.edges: topology = "dag" needs edges, and no other topology takes them', key="method.edges"
+        )
     if shuffle and (topology != "star" or bound):
         raise InputError('method.shuffle: only with topology = "star" and without bound', key="method.shuffle")
     if bound and topology != "star":
@@ -43,7 +45,8 @@ def check_withheld_counts(
         )
     if verify:
         raise InputError(
-            'method.verify: clients send their numbers of rows; with counts = "withheld" drop it', key="method.verify"
+            'method.verify: with it clients send their numbers of rows; with counts = "withheld" drop it',
+            key="method.verify",
         )
     if covariance == "full":
         raise InputError(
@@ -74,7 +77,8 @@ def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
     if privacy.unit != "record":
         faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"', key="privacy.unit")
     topology, calibration = method["topology"], method["calibration"]
-    star = topology == "star"  # elsewhere each client's own release has one component, and refits cost nothing
+    # In other topologies a client's release has one component, too, but clients fit any number to draws from it.
+    star = topology == "star"
     if method["pooled"] and not star:
         faults.say(
             f'method.pooled: one sum over the federation needs topology "star", not "{topology}"', key="method.pooled"
@@ -86,7 +90,7 @@ def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
         )
     if method["pooled"] and calibration != "analytic":
         faults.say(
-            f'method.calibration = "{calibration}": one sum over the federation has "analytic"',
+            f'method.calibration = "{calibration}": one sum over the federation needs "analytic"',
             key="method.calibration",
         )
     if star and method["components"] != 1:
@@ -98,24 +102,25 @@ def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
         faults.say("method.budgets: a class has one component under [privacy]; drop it", key="method.budgets")
     if method["bound"] or method["verify"]:
         faults.say(
-            "method.bound and method.verify reveal what is not accounted for: drop them under [privacy]",
+            "method.bound and method.verify reveal more than the guarantee covers: drop them under [privacy]",
             key="method.bound",
         )
     if method["shuffle"]:
         faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it", key="method.shuffle")
     if method["counts"] == "withheld":
         faults.say(
-            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"',
+            'method.counts = "withheld": under [privacy] clients send the count of each class, which has noise '
+            'unless method.relation = "replace"; drop it',
             key="method.counts",
         )
     faults.refuse()
 
 
 def check_budgets(budgets: Collection[str], clients: Sequence[str]) -> None:
-    """Refuse budgets of a client that is not there.
+    """Refuse budgets of clients that do not exist.
 
     Raises:
-        InputError: with its name.
+        InputError: there is such a budget; the message names the client.
     """
     if strangers := sorted(set(budgets) - set(clients)):
         text = f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(clients)}'

@@ -1,4 +1,4 @@
-"""A client's summary, the message of FedPFT; checks, mixtures, and draws from them."""
+"""A client's summary, which is FedPFT's message; its checks, its mixtures, and draws from these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.fedpft.encoding import Packed, unpack
 from fedfm.methods.fedpft.mixtures.mixture import Mixture
 
-MOST = 1 << 20  # largest number of rows of a class in a summary, because the server draws as many in every pass
+MOST = 1 << 20  # largest count of a class in a summary; the server draws this many rows in every pass
 _BLOCK = 1 << 14  # rows drawn at a time
 
 
@@ -114,6 +114,6 @@ def shuffle(
 
 
 def check_errors(reply: dict[str, int]) -> None:
-    """Refuse a reply that does not count errors among rows."""
+    """Refuse a reply whose number of errors does not fit its number of rows."""
     if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
         raise ClientFault(E_FIELD, "the errors do not fit the number of rows")

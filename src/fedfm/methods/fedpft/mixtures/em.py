@@ -25,8 +25,8 @@ class Fit:
 
     Attributes:
         mixture: the mixture after the last M step.
-        log_likelihood: mean over the rows in the last E step, which precedes the last M step; NaN for one component,
-            whose fit has a closed form.
+        log_likelihood: mean over the rows in the last E step, which precedes the last M step. NaN if there is one
+            component, since its fit has a closed form.
         iterations: number of E steps.
         converged: whether the last step changed the log-likelihood by less than the tolerance.
     """
@@ -59,7 +59,8 @@ def fit(
 ) -> list[Fit]:
     """Fit one mixture to every group: k-means++, a few iterations of k-means, then EM.
 
-    The first use compiles for some seconds. The compiled code is cached next to the sources or in the user's cache.
+    The first call compiles the code, which takes some seconds. The compiled code is cached next to the sources or in
+    the user's cache.
 
     Args:
         groups: features (n, d), n >= 1, equal d; float16, float32 or float64. They are centred at the group's mean and

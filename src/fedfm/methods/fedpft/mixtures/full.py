@@ -20,9 +20,8 @@ def factor(t: Array, n: float, floor: float) -> Array:
     sigma = t.T @ t  # (d, d)
     sigma /= n
     np.einsum("jj->j", sigma)[:] += floor
-    lower: Array = np.linalg.cholesky(
-        sigma
-    )  # positive definite: the floor is 1e-6 of the mean variance, rounding errors 1e-16 d
+    # sigma is positive definite: the floor is 1e-6 of the mean variance, and rounding errors are about 1e-16 d.
+    lower: Array = np.linalg.cholesky(sigma)
     return lower
 
 

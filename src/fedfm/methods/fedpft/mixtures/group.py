@@ -31,7 +31,7 @@ def fit_one(
         with np.errstate(over="ignore"):  # overflow gives infinity, which is refused
             group = group.astype(np.float32)
     x = np.ascontiguousarray(group).view()  # (n, d)
-    x.flags.writeable = False  # every group has the same array type, so the kernel compiles once
+    x.flags.writeable = False  # numba then sees the same array type for every group, and compiles the kernel once
     middle, variances = np.empty((1, d), np.float32), np.empty(d)
     if (mean_variance := moments(x, middle[0], variances, LARGEST)) < 0:
         raise OverflowError(f"holds NaN, infinity or numbers beyond {LARGEST:g}")

@@ -97,7 +97,7 @@ def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, we
     first64, second64, counts = np.zeros((k, d)), np.zeros((k, d if diag else 1)), np.zeros(k)
     const, logs, seen, best = np.empty(k), np.empty(k), np.empty(k, np.int64), labels.copy()
     bound, shrink, move = np.zeros((n, k), np.float32), np.ones(k, np.float32), np.zeros(k, np.float32)
-    weights0 = np.empty(k)  # the weights before the last M step, as mu0 and v0 are means and variances
+    weights0 = np.empty(k)  # weights before the last M step; mu0 and v0 are the means and variances before it
 
     for i in range(n):  # first each label's mean, then the sums about these means
         c = labels[i]
@@ -120,9 +120,8 @@ def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, we
                 else:
                     top, was, many, mass = -np.inf, best[i], 0, 0.0
                     for a in range(k):
-                        c = (
-                            was if a == 0 else (0 if a == was else a)
-                        )  # begin with the component that was best for the row in the last pass
+                        # Begin with the component that was best for the row in the last pass.
+                        c = was if a == 0 else (0 if a == was else a)
                         low = bound[i, c] * shrink[c] - move[c]
                         low = low if low > 0 else np.float32(0)
                         if const[c] - 0.5 * low * low > top - FAR:

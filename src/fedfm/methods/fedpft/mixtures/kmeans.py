@@ -1,7 +1,7 @@
 """Initial labels of a group's rows: k-means++ and a few iterations of k-means.
 
-Like EM's kernel, it keeps lower bounds of the distances between rows and centres. It computes only the distances that
-may be the smallest. If a centre moves by m, a distance to it falls by at most m.
+Like EM's kernel, k-means keeps lower bounds of the distances between rows and centres. It computes only the distances
+that may be the smallest. If a centre moves by m, a distance to it falls by at most m.
 """
 
 from __future__ import annotations

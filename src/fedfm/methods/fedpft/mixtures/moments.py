@@ -10,7 +10,7 @@ import numpy as np
 from fedfm.linalg.kernels.jit import SPAN, compile_cached
 
 
-@partial(compile_cached, maths={"contract"})  # sums in the written order, and correct comparisons of NaN
+@partial(compile_cached, maths={"contract"})  # other options would reorder sums or ignore NaN
 def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
     """Fill the mean (d,), float32, and the population variances about it (d,), float64, of rows ``x`` (n, d).
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 
-ALONE = 2 - 0.005  # a component of fewer rows stands for one; EM puts a count of two slightly below 2
+ALONE = 2 - 0.005  # a component with fewer rows represents a single row; EM may put two rows slightly below 2
 
 
 def fit_without_singles(
     groups: Sequence[Array], components: Sequence[int], covariance: str, *, seeds: Sequence[int]
 ) -> list[Fit]:
-    """Fit like :func:`~fedfm.methods.fedpft.mixtures.fit`, then drop components that stand for one row.
+    """Fit like :func:`~fedfm.methods.fedpft.mixtures.fit`, then drop components that represent one row.
 
     ``capacity`` alone does not prevent such components: an outlier attracts a component for any K. A component
-    represents (n times its weight) rows. Components that represent less than two rows are dropped, except the heaviest,
-    and EM continues from the rows of the others, until no such component is left. Only a group of one row keeps a
-    component of one row.
+    represents (n times its weight) rows. Components that represent less than two rows are dropped, except the heaviest
+    one. EM continues from the remaining components, until none represents less than two rows. Only a group of one row
+    keeps a component of one row.
 
     The arguments and errors are those of ``fit``.
     """
@@ -30,7 +30,7 @@ def fit_without_singles(
 
 
 def _several_rows(g: Mixture, rows: int) -> Mixture | None:
-    """The components that represent several rows, and the heaviest one; None if none is dropped."""
+    """The mixture without components of a single row, but with the heaviest one; None if none is dropped."""
     stay = rows * g.weights >= ALONE
     stay[g.weights.argmax()] = True
     return None if stay.all() else Mixture(g.weights[stay], g.means[stay], g.scales[stay])

@@ -11,7 +11,7 @@ are rounded to grids that are the same for every n:
 - Standard deviations are rounded to eighths of an octave. Means are rounded to between an eighth and a sixteenth of
   their standard deviation.
 
-``fedfm show fedpft`` says what this rounding cannot hide.
+``fedfm show fedpft`` prints what this rounding cannot hide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS = 8  # a mean is rounded to this fraction of the power of two just below i
 
 
 def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int]) -> list[Mixture]:
-    """A mixture of either one or ``components`` components for every group, on grids that do not depend on its rows.
+    """Fit a mixture to every group, with one or ``components`` components, and round it to grids independent of n.
 
     Args:
         groups, seeds: as for :func:`~fedfm.methods.fedpft.mixtures.fit`.
@@ -76,7 +76,7 @@ def _weights(weights: Array) -> Array:
 
 
 def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
-    """Fit ``k`` components, none of a single row; only one component if the rows cannot be split so often."""
+    """Split components until there are ``k``, none of a single row; fit only one if rows cannot be split so often."""
     while g.components < k:
         split = _split(g, x, seed, covariance)
         if split is None:
@@ -86,7 +86,7 @@ def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
 
 
 def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Split the component with the most rows that can be split."""
+    """Split the largest component that can be split; None if there is none."""
     of = g.nearest(x)
     for j in np.bincount(of, minlength=g.components).argsort(kind="stable")[::-1]:
         if (two := _two(x[of == j], seed, covariance)) is not None:
@@ -100,7 +100,7 @@ def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
 
 
 def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Split the rows into two components of several rows each; rows that would get a component alone are left out."""
+    """Fit two components of several rows each, without rows that would get a component alone; None if impossible."""
     while len(x) >= 4:
         (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
         if whole.mixture.components == 2:
