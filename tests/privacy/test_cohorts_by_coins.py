@@ -138,7 +138,7 @@ def test_a_method_that_asks_others_is_stopped_before_anything_is_sent(tmp_path):
     with pytest.raises(RunError, match="asks other clients"):
         method.step(fed, None, 1)
     assert fed.call == 0
-    with pytest.raises(RunError, match=r"\[privacy\] is accounted for 0\.3"):
+    with pytest.raises(RunError, match=r"\[privacy\] assumes the fraction 0\.3"):
         fed.sample(0.5)
 
 

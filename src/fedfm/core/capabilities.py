@@ -36,7 +36,7 @@ class Judge(Protocol):
     """Metrics of parameters on the global test rows."""
 
     def __call__(self, w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
-        """``by_class``: also count by class, which may need an extra pass, since clients report no such counts."""
+        """The metrics of ``w``. With ``by_class`` also counts by class, which may take another pass over the rows."""
 
 
 def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
@@ -50,15 +50,15 @@ class Reporter:
     figures: ClassVar[tuple[str, ...]] = ()  # names in fed.metrics that also go into a round's line of metrics.jsonl
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
-        """Notices about its settings before the first round, one line each.
+        """Notices about the method's settings before the first round, one line each.
 
         Args:
-            counts: training rows of each client by class; empty in a run, which reports on rows when they are used.
+            counts: training rows of each client by class; empty in a run, which reports on rows when it uses them.
         """
         return []
 
     def staleness_warnings(self) -> list[str]:
-        """Risks of its settings if updates are stale, each with a better setting, one line each."""
+        """Warnings about settings that are risky with stale updates, each with a better setting, one line each."""
         return []
 
     def arrays(self, state: Any) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ class Reporter:
 
 
 class Personal:
-    """Every client ends with its own model: ``params_for`` differs by client, or the clients keep a part.
+    """Every client ends with its own model: ``params_for`` differs by client, or clients keep a part of it.
 
     Caller: evaluation, which then scores one model per client.
     """
@@ -89,7 +89,7 @@ class Personal:
         return w
 
     def start_of(self, client: Client, w: Params) -> Params:
-        """Client half: the start of the client's last local pass; before the first pass, ``w``."""
+        """Client half: the model from which the client's last local pass started; before the first pass, ``w``."""
         return w
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
@@ -138,7 +138,7 @@ class Private(ABC):
 
     @abstractmethod
     def protect(self, privacy: PrivacySpec) -> Self:
-        """This method under the [privacy] table.
+        """This method with the mechanism of the [privacy] table.
 
         Raises:
             InputError: the method has no mechanism of that kind.
@@ -150,7 +150,7 @@ class Private(ABC):
 
 
 class Joinable(ABC):
-    """A client that joins after training gets its own start. Caller: ``fedfm join``."""
+    """A client that joins after training gets its own start model. Caller: ``fedfm join``."""
 
     @abstractmethod
     def newcomer(
@@ -207,7 +207,7 @@ class ServerModel(ABC):
 
 
 class HiddenModel(ABC):
-    """Only the server has the model, so there is no [model]; clients train another model on derived rows.
+    """Only the server has the model, so there is no [model] table; clients train another model on derived rows.
 
     Caller: the experiment, the population and evaluation.
     """
@@ -230,10 +230,10 @@ class HiddenModel(ABC):
 
     @abstractmethod
     def encode(self, model: Model, rows: Rows) -> Rows:
-        """Encode rows by the server's model for the clients. Caller: ``fedfm predict`` and ``fedfm join``."""
+        """Encode rows with the server's model for the clients. Caller: ``fedfm predict`` and ``fedfm join``."""
 
     def fidelity(self, visible: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """The distance of a client's rows from those that the server's model computes in the clear, for ``details``.
+        """The distance of a client's rows from the rows that the server's model computes in the clear, for ``details``.
 
         Caller: the local engine, because only there one process has both kinds of rows.
 

@@ -67,7 +67,7 @@ _SCALARS = (int, float, str, bool)
 
 
 def _alike(values: Collection[Any], *kinds: Any) -> bool:
-    """Whether all values have one of these types (none given: any scalar) and are finite; no paths are built."""
+    """Whether all values have the same type, one of ``kinds`` (by default any scalar type), and are finite."""
     found = set(map(type, values))
     if len(found) != 1 or not found <= set(kinds or _SCALARS):
         return False

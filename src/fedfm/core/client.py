@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 POOLED = "(pooled)"  # a client with all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-# Entry of a payload, from an aggregation's server half to its client half; no method gets it.
+# Key of the payload's entry that an aggregation's server half sends to its client half; no method gets this entry.
 AGGREGATION_MESSAGE = "+told"
-SCALE = "+scale"  # likewise, from the mechanism of a mean: the unit in which the mechanism measures an update's norm
+SCALE = "+scale"  # key of an entry from a mean's mechanism: the unit in which it measures an update's norm
 MAX_WEIGHT = 1e9  # no client has more rows; a larger weight would let one client replace the mean
 
 
@@ -53,7 +53,7 @@ class ClientData:
 
 
 def no_secret(name: str) -> bytes:
-    """The default of a party without secrets."""
+    """Raise an error: the default of ``secret``, for a party without secrets."""
     raise RuntimeError(f"this party has no secrets, so none called {name}")
 
 
@@ -83,12 +83,12 @@ class Trainer(Protocol):
 
 
 def no_trainer(*_: Any, **__: Any) -> Params:
-    """The default of a party that trains nothing."""
+    """Raise an error: the default of ``trainer``, for a party that trains nothing."""
     raise RuntimeError("this party has no trainer: give it fedfm.training.scheduler.train_client")
 
 
 def keep_nothing(name: str, value: bytes) -> bytes:
-    """The default of a party that keeps nothing."""
+    """Raise an error: the default of ``write_once``, for a party that stores nothing."""
     raise RuntimeError(f"this party keeps nothing, so not {name}")
 
 
@@ -109,13 +109,13 @@ class Client:
         private: settings of DP-SGD for the client optimiser; None: no DP-SGD. With DP-SGD a client half can only count
             the training rows in ``data``.
         trained: last result of the client optimiser: the client's model before aggregation.
-        broadcast: the common part of this message for all clients: handler, round and payload.
+        broadcast: the part of this message that all clients receive: handler, round and payload.
         aggregation_message: the aggregation's own part of this message, from its server half to its client half.
         scale: the unit in which the mechanism of a mean measures the update's norm; None: the mechanism's fixed unit.
         identity: the silo's own Ed25519 key, 32 bytes; None: the silo has no permanent key.
-        roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
+        roster: the other silos' public keys by name, exchanged without the server; None: they were not exchanged.
         log: writes a line into the silo's log.
-        smallest_cohort: the silo's own policy: its update must not go into a sum of fewer clients; 0: the protocol
+        smallest_cohort: by the silo's policy, the smallest number of clients in a sum with its update; 0: the protocol
             decides.
         span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
@@ -173,7 +173,7 @@ def on_client(handler: Handler) -> Handler: ...
 @overload
 def on_client(*, kind: str = "", varying: tuple[str, ...] = ()) -> Callable[[Handler], Handler]: ...
 def on_client(handler: Handler | None = None, *, kind: str = "", varying: tuple[str, ...] = ()) -> Any:
-    """Mark a function of the client half: a message calls it in the silo.
+    """Mark a function of the client half, which a message calls in the silo.
 
     Args:
         kind: kind of the message. By default the server half decides: ``train`` for ``mean``, ``query`` for ``ask``.
@@ -200,5 +200,5 @@ def on_client(handler: Handler | None = None, *, kind: str = "", varying: tuple[
 
 
 def action(handler: Callable[..., Any]) -> str:
-    """Wire name of a handler, from its class and its name."""
+    """Name of a handler in messages, from its class and its name."""
     return f"{type(handler.__self__).__name__}_{handler.__name__}"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Input of a method's server half: the clients, the verbs ``ask`` and ``mean``, and the transcript."""
+"""Input of a method's server half: the clients, the calls ``ask`` and ``mean``, and the transcript."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Aggregation(Protocol):
 
 
 class Federation:
-    """The server half's view: the clients, the verbs ``ask`` and ``mean``, and the transcript of clients' replies.
+    """The server half's view: the clients, the calls ``ask`` and ``mean``, and the transcript of clients' replies.
 
     Attributes:
         clients: sorted names, in the same order on every engine.
@@ -89,7 +89,7 @@ class Federation:
         secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
         underway: (round, call) by client of requests in flight, whose reply may come in a later round; see ``first`` of
             :meth:`exchange`.
-        began: client -> round of its request, for the clients that answered the last call with ``first``.
+        began: for each client that answered the last call with ``first``, the round of its request.
         memory: the server's private memory at the last commit.
         store: bytes by name, on the disk when an assignment returns, so that a resume within a round finds them.
         process_memory: an aggregation's state while this process runs; a resumed run starts without it.
@@ -132,7 +132,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
-        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> request that may replace it
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> its request sent again, if it was
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 
@@ -142,7 +142,7 @@ class Federation:
         return isinstance(self._link, Streaming) and self._link.streams
 
     def begin(self, t: int) -> None:
-        """Start round t: its random streams, its metrics."""
+        """Start round t, with its own random streams and metrics."""
         self.round, self.call, self.cohort, self.notices = t, 0, (), []
         self.metrics = update_metrics.RoundMetrics(t, self.aggregator.why_missing)
         self.client_metrics = {}
@@ -152,7 +152,7 @@ class Federation:
         """Continue to wait for the replies to requests of an earlier process, if the link supports it.
 
         Args:
-            underway: the value at the commit after which the run continues.
+            underway: the attribute's value at the commit from which the run continues.
         """
         if isinstance(self._link, Streaming) and self._link.streams:
             self.underway = {client: at for client, at in underway.items() if client in self.clients}
@@ -174,12 +174,12 @@ class Federation:
         Under [privacy] the mechanism may choose it instead, e.g. by secret coins: then it may be empty.
 
         Raises:
-            RunError: [privacy] is accounted for another fraction.
+            RunError: the privacy accounting assumes another fraction.
         """
         mechanism = self.aggregator.mechanism
         if mechanism.fraction is not None:
             if not math.isclose(fraction, mechanism.fraction):
-                raise RunError(f"fed.sample({fraction:g}): [privacy] is accounted for {mechanism.fraction:g}")
+                raise RunError(f"fed.sample({fraction:g}): [privacy] assumes the fraction {mechanism.fraction:g}")
             return mechanism.cohort(self)
         m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)
         rng = seeds.generator(self.seed, "server", self.round, "cohort")

@@ -149,7 +149,7 @@ def key_of(name: str) -> str:
 
 
 def types_of(cls: type[Any]) -> Mapping[str, Any]:
-    """Name -> type of each field of a class. Annotations are texts, which are evaluated once for each class."""
+    """The type of each field of a class, by name. Annotations are texts, which are evaluated once for each class."""
     return _types_of(cls)  # type: ignore[arg-type]  # mypy does not take classes for hashable
 
 
@@ -172,7 +172,7 @@ def plain_type(hint: Any) -> Any:
 
 
 def leaf(hint: Any) -> Any:
-    """The type of the entries of a list or a table; any other type itself."""
+    """The type of the entries of a list or a table; for any other type the type itself."""
     hint = plain_type(hint)
     inside = {tuple: 0, dict: 1}.get(get_origin(hint))
     return hint if inside is None else leaf(get_args(hint)[inside])
@@ -291,7 +291,7 @@ def with_settings(name: str, base: type, more: Mapping[str, tuple[Any, Any]], mo
     """A settings class: the fields of ``base``, followed by fields that others declare.
 
     Args:
-        more: name -> (type, field); names that ``base`` has are left out.
+        more: (type, field) by name; names that ``base`` has are left out.
         module: where the class is defined, for its messages.
     """
     own = {f.name for f in fields(base)}

@@ -1,7 +1,7 @@
 """Turn a library's errors about a user's model, rows or settings into one-line errors of fedfm.
 
 An error raised in fedfm's own code is a defect, and passes with its traceback. The place where an error was raised
-shows of which kind it is.
+shows which of the two it is.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def refuse(where: str) -> Iterator[None]:
     except (FedfmError, MemoryError):
         raise
     except Exception as error:
-        of_system = (
-            isinstance(error, OSError) and error.errno is not None
-        )  # libraries also raise OSError without a number for their own errors
+        # Libraries also raise OSError for their own errors, but without a number.
+        of_system = isinstance(error, OSError) and error.errno is not None
         if of_system or is_ours(error) or _is_of_memory(error):
             raise
         raise InputError(f"{where}: {describe(error)}") from error

@@ -1,6 +1,6 @@
 """A torch DataLoader of deferred rows: processes that compute batches before they are needed.
 
-One process computes each batch, from the batch's rows alone. So its bits do not depend on the number of processes.
+One process computes each batch, from that batch's rows alone. So its bits do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Parts(Dataset[dict[str, Tensor] | InputError]):
 
 
 def ahead(deferred: Mapping[str, Deferred], orders: Sequence[np.ndarray]) -> Iterator[dict[str, Tensor]]:
-    """Compute the deferred arguments of the rows of each of these indexes.
+    """Yield the deferred arguments of each batch; ``orders`` has the indexes of the rows of each batch.
 
     Raises:
         InputError: a row cannot be computed.

@@ -28,7 +28,7 @@ class Reply(NamedTuple):
 
     Attributes:
         nbytes_down, nbytes_up: size of request and reply in Flower's serialised records.
-        spared: bytes saved: the part of the request that did not cross, since the client had it already.
+        spared: bytes saved: the part of the request that was not sent, since the client had it already.
     """
 
     client: ClientId

@@ -20,7 +20,7 @@ S = TypeVar("S")  # server state, carried from round to round: Params, numbers, 
 
 
 class Method(Reporter, ABC, Generic[S]):
-    """Subclass as a frozen dataclass whose fields are the hyper-parameters, and nothing else.
+    """A federated algorithm. Subclass it as a frozen dataclass whose fields are the hyper-parameters, and nothing else.
 
     ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share
     only ``self``'s hyper-parameters; everything else is sent by messages. State is a value: the run writes the result
@@ -28,11 +28,11 @@ class Method(Reporter, ABC, Generic[S]):
     roles from which a method may derive, and the reports of every method.
 
     Attributes:
-        rounds: number of communication rounds; 0 evaluates the start.
+        rounds: number of communication rounds; 0 evaluates the initial model.
         needs: requirements on the experiment.
         traits: properties of the method. A subclass that does not state them inherits all except the claims about the
             mathematics, which it may have changed.
-        means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
+        means, asks: names of the client functions that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
         state_type: the class of S, by which a checkpoint is decoded; by default that in ``Method[S]``.

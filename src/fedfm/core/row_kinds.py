@@ -38,7 +38,7 @@ class RowKind:
         remote: whether silos may hold such rows while the server has none; then ``data.kind`` may name this kind.
         predicted_as: the kind of such rows in predictions; empty: the same.
         wording: whether a row consists of texts, which are compared regardless of case and spaces.
-        inputs: number of a row's first parts, which a model reads; the others are targets. None: it reads all.
+        inputs: number of leading parts of a row that a model reads; the others are targets. None: it reads all.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Reading:
         kind: kind of the rows, as in ``Table.kind``.
         inputs: the rows.
         used: names of the columns that are read.
-        notices: for the user, on how they were read.
+        notices: notices for the user on how the rows were read.
         classes: names of the classes of a task whose labels are in ``inputs``.
     """
 

@@ -40,21 +40,21 @@ def has_tools(said: Asked) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """n model-ready rows.
+    """n rows, ready for a model.
 
     Attributes:
-        tensors: argument name -> (n, ...), e.g. ``pixel_values`` (n, 3, H, W), ``features`` (n, d), or ``input_ids``
+        tensors: (n, ...) by argument name, e.g. ``pixel_values`` (n, 3, H, W), ``features`` (n, d), or ``input_ids``
             (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; a batch pads them to its longest. Any sequence of vectors
             is accepted.
-        token_arguments: argument of the model -> a value for each of the ``tokens``, such as the kind of a token; 0 at
+        token_arguments: by argument of the model, a value for each of the ``tokens``, such as the kind of a token; 0 at
             padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
         pictures: n paths or encoded images, which may differ in size, for a client without the model; else None.
-        deferred: argument name -> n rows that each batch computes itself, e.g. images that exceed memory.
-        augment: names of the random changes to its images in training.
+        deferred: by argument name, n rows that are computed for each batch, e.g. images that exceed memory.
+        augment: names of the random changes to images in training.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

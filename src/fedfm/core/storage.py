@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Remove temporary files of this file from killed processes; no other process may be writing it."""
+    """Remove the temporary files of file ``name`` that killed processes left; no process may be writing the file."""
     for path in folder.glob(f".{name}.*"):
         path.unlink(missing_ok=True)
 
@@ -201,14 +201,14 @@ def not_written(path: Path, error: Exception, *, of_run: bool = True) -> NotWrit
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse pipes and devices in a folder from elsewhere: to read one may never end.
+    """Refuse pipes and devices in a folder from another party, since reading one may never end.
 
     Raises:
-        InputError: a file below the folder, or what a link there leads to, is one; it names the file.
+        InputError: there is a pipe or a device, or a link to one; the message names it.
     """
     waiting = [folder]
     while waiting:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as found:  # who reads there reports the error
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as found:  # later reads report errors
             for entry in found:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(Path(entry.path))
@@ -223,7 +223,7 @@ def refuse_pipe(path: Path) -> None:
 
 
 def is_endless(path: Path) -> bool:
-    """Whether the path, or what it leads to as a link, is a pipe or a device."""
+    """Whether the path, or its target if it is a link, is a pipe or a device."""
     try:
         mode = os.stat(path).st_mode
     except OSError:

@@ -55,7 +55,7 @@ class TaskFacts(Protocol):
 
     @property
     def trained_classes(self) -> int | None:
-        """How many classes, the first in order, have training rows; None: all."""
+        """Number of classes with training rows, which are the first in order; None: all."""
 
     @property
     def mixes_rows(self) -> str:
@@ -63,11 +63,11 @@ class TaskFacts(Protocol):
 
     @property
     def classifies_by_head(self) -> bool:
-        """Whether it is the plain classifier."""
+        """Whether the task is plain classification."""
 
     @property
     def table_kinds(self) -> tuple[str, ...]:
-        """Kinds of rows as they are read for this task."""
+        """Kinds of rows that are read for this task."""
 
     @property
     def answers(self) -> bool:

@@ -1,6 +1,6 @@
 """The tasks by name: one for each file of ``fedfm/tasks``.
 
-Packages below the tasks read a task's own properties. This module names the folder of the tasks, and no single task.
+Packages that the tasks import read a task's properties here. This module names the folder of the tasks, but no task.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def reads(ending: str) -> TaskFacts | None:
 
 
 def columns() -> dict[str, Column]:
-    """Key of the [data] table -> the column that it names, for all tasks. If tasks share a key, the first decides."""
+    """The columns of all tasks, by their key in the [data] table. If tasks share a key, the first task decides."""
     found: dict[str, Column] = {}
     for task in available():
         for column in task.columns:
@@ -115,7 +115,7 @@ def columns() -> dict[str, Column]:
 
 
 def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
-    """The tasks' columns as settings, key -> (type, field).
+    """The tasks' columns as settings: (type, field) by key.
 
     Args:
         help: a text that replaces the help of each column; {} in the text stands for the key.
@@ -124,7 +124,7 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def model_settings() -> dict[str, tuple[Any, Any]]:
-    """The tasks' keys of the [model] table: key -> (type, field). If tasks share a key, the first one decides."""
+    """The tasks' keys of the [model] table: (type, field) by key. If tasks share a key, the first task decides."""
     found: dict[str, tuple[Any, Any]] = {}
     for task in available():
         hints = types_of(type(task))
@@ -134,7 +134,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """How many classes have training rows by the [model] table, the first in order; None: all."""
+    """Number of classes with training rows by the [model] table, which are the first in order; None: all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 
@@ -143,7 +143,7 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
     """Refuse keys of a [model] table that only other tasks have.
 
     Args:
-        task: None: the data will imply it; then a key is refused if no data imply a task that has it.
+        task: None if the data will imply it; then a key is refused if no data imply a task that has it.
 
     Raises:
         InputError: such a key has another value than its default; the message names the tasks that have the key.
@@ -169,7 +169,7 @@ def figures() -> tuple[str, ...]:
 
 
 def figures_in_reports() -> tuple[str, ...]:
-    """Names of these scores that reports draw."""
+    """Names of the scores of :func:`figures` that reports draw."""
     return tuple(dict.fromkeys(name for task in available() for name in task.drawn))
 
 

@@ -51,7 +51,7 @@ def from_json(text: str | bytes) -> Any:
     """The value of JSON from a file that may come from elsewhere.
 
     Raises:
-        ValueError: it is no JSON, or nested so deeply that a function that follows its levels would fail.
+        ValueError: it is no JSON, or nested so deeply that a recursive function would fail.
 
     Example:
         >>> from_json('{"rounds": 3}')

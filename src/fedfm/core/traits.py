@@ -35,8 +35,8 @@ class Traits:
     )
     rows_by_optimiser: bool = _trait(
         False,
-        "its clients use training rows only through `self.local`, and their number: DP-SGD and `data.augment` require "
-        "it",
+        "its clients read training rows only through `self.local`, and otherwise only count them: DP-SGD and "
+        "`data.augment` require it",
         claim=True,
     )
     server_secrets: tuple[str, ...] = _trait(
@@ -60,8 +60,8 @@ class Traits:
     )
     complete_from: int = _trait(
         0,
-        "the first round after which its model is complete: `run.patience` neither ends a run before nor chooses the "
-        "model of an earlier round",
+        "the first round after which its model is complete: `run.patience` neither ends a run before this round nor "
+        "chooses the model of an earlier round",
     )
     keeps_foundation: bool = _trait(
         False, "a foundation model never leaves the server: moments, which reveal it, are stored under `private/`"

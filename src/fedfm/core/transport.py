@@ -1,10 +1,10 @@
-"""Code trained values with fewer bytes in every message, in both directions (``run.transport``).
+"""Encode trained values in fewer bytes in every message, in both directions (``run.transport``).
 
 A :class:`Coding` replaces each Params of a payload or a reply by its coded form (:mod:`fedfm.linalg.quantised`), and
 rebuilds it at the receiver. Other tensors (statistics, features, logits) are not changed. Both sides have w_0, the
 model's parameters before the first round, so a tensor near w_0 is sent as a difference.
-The server codes in :class:`CodedLink`, the clients in ``runtime.client``: engines see ordinary values, whose bits and
-sizes are the same on each of them.
+The server encodes in :class:`CodedLink`, the clients in ``runtime.client``. So engines see ordinary values, whose bits
+and sizes are the same on every engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 KEY = "+coded"  # the only key of a mapping that replaces a Params
-_METHODS = ("train.", "query.", "aggregate.")  # kinds of the method's own messages, whose errors are recorded
+_METHODS = ("train.", "query.", "aggregate.")  # kinds of the method's own messages, whose coding errors are recorded
 
 _starts: WeakKeyDictionary[Any, Params] = WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ class _Sent:
 
 
 class Coding:
-    """Codes and rebuilds the Params in values.
+    """Encodes and rebuilds the Params in values.
 
     Args:
         precision: ``bfloat16`` or ``int8``.
@@ -62,7 +62,7 @@ class Coding:
         self._print = self._start.sha256()[:16]
 
     def encode(self, value: Any, report: Callable[[Error], None] = lambda error: None) -> Any:
-        """The value with coded Params; ``report`` is called with the error of each."""
+        """The value with coded Params; ``report`` is called with the coding error of each Params."""
         return replace_parts(value, lambda x: self._encode(x, report) if isinstance(x, Params) else None)
 
     def rebuild(self, value: Any, report: Callable[[Error], None] = lambda error: None) -> Any:
@@ -70,7 +70,7 @@ class Coding:
 
         Raises:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
-                E_NONFINITE, it has NaN or infinity.
+                E_NONFINITE, a coded form has NaN or infinity.
         """
         return replace_parts(value, lambda x: self._rebuild(x, report) if _is_coded(x) else None)
 
@@ -107,7 +107,7 @@ class CodedLink:
     """A link whose messages are coded: the server's half.
 
     Attributes:
-        down, up: errors of the method's own messages since :meth:`errors` was called.
+        down, up: coding errors of the method's own messages since the last call of :meth:`errors`.
     """
 
     def __init__(self, link: Link, coding: Coding) -> None:

@@ -15,8 +15,8 @@ LONGEST = 100  # characters of a name
 
 BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # scores of the client's trained model
 JUDGED = "judged_before_aggregation"  # 1 from a client with these two scores; its mean is the share of such clients
-SENT = "sent/"  # prefix of scores of the model that the client was sent, as in "sent/test/accuracy"
-PASSES = "passes_beside"  # number of forward passes over the client's rows, without those of the optimiser
+SENT = "sent/"  # prefix of scores of the model that the client received, as in "sent/test/accuracy"
+PASSES = "passes_beside"  # number of forward passes over the client's rows, without the optimiser's passes
 
 # Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names.
 # A client's "loss" is written there as "train_loss".
@@ -58,7 +58,7 @@ class RoundMetrics(dict[str, float]):
     """Metrics of round t by name; reading a missing one ends the run.
 
     Args:
-        why: says why a name is missing.
+        why: returns the reason why a name is missing.
     """
 
     def __init__(self, t: int, why: Callable[[str], str]) -> None:
@@ -78,7 +78,7 @@ class Weighed(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Figures of the client."""
+        """The client's metrics by name."""
 
 
 class Means:

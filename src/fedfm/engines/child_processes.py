@@ -32,7 +32,7 @@ class Children:
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def start(self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> int:
-        """Start a program under a name; returns the id of its process, which is also that of its group.
+        """Start a program under a name; returns its process id, which is also the id of its process group.
 
         Args:
             more: further environment variables of this program.

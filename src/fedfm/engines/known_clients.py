@@ -11,7 +11,7 @@ from fedfm.errors import InputError
 
 
 def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
-    """The names and their source; None if only the clients' answers to hellos will tell them.
+    """The names and their source; None if they become known only from the clients' answers to hellos.
 
     Raises:
         InputError: the file or the kit cannot be read.

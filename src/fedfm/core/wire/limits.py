@@ -13,7 +13,7 @@ from fedfm.linalg.params import Layout
 MAX_BYTES = 4 << 30  # bytes of one payload's data, in addition to VECTORS parameter vectors of the receiver's model
 VECTORS = 16  # parameter vectors allowed in one message; methods send up to three
 MAX_HEAD = 2 << 20  # characters of a message's head: enough for names and shapes of 16,384 tensors
-MAX_VALUES = 65 << 10  # values and keys of a head: of 16,384 matrices and some more, or 33,000 named numbers or texts
+MAX_VALUES = 65 << 10  # values and keys of a head: enough for 16,384 matrices, or for 33,000 named numbers or texts
 MAX_NODES = 1 << 12  # values that are built one by one; numbers or texts of one list or mapping are built together
 MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors are sent as one Params
 MAX_TENSORS = 1 << 14  # tensors of one Params

@@ -1,4 +1,4 @@
-"""Wire format: dataclasses, Params, tensors and scalars <-> a JSON head and one packed block of bytes. No pickle.
+"""Convert dataclasses, Params, tensors and scalars to a JSON head and a block of bytes, and back. No pickle.
 
 A payload has two parts: ``head``, a compact JSON text with structure, names, dtypes and shapes, and ``data``, the raw
 little-endian bytes of all numbers in the order of the head. One block per message is faster: Flower would move two
@@ -44,7 +44,7 @@ Sizer = Callable[[Any], tuple[int, int]]  # value -> lengths of its head and dat
 
 
 def encode(value: Any) -> tuple[str, Pieces]:
-    """(head, pieces of the data in order); pieces are views if possible, so join or write them before they change.
+    """(head, pieces of the data in order); pieces may be views of the value, so use them before the value changes.
 
     Raises:
         TypeError: the value holds a type that cannot be sent.
@@ -254,10 +254,10 @@ def decode(
     trusted: bool = False,
     most: int | None = None,
 ) -> Any:
-    """Rebuild a value and check it against ``hint``; with None a later :func:`conform` checks it.
+    """Rebuild a value and check it against ``hint``; if this is None, the caller has to check the value.
 
     Args:
-        data: is copied, unless it is an array (n,) of uint8; tensors are then views of the array.
+        data: bytes, which are copied, or an array (n,) of uint8, of which the value's tensors are views.
         trusted: whether this program wrote it, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
         most: largest number of bytes of data, as in :func:`fedfm.core.wire.limits.check_size`.
 

@@ -1,4 +1,4 @@
-"""Parse a message's head by the wire format's grammar: each value's position in the data, and its decoder.
+"""Parse a message's head, by the grammar in ``payload``, into decoders that know each value's position in the data.
 
 A head is parsed once and used many times, because the clients of a cohort send the same head.
 """
@@ -29,7 +29,7 @@ _MANY = 8  # smallest number of numbers or texts that are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 
-Read = Callable[[Any], Any]  # from the data of a message: a memoryview, or an array of which tensors are views
+Read = Callable[[Any], Any]  # decodes the data of a message: a memoryview, or an array of which tensors are views
 
 
 def _compile(head: str, trusted: bool) -> tuple[Read, int]:
@@ -57,7 +57,7 @@ def _parse(head: str) -> Any:
 
 
 def _no_fraction(text: str) -> NoReturn:
-    """A head has sizes alone. To parse 65,536 fractions would take 0.1 s."""
+    """Refuse a fraction: a head has only whole numbers, and parsing 65,536 fractions would take 0.1 s."""
     raise ValueError(f"the number {text[:20]} is not whole")
 
 
@@ -195,5 +195,5 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _short(node: Any) -> str:
-    """A foreign value in few characters, without formatting all of it."""
+    """A short text for another party's value, without formatting all of it."""
     return reprlib.repr(node)[:60]

@@ -66,7 +66,7 @@ def write_app(
         out: folder in which the ServerApp writes run directories.
         run: name of the run directory; an existing run of this name is resumed. "": each Flower run makes a new one.
         key: name of this run's folder at each client.
-        settable: ``flwr run --run-config`` may change single settings.
+        settable: whether ``flwr run --run-config`` may change single settings.
         loopback: whether the command that submits the run also starts the nodes. Such a node does not come back after
             it has ended.
     """

@@ -40,12 +40,10 @@ class FlowerStream(FlowerLink):
         self._ready: list[Reply] = []  # replies pulled but not yielded; the SuperLink no longer has them
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
-        self._unmet: dict[
-            str, tuple[InFlight, ClientId]
-        ] = {}  # hellos to busy nodes, for whose replies the start does not wait
-        self._anew: dict[
-            str, Request
-        ] = {}  # for each message that fetches a cached reply: the request to send if there is no such reply
+        # Hellos to busy nodes; the run starts without their replies.
+        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}
+        # For each message that fetches a cached reply: the request to send if there is no such reply.
+        self._anew: dict[str, Request] = {}
         super().__init__(grid, **settings)
 
     @property
@@ -168,8 +166,8 @@ class FlowerStream(FlowerLink):
     def _sent_before(self, request: Request) -> SentRequest | None:
         """The request that an earlier server process sent in place of this one, or None.
 
-        If the client's reply was missing at the last commit, it is the request that was pending then. For other clients
-        it is the same request, sent in a round that was not completed.
+        For a client whose reply was missing at the last commit, this is the request that was pending then. For any
+        other client it is the same request, sent in a round that was not completed.
         """
         at = self._restored.pop(request.client, None)
         sent = [one for one in self._outstanding.last_requests(request.client) if one.handler == request.handler]

@@ -50,7 +50,7 @@ _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
 class ClientHost:
-    """Answers for the clients of one experiment.
+    """Answers messages for the clients of one experiment.
 
     Args:
         experiment: reads the server's experiment on first use, so that an invalid one becomes a fault in a reply.
@@ -135,7 +135,7 @@ class ClientHost:
 
     @property
     def _allowed_words(self) -> list[str]:
-        """Words of the silo's policy.
+        """The words that the silo's policy allows.
 
         If the policy has an epsilon, ``scores`` and ``reveal`` are left out, since the epsilon does not cover them.
         """
@@ -163,7 +163,7 @@ class ClientHost:
         return names[partition]
 
     def answer(self, client: ClientId | int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-        """Answer one message: takes and returns a head and data. An error becomes a reply with a fault."""
+        """Answer one message. Message and reply are given as head and data. An error becomes a reply with a fault."""
         round = call = 0
         name = str(client)
         unsettled: Question | None = None  # if the answer fails, the ledger still counts it, because rows were read
@@ -234,7 +234,7 @@ class ClientHost:
         return value
 
     def _keeping(self, handler: str) -> last_reply.LastAnswer | None:
-        """Where to store the reply to this request, if a server may fetch it again (in asynchronous rounds).
+        """Where to store the reply to this request; None unless a server may fetch it again (in asynchronous rounds).
 
         Raises:
             ClientFault: the silo has not agreed to this run.
@@ -309,7 +309,7 @@ def of_experiment(
     """A client host whose clients hold parts of the experiment's own table.
 
     Args:
-        errors: folder with a ``private/`` for tracebacks.
+        errors: folder whose subfolder ``private`` is for tracebacks.
         answers: as in :class:`ClientHost`.
     """
     on_error = partial(record_error, errors)
@@ -317,7 +317,7 @@ def of_experiment(
 
 
 def of_folder(folder: Path) -> tuple[ClientHost, ClientId | int]:
-    """The client host of the silo that ``folder/site.json`` describes, and its client; the folder has the memories.
+    """The client host that ``folder/site.json`` describes, and its client. The folder contains the memories, too.
 
     Raises:
         InputError: the silo's own file is wrong.

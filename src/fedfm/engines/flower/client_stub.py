@@ -1,8 +1,8 @@
-"""The ClientApp's side of a client: sends a message's bytes to the client's running worker, and receives the reply's.
+"""The ClientApp's side of a client: it sends a message's bytes to the client's worker, and receives the reply's bytes.
 
 Flower starts a new process for every message. If that process imported torch and loaded a model, each message would
-take 10 s and more. So the process only talks to the client's worker process over a Unix socket, and starts the worker
-if it does not run. This module imports no large library.
+take 10 s and more. So the process only exchanges bytes with the client's worker process over a Unix socket, and starts
+the worker if it does not run. This module imports no large library.
 """
 
 from __future__ import annotations
@@ -196,9 +196,8 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
             if (answer := receive(link)) is not None:
                 return answer[2], answer[3]
         deadline = time.monotonic() + 5
-        while (
-            running(folder) and time.monotonic() < deadline
-        ):  # until the old worker has ended, its socket may accept connections
+        # Wait until the old worker has ended, since its socket may accept connections until then.
+        while running(folder) and time.monotonic() < deadline:
             time.sleep(0.01)
     what, how = "the client's worker ended during the message, and so did a second one", _ending(folder)
     if _is_silo(folder):  # how it ended may depend on rows
@@ -208,7 +207,7 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
 
 
 def _is_silo(folder: Path) -> bool:
-    """Whether the folder is that of a silo with its own file; true if it cannot be told."""
+    """Whether the folder belongs to a silo with its own file; true if this is unknown."""
     try:
         return bool(json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -104,7 +104,7 @@ class _Lost(Exception):
 
 
 def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait, up to the time limit, until all silos of the kit are connected: a run without some has other results."""
+    """Wait until all silos of the kit are connected, for at most ``wait`` s; without some silos results differ."""
     deadline, missing = time.monotonic() + wait, Missing(progress.notice)
     while time.monotonic() < deadline:
         with contextlib.suppress(RunError):
@@ -249,7 +249,7 @@ class _Watch:
                     raise RunError(self._ending(gone, details))
 
     def _status(self, run_id: int) -> tuple[str, str]:
-        """The run's status at the SuperLink; ("", "") while the connection is down, for at most a fixed time.
+        """The run's status at the SuperLink; ("", "") while the connection is down, for at most ``_AWAY`` seconds.
 
         On a busy machine the SuperLink may close a connection, so a single failed request means nothing.
         :meth:`Fleet.check` detects the end of a SuperLink that this process started.

@@ -54,12 +54,12 @@ class Kit:
             return "127.0.0.1"
         if self.loopback:
             return host if ":" in host or host.startswith("127.") else "127.0.0.1"
-        return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - silos are on other machines, and the gate refuses others
+        return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - silos are on other machines; a gate protects it
 
     @property
     def local(self) -> str:
         """The host:port at which processes on the server's machine reach the SuperLink."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listens, self.listens)  # noqa: S104 - the same
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listens, self.listens)  # noqa: S104 - only compared
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 

@@ -35,7 +35,7 @@ POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid
 _RESTART = 60.0  # seconds that a process may take to restart after it has ended
 _SETTLE = 10.0  # the run begins with the connected nodes if no new node has connected for this many seconds
-_PAUSED = 10.0  # a call of the Grid that takes longer, in seconds, does not count towards a client's time
+_PAUSED = 10.0  # seconds; a longer call of the Grid does not count towards a client's time limit
 
 
 class FlowerLink:
@@ -236,9 +236,8 @@ class FlowerLink:
             begun = time.monotonic()
             suspects, names = self._probes.suspects, [*waiting, *self._late, *self._probes.names]
             came = list(self._grid.pull_messages(names)) if names else []
-            if (
-                took := time.monotonic() - begun
-            ) > _PAUSED:  # the SuperLink did not respond, so clients get this time in addition
+            # If the SuperLink did not respond for long, clients get this time in addition.
+            if (took := time.monotonic() - begun) > _PAUSED:
                 deadline += took
             for message in came:
                 name = message.metadata.reply_to_message_id
@@ -301,7 +300,7 @@ class FlowerLink:
         return [one[:2] for one in found]
 
     def _confirm_lost(self, waiting: Mapping[str, InFlight], suspects: Collection[str]) -> list[str]:
-        """Those of ``suspects`` to which the last pull brought no reply; the operator gets a notice for each."""
+        """The requests in ``suspects`` to which the last pull brought no reply; the operator gets a notice for each."""
         found = [name for name in waiting if name in suspects]
         for name in found:
             self._notice(

@@ -21,17 +21,12 @@ from fedfm.errors import RunError
 
 _START = 120.0  # seconds that SuperLink and SuperNodes may take to start
 _POLL = 0.1
-PROGRAMS = (
-    sys.executable,
-    "-m",
-    "fedfm.engines.flower.private_programs",
-)  # starts Flower's programs, as changed by fedfm
+# Starts Flower's programs with fedfm's changes.
+PROGRAMS = (sys.executable, "-m", "fedfm.engines.flower.private_programs")
 
 
 class Fleet:
-    """The processes of a deployment on loopback, the operator's connection to the SuperLink, and its address
-    host:port.
-    """
+    """The processes of a deployment on loopback, the operator's connection to its SuperLink, and the latter's address."""
 
     def __init__(self, children: Children, control: Control, address: str) -> None:
         self.children, self.control, self.address = children, control, address
@@ -126,9 +121,8 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
     """Start a SuperNode and its ClientApp's executor. They share a secret, so that no other process gets messages."""
     name = safe_name(client)
     home = str((folder / "home" / name).resolve())
-    secret = loopback_keys.write_secret(
-        folder / f"node-{name}.secret"
-    )  # "node-" comes first, since a client's name may be "operator"
+    # The file's name begins with "node-", since a client's name may be "operator".
+    secret = loopback_keys.write_secret(folder / f"node-{name}.secret")
     children.start(
         f"node-{name}",
         [
@@ -210,9 +204,8 @@ def reserve_port() -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         port = int(holder.getsockname()[1])
         if sys.platform == "linux":
-            holder.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # set after the bind, so that the bind itself shares no port
+            # Set this after the bind, so that the bind itself shares no port.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             holder.close()
         yield port

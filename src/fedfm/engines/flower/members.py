@@ -1,4 +1,4 @@
-"""The members of a run: nodes that answered a hello as one of its clients. Others are listed with the reason."""
+"""The members of a run: nodes that answered a hello as one of its clients. Other nodes are listed with reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Members:
     Attributes:
         nodes: node of each client that takes part.
         barred: for each client that may not take part, the reason.
-        absent: the same for ``barred`` and for all nodes that are not clients.
+        absent: the reasons for the clients in ``barred``, and for all nodes that are not clients.
         own_data: whether the silos have their own rows, rather than parts of the server's table.
     """
 

@@ -1,8 +1,7 @@
 """All uses of the private API of Flower and Ray, except those in :mod:`.private_programs`.
 
 Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, this check names
-the function of this module. The module imports torch and Flower only when they
-are needed.
+the function of this module. The module imports torch and Flower only when they are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ if TYPE_CHECKING:
 TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
 SUPERLINK = 1  # sender's id in the SuperLink's own replies, which it sends for unavailable nodes
 _PUSHES = 5  # attempts to push a message; all fail only if the SuperLink is killed during each
-QUICK_EXECUTOR = {
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"
-}  # environment of executors: seconds between polls, by default 1
+# Environment of executors: seconds between polls, by default 1.
+QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
 
 def round_trip(record: Any) -> Any:
-    """Pass a RecordDict through what Flower's network does: split into objects, serialise, rebuild."""
+    """Split a RecordDict into objects, serialise and rebuild it, as Flower's network does."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -84,7 +82,7 @@ def identity(run_id: int = 1) -> Iterator[None]:
 
 
 def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: float = 0.0) -> None:
-    """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray that runs already.
+    """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray instance that is running.
 
     Args:
         gpus: GPUs per actor; Ray makes only these visible to it.
@@ -217,7 +215,7 @@ def build(app: Path) -> bytes:
     return bytes(build_fab_from_disk(app))
 
 
-OPERATOR = "operator.secret"  # file in the folder of the authority's certificate; who has it has the operator's rights
+OPERATOR = "operator.secret"  # file next to the authority's certificate; its holder has the operator's rights
 
 
 class _Bearer:

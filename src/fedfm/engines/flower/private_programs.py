@@ -18,10 +18,9 @@ from fedfm.engines.flower import bundle
 
 
 def superlink() -> None:
-    """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.AccessGate`, whose secret is in
-    SECRET_FILE.
+    """Run ``flower-superlink`` behind :class:`~.gate.AccessGate`. Arguments: the secret's file, then the program's own.
 
-    The gate protects all that the program's web server offers. Flower's other protocol, gRPC, is closed.
+    The gate protects everything that the program's web server offers. Flower's other protocol, gRPC, is closed.
     """
     import uvicorn
     from flwr.common.constant import FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API
@@ -42,7 +41,7 @@ def superlink() -> None:
 
 
 def supernode() -> None:
-    """``flower-supernode`` that asks for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
+    """Run ``flower-supernode``, but ask for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
 
     The interval is a constant in Flower. On other networks use ``flower-supernode`` itself.
     """
@@ -56,7 +55,7 @@ def supernode() -> None:
 
 
 def superexec() -> None:
-    """``flower-superexec`` that forks for each message; a new program would spend seconds on imports.
+    """Run ``flower-superexec``, but fork for each message, since a new program would spend seconds on imports.
 
     The fork runs the code of ``flwr-clientapp``, but only for fedfm's app. Tasks other than a ClientApp's fail.
     """

@@ -41,7 +41,7 @@ class Registry:
                 self._names[node.node_id] = str(getattr(node, "name", "") or "")
 
     def identify(self, nodes: Iterable[int]) -> list[int]:
-        """Those of the nodes for which it is known whether their key has a name."""
+        """The nodes of which it is known whether their key is registered with a name."""
         asked = list(nodes)
         if asked:
             self.look()

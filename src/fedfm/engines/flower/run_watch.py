@@ -1,7 +1,7 @@
 """End a silo's workers after their run, since each has a model and rows in memory.
 
-A SuperLink does not tell its nodes when a run ends, so the silo asks. A busy worker first finishes its reply, which is
-still of use if the run is submitted again. The next message starts a new worker.
+A SuperLink does not notify its nodes when a run ends, so the silo asks. A busy worker first finishes its reply, which
+is still of use if the run is submitted again. The next message starts a new worker.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RunWatch:
 
     Args:
         runs: the folder of all runs at the silo.
-        over: tells from the ids of node and run whether the run has ended; None: unknown.
-        clear: whether the server can be reached.
+        over: returns whether a run has ended, given the ids of node and run; None: unknown.
+        clear: returns whether the server can be reached.
         tell: called with a line when a worker ends.
     """
 
@@ -40,7 +40,7 @@ class RunWatch:
         self._end = threading.Event()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:
@@ -52,7 +52,7 @@ class RunWatch:
             self.look()
 
     def look(self) -> None:
-        """Ask workers to end that are no longer needed."""
+        """Ask workers that are no longer needed to end."""
         now = time.monotonic()
         if self._clear():
             self._seen = now

@@ -46,7 +46,7 @@ from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 OUTCOME = "private/outcome.json"  # the ServerApp's error, for the process that waits for the run
-# file in the folder of the runs, with values that clients must not get; so the bundle has none of them
+# File in the folder of the runs, with values that clients must not get. The bundle does not contain this file.
 SERVER_ONLY = "server-only"
 WAITING = "private/waiting.json"  # the silos for which the ServerApp waits; the process that submitted the run reads it
 LOCK = "private/server.lock"  # a ServerApp locks it while it writes the run; it names the process and the Flower run
@@ -88,7 +88,8 @@ def host(
         population: rows and model if they are in memory already.
         slots: number of clients that run at the same time; 0: all.
         returns: whether nodes may reconnect, as on a network.
-        on_end: called at the end, also after an error; it is told whether clients that timed out may still be running.
+        on_end: called at the end, also after an error; its argument is whether clients that timed out may still be
+            running.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
@@ -205,9 +206,8 @@ def serve(grid: Grid, context: Context) -> None:
             host(run, grid, progress=progress, returns=not config.get("loopback", False))
             progress.notice(f"the run has finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
-            if isinstance(
-                error, httpx.HTTPError
-            ):  # the SuperLink is away, and the waiting process submits the run again
+            # If the SuperLink is away, the waiting process submits the run again.
+            if isinstance(error, httpx.HTTPError):
                 raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
             worded = isinstance(error, (InputError, RunError))

@@ -128,9 +128,7 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_
 
 
 class SimulatedClients(ClientApp):  # type: ignore[misc]
-    """The ClientApp of all clients of a run. Ray sends it to its actors, which build a client host from its two
-    texts.
-    """
+    """The ClientApp of all clients of a run. Ray sends it to its actors, which build a client host from these texts."""
 
     def __init__(self, experiment: str, path: str) -> None:
         super().__init__()
@@ -155,7 +153,7 @@ def reply(here: client_host.ClientHost, client: str | int, message: Message) -> 
 def answer(
     config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes
 ) -> tuple[str, bytes]:
-    """Answer a message if ``flwr run`` simulates the app; the run's configuration has the experiment."""
+    """Answer a message of an app that ``flwr run`` simulates; the run's configuration has the experiment."""
     path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
     return _host_of(str(config["experiment"]), path).answer(partition, handler, head, data)
 
@@ -188,9 +186,8 @@ def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[Callable[[], None]]
     Ray.
     """
     _sweep()
-    folder = tempfile.mkdtemp(
-        prefix=f"{_PREFIX}{os.getpid()}-"
-    )  # the path must be short, because Ray makes sockets in it
+    # The path must be short, because Ray makes sockets in it.
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     settings = {
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",

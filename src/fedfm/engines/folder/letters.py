@@ -4,7 +4,8 @@ The file has a magic line with the format's version, the length of a header (4 b
 kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
 encrypted by ChaCha20-Poly1305 with a key that sender and receiver derive from their permanent keys (X25519). The header
 and the piece's position are authenticated with it. So a file of another sender, run, direction or position cannot be
-opened, nor can one with a changed byte or a missing piece. Only sender and receiver can make a file that opens.
+opened, and neither can a file with a changed byte or a missing piece. Only sender and receiver can make a file that the
+other side can open.
 """
 
 from __future__ import annotations

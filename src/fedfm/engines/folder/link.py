@@ -24,9 +24,8 @@ from fedfm.privacy.exposure import HELLO
 _POLL = (0.05, 2.0)  # seconds between two checks of the folder: first and longest
 _QUIET = 5.0  # the operator gets a line after this many seconds of waiting
 _AGAIN = 600.0  # the operator gets the same line again after this many seconds
-_AROUND = MAX_HEAD * 4 + (
-    1 << 16
-)  # most bytes of a letter's content without its data: the head in UTF-8, and the front
+# Largest number of bytes of a letter's content without its data: the head in UTF-8, and the front.
+_AROUND = MAX_HEAD * 4 + (1 << 16)
 _NAMED = 10  # largest number of silos that a notice names
 
 
@@ -98,10 +97,8 @@ class FolderLink:
         for post in self._posts.values():
             post.back.most = None if most is None else most + _AROUND
         self._barred: dict[ClientId, ClientFault] = {}
-        self._last_notice: tuple[tuple[str, ...], float] = (
-            (),
-            -math.inf,
-        )  # awaited silos in the last notice, and its time
+        # Awaited silos in the last notice, and the time of this notice.
+        self._last_notice: tuple[tuple[str, ...], float] = ((), -math.inf)
         self._encoded: tuple[Any, ...] | None = None
         self._met: list[Crossing] = []
         self._list: Callable[[Crossing], None] = self._met.append
@@ -177,7 +174,7 @@ class FolderLink:
         return None
 
     def _ensure_written(self, post: Post, one: _Open) -> None:
-        """Write the letter unless it is there unchanged; a disk may be new, or a copy damaged."""
+        """Write the letter unless it is there unchanged: the disk may be new, or the file damaged."""
         path = post.out.file(self._run, one.number)
         if one.stamp is not None and stamp_of(path) == one.stamp:
             return

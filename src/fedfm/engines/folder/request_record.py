@@ -13,7 +13,7 @@ from fedfm.core.text import safe_name
 from fedfm.engines.folder.letters import REPLY, SERVER, Content, Header, Letter, Unfinished, seal
 from fedfm.errors import InputError
 
-FIRST = 0  # number of the round before the first: hellos, and requests before a method's rounds
+FIRST = 0  # round number of hellos, and of requests before a method's first round
 
 
 class RequestRecord:

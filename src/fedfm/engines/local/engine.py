@@ -92,10 +92,8 @@ class LocalLink:
 
             self._pool = Pool(silos, workers, timeout, spawn)
         self._timeout, self._judged = timeout, 0
-        self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = (
-            (lambda: None),
-            {},
-        )  # (reference to the parameters, scores by client)
+        # Reference to the parameters of the last evaluation, and its scores by client.
+        self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = ((lambda: None), {})
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -117,7 +115,7 @@ class LocalLink:
             self._scored = weakref.ref(asked), found
 
     def last_scores(self, w: Params) -> dict[ClientId, dict[str, Any]]:
-        """The clients' scores of the last evaluation if that was of this same object ``w``; otherwise empty."""
+        """The clients' scores of the last evaluation if it was of this same object ``w``; otherwise empty."""
         of, found = self._scored
         return found if of() is w else {}
 
@@ -150,7 +148,7 @@ class LocalLink:
             raise Interrupted
 
     def judge(self, w: Params) -> dict[ClientId, Tensor]:
-        """Logits of all pieces of the global test rows; the worker that evaluated a piece for its client computes them.
+        """Logits of all pieces of the global test rows. The worker that evaluated a piece for its client computes them.
 
         Raises:
             Interrupted: the user stopped the run.

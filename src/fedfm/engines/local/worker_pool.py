@@ -1,4 +1,4 @@
-"""Worker processes of the local engine. They are forked, so that they share model and data, or on GPUs spawned.
+"""Worker processes of the local engine. On a CPU they are forked and share model and data; on GPUs they are spawned.
 
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files; nothing is pickled. A worker whose clients take milliseconds
@@ -47,9 +47,8 @@ _SHORT = 0.001  # clients that take fewer seconds get chunks of double length, s
 class _Worker:
     pid: int
     socket: socket.socket
-    chunks: deque[list[Request]] = field(
-        default_factory=deque
-    )  # chunks sent and not yet answered, the current one first
+    # Chunks sent and not yet answered, the current one first.
+    chunks: deque[list[Request]] = field(default_factory=deque)
     begun: float = 0.0  # start time of the current chunk
     pace: float = math.inf  # seconds per client in the last chunk
     known: set[int] = field(default_factory=set)  # numbers of the payloads that it has received in this exchange
@@ -299,9 +298,8 @@ class Pool:
         status = 1
         try:
             ours.close()
-            for inherited in list(
-                _ours
-            ):  # close the sockets of all pools: an open copy would hide their end from other workers
+            # Close the sockets of all pools: other workers would not notice their end while a copy is open.
+            for inherited in list(_ours):
                 inherited.close()
             die_with(parent)  # otherwise an orphan could write client memories during a resumed run
             buffers.keep_freed()
@@ -376,9 +374,8 @@ def work(silos: Silos, link: socket.socket) -> None:
         for *_, number, _, _, once in tasks:
             if once:
                 del payloads[number]
-        lines: list[
-            tuple[str, str, int, int]
-        ] = []  # for each reply: code and reason of a fault, or else lengths of head and data
+        # For each reply: code and reason of a fault, or else lengths of head and data.
+        lines: list[tuple[str, str, int, int]] = []
         pieces: payload.Pieces = []
         end = 0
         for value in silos.answer(requests):

@@ -74,8 +74,9 @@ class LastAnswer:
             self._path.unlink(missing_ok=True)
 
     def find(self, name: str) -> tuple[str, str, bytes] | None:
-        """Question, head and data of the stored reply to the request with this name; None if it is absent or
-        damaged.
+        """The stored reply to the request with this name: ``asked`` of :meth:`keep`, head and data.
+
+        None if the stored reply is to another request, is damaged or does not exist.
         """
         try:
             with open(self._path, "rb") as file:

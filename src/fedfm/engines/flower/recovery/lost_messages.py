@@ -42,9 +42,8 @@ class Probes:
     def __init__(self) -> None:
         self._silent: dict[str, _Silence] = {}  # by request
         self._slowest: dict[str, float] = {}  # for each handler, the seconds of the slowest reply
-        self._sent: dict[
-            str, tuple[InFlight, list[str]]
-        ] = {}  # for each hello: its entry, and earlier requests to its node
+        # For each hello: its entry, and the names of earlier requests to its node.
+        self._sent: dict[str, tuple[InFlight, list[str]]] = {}
 
     @property
     def names(self) -> Collection[str]:

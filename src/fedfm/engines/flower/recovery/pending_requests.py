@@ -29,7 +29,7 @@ from fedfm.core.messages import Reply
 from fedfm.engines.flower.recovery.round_replies import Digest
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # largest number of bytes of stored replies; only the clients have further ones
+_MOST = 2 << 30  # largest number of bytes of stored replies; further replies are only in the clients' caches
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SentRequest:
     Attributes:
         node: Flower's id of the client's node.
         payload: SHA-256 of its complete payload.
-        name: SHA-256 of the message as it crossed; the client host caches its reply under this name.
+        name: SHA-256 of the message as it was sent; the client host caches its reply under this name.
         nbytes, spared: bytes of the message and bytes saved, for the transcript.
     """
 

@@ -62,7 +62,7 @@ class RoundReplies:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all."""
+        """Remove all stored replies."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self, round: int) -> None:
