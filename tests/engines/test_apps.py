@@ -362,7 +362,7 @@ def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
     for number, name in enumerate(("north", "south")):
         site, own = silo_site(tmp_path / name, name, demanded, data=tables["data"]["path"])
         apps[100 + number] = App(site, own)
-    with pytest.raises(InputError, match="silos with their own rows cannot play attackers"):
+    with pytest.raises(InputError, match="silos with their own rows cannot be attackers"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid(apps))
 
 

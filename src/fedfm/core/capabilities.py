@@ -33,10 +33,10 @@ PREDICTIONS = "predictions.jsonl"  # in a client's store: its predictions, one l
 
 
 class Judge(Protocol):
-    """Metrics of parameters on the global test rows."""
+    """A function that computes the metrics of parameters on the global test rows."""
 
     def __call__(self, w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
-        """The metrics of ``w``. With ``by_class`` also counts by class, which may take another pass over the rows."""
+        """The metrics of ``w``. With ``by_class`` they include counts by class, which may take another pass."""
 
 
 def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
@@ -203,7 +203,7 @@ class ServerModel(ABC):
 
     @abstractmethod
     def match_with(self, model: Model) -> TensorTable:
-        """The tensors that the foundation model shares with the federation's: ``table`` has a dataclass for each."""
+        """The tensors that the foundation model shares with the federation's model, one dataclass each in ``table``."""
 
 
 class HiddenModel(ABC):
@@ -258,7 +258,7 @@ class Planned:
     """The cost of a run is known before it starts. Caller: ``fedfm check`` and the ledger."""
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> RunPlan | None:
-        """The plan, with ``to_dict()`` and ``table()``, or None.
+        """The cost of a run; None if there is nothing to report.
 
         Args:
             rows: for each client its numbers of training, validation and test rows.
@@ -283,7 +283,7 @@ ROLES: tuple[type, ...] = (
 def check_roles(method: type) -> None:
     """Check that a class derives from the role of each of its members; otherwise the member would never be called.
 
-    Messages and settings may have such a name.
+    Handlers and settings may have such a name.
 
     Raises:
         InputError: the class does not derive from the role; the message names the role.

@@ -54,7 +54,7 @@ class ClientData:
 
 def no_secret(name: str) -> bytes:
     """Raise an error: the default of ``secret``, for a party without secrets."""
-    raise RuntimeError(f"this party has no secrets, so none called {name}")
+    raise RuntimeError(f"this party has no secrets, so {name} is missing")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Terms:
     Attributes:
         mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
         correction: is added to every gradient (SCAFFOLD's c - c_k).
-        only: names of the tensors to train; the others stay as in ``w``. None: all are trained.
+        only: names of the tensors to train; the others stay as in ``w``. If None, all are trained.
     """
 
     mu: float = 0.0
@@ -89,7 +89,7 @@ def no_trainer(*_: Any, **__: Any) -> Params:
 
 def keep_nothing(name: str, value: bytes) -> bytes:
     """Raise an error: the default of ``write_once``, for a party that stores nothing."""
-    raise RuntimeError(f"this party keeps nothing, so not {name}")
+    raise RuntimeError(f"this party has no storage for {name}")
 
 
 @dataclass
@@ -106,17 +106,17 @@ class Client:
             resume or a repeated message does not undo it.
         store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
             them. Never sent.
-        private: settings of DP-SGD for the client optimiser; None: no DP-SGD. With DP-SGD a client half can only count
-            the training rows in ``data``.
+        private: settings of DP-SGD for the client optimiser; None without DP-SGD. With DP-SGD a client half can only
+            count the training rows in ``data``.
         trained: last result of the client optimiser: the client's model before aggregation.
         broadcast: the part of this message that all clients receive: handler, round and payload.
         aggregation_message: the aggregation's own part of this message, from its server half to its client half.
-        scale: the unit in which the mechanism of a mean measures the update's norm; None: the mechanism's fixed unit.
-        identity: the silo's own Ed25519 key, 32 bytes; None: the silo has no permanent key.
-        roster: the other silos' public keys by name, exchanged without the server; None: they were not exchanged.
+        scale: the unit in which the mechanism of a mean measures the update's norm; None if this unit is fixed.
+        identity: the silo's own Ed25519 key, 32 bytes; None if the silo has no permanent key.
+        roster: the other silos' public keys by name, exchanged without the server; None if they were not exchanged.
         log: writes a line into the silo's log.
-        smallest_cohort: by the silo's policy, the smallest number of clients in a sum with its update; 0: the protocol
-            decides.
+        smallest_cohort: by the silo's policy, the smallest number of clients in a sum with its update; if 0, the
+            protocol decides.
         span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.

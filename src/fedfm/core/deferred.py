@@ -13,7 +13,7 @@ class Deferred(Protocol):
     """n rows of a model's argument, computed when a batch needs them; a row's bits depend only on that row.
 
     Attributes:
-        loaders: number of processes that compute batches in advance; 0: none.
+        loaders: number of processes that compute batches in advance; it may be 0.
     """
 
     @property

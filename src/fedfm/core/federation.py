@@ -29,24 +29,24 @@ _REASON = 400  # largest number of characters of a stored reason
 
 
 class Sampler(Protocol):
-    """A mechanism as far as a federation needs it: it may choose a round's clients in place of the method."""
+    """The part of a privacy mechanism that a federation uses: it may choose a round's clients instead of the method."""
 
     @property
     def fraction(self) -> float | None:
-        """Share of the clients in a round; None: the method chooses them."""
+        """Share of the clients in a round; if None, the method chooses the clients."""
 
     def cohort(self, fed: Federation) -> Sequence[ClientId]:
         """The clients of this round, in order of names."""
 
 
 class Delivery(Protocol):
-    """A transport as far as a federation needs it."""
+    """The part of a transport that a federation uses."""
 
     form: str  # form in which the server sees the updates: plain, masked or encrypted
 
 
 class Aggregation(Protocol):
-    """An aggregation as far as a federation needs it, see :class:`fedfm.aggregation.base.Aggregator`."""
+    """The part of an aggregation that a federation uses, see :class:`fedfm.aggregation.base.Aggregator`."""
 
     @property
     def transport(self) -> Delivery:

@@ -150,7 +150,7 @@ def key_of(name: str) -> str:
 
 def types_of(cls: type[Any]) -> Mapping[str, Any]:
     """The type of each field of a class, by name. Annotations are texts, which are evaluated once for each class."""
-    return _types_of(cls)  # type: ignore[arg-type]  # mypy does not take classes for hashable
+    return _types_of(cls)  # type: ignore[arg-type]  # mypy does not know that classes are hashable
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def bounds_of(f: Field[Any]) -> Bounds:
 
 
 def owners_of(f: Field[Any]) -> tuple[str, ...]:
-    """The values of ``name`` that accept this key; empty: all."""
+    """The values of ``name`` that accept this key; if empty, all values do."""
     return f.metadata.get("of", ())  # type: ignore[no-any-return]
 
 

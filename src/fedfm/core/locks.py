@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedfm.errors import InputError
 
-_UNKNOWN = (errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # a network file system that cannot lock folders
+_UNKNOWN = (errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems that cannot lock folders
 _TRIES = 100  # attempts to make a folder that others remove
 _TAKEN: weakref.WeakSet[Lock] = weakref.WeakSet()  # locks of this process
 

@@ -11,14 +11,14 @@ class Needs:
     """A method's requirements on the experiment.
 
     Attributes:
-        adaptation, adaptations: the default adaptation, and the supported ones; empty: all.
+        adaptation, adaptations: the default adaptation, and the supported ones; if empty, all are.
         ranks: LoRA ranks that the method assigns to clients; the model's own rank must be at least the largest of them.
         pooled: whether the method trains on the pooled rows of all clients; only the local engine supports this.
         model: who has the experiment's model. With "server" clients get unprepared rows, and send no scores.
-        local: the setting that requires all parties in one process, on the local engine; empty: none.
-        tasks: names of the supported tasks; empty: all.
+        local: the setting that requires all parties in one process, on the local engine; empty if none does.
+        tasks: names of the supported tasks; if empty, all are supported.
         bias: whether the method needs a head with a bias. With adaptation "head" a head without one gets a zero bias.
-        because: the setting that causes these needs; empty: the method itself.
+        because: the setting that causes these needs; if empty, the method itself does.
     """
 
     adaptation: str = "lora"

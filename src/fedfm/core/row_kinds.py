@@ -13,7 +13,7 @@ class Column:
     Attributes:
         key: the key.
         help: what the column holds.
-        default: the column's name if the key is not set; empty: the same as the key.
+        default: the column's name if the key is not set; if empty, this is the key itself.
     """
 
     key: str
@@ -36,7 +36,7 @@ class RowKind:
         answered: whether a row is (prompt, answer, ...), which a template turns into text.
         joined: whether rows are consecutive pieces of one text, so that consecutive rows are a text, too.
         remote: whether silos may hold such rows while the server has none; then ``data.kind`` may name this kind.
-        predicted_as: the kind of such rows in predictions; empty: the same.
+        predicted_as: the kind of such rows in predictions; if empty, the same kind.
         wording: whether a row consists of texts, which are compared regardless of case and spaces.
         inputs: number of leading parts of a row that a model reads; the others are targets. None: it reads all.
     """

@@ -180,7 +180,7 @@ class Rows:
         return self.each([np.arange(start, min(start + size, len(self))) for start in range(0, len(self), size)])
 
     def each(self, orders: Sequence[np.ndarray]) -> Iterator[Batch]:
-        """The batch of each of these indexes; other processes may compute deferred rows in advance."""
+        """The batch for each of these arrays of row indexes; other processes may compute deferred rows in advance."""
         if not self.deferred:
             return (self.batch(index) for index in orders)
         return (part._as_batch() for part in self.parts(orders))

@@ -134,7 +134,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """Number of classes with training rows by the [model] table, which are the first in order; None: all."""
+    """Number of classes with training rows by the [model] table, which are the first in order; None means all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 

@@ -48,7 +48,7 @@ _DEEPEST = 64  # levels of nesting of JSON in a run directory
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of JSON from a file that may come from elsewhere.
+    """Parse JSON from a file that another party may have written.
 
     Raises:
         ValueError: it is no JSON, or nested so deeply that a recursive function would fail.
@@ -72,7 +72,7 @@ def from_json(text: str | bytes) -> Any:
 
 def _scalar(value: Any) -> Any:
     if not hasattr(value, "item"):
-        raise TypeError(f"{type(value).__name__} in a log")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -124,7 +124,7 @@ def listing(names: Iterable[str], most: int = 12) -> str:
 
 
 def complain(text: object) -> None:
-    """Print one line on stderr, if no file can be written."""
+    """Print one line on stderr, for use if no log can be written."""
     sys.stderr.write(f"fedfm: {visible(text)}\n")
 
 

@@ -48,15 +48,15 @@ class Traits:
         "names of `asks` whose replies are ciphertexts, which the server cannot read: secure aggregation and noise on "
         "means allow them",
     )
-    hides_counts: bool = _trait(False, "clients may hide their number of rows: they are asked for no scores")
+    hides_counts: bool = _trait(False, "clients may hide their number of rows, so they are asked for no scores")
     predicts_only: bool = _trait(False, "nothing is trained: silos predict rows without labels")
     clients_judge: bool = _trait(
-        False, "the accuracy of one model for all comes from the clients' rows: the server can read no test rows"
+        False, "the accuracy of the shared model comes from the clients' rows, since the server can read no test rows"
     )
     last_round_differs: bool = _trait(
         False,
-        "its last round does something of its own, without which its model is not complete: a run cannot end before it "
-        "or go on after it",
+        "its last round differs from the others and completes its model: a run can neither end before this round nor "
+        "continue after it",
     )
     complete_from: int = _trait(
         0,
@@ -71,7 +71,7 @@ class Traits:
     def check_stated(cls, method: type) -> None:
         """Refuse a method that has a class attribute with the name of a trait, since nobody reads the attribute.
 
-        Messages and settings may have such a name.
+        Handlers and settings may have such a name.
 
         Raises:
             InputError: there is such an attribute; the message names the trait.

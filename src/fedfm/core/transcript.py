@@ -22,8 +22,8 @@ class Crossing(NamedTuple):
         counted: whether the message counts as the method's own. Hellos, evaluation and messages to a client that trains
             alone are listed, but do not count.
         call: number of the call in its round; all replies to one call go into the same mean.
-        spared: bytes saved: the part of ``nbytes`` that did not cross, because the receiver already had it.
-        part: the rows that a request is about, test or val; "": the handler has no such argument.
+        spared: bytes saved: the part of ``nbytes`` that was not sent, because the receiver already had it.
+        part: the rows that a request is about, test or val; "" if the handler has no such argument.
     """
 
     round: int

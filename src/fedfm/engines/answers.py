@@ -69,7 +69,7 @@ def parse_hello(
     """Parse the answer to a hello into the client's name, and a fault if the client cannot take part.
 
     Args:
-        identity: fingerprint of the server's model; None: any model is accepted.
+        identity: fingerprint of the server's model; if None, any model is accepted.
         expected: the client names of the experiment; any other name must have the form of a silo's name.
 
     Raises:

@@ -153,7 +153,7 @@ def is_locked(path: Path) -> bool:
 
 
 def main() -> None:
-    """``PARENT COMMAND...``: replace this process by COMMAND, which ends when PARENT ends.
+    """Replace this process by a program that ends when its parent ends. Arguments: ``PARENT COMMAND...``.
 
     This is a program of its own, because running Python between fork and exec is unsafe if the parent has threads.
     """

@@ -33,7 +33,7 @@ def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
 
 
 def dealt_clients(experiment: Experiment) -> list[str]:
-    """Names of the clients to which the experiment distributes its own rows; reads the rows.
+    """Names of the clients to which the experiment distributes its own rows. This reads the rows.
 
     Raises:
         InputError: data or partition are invalid.

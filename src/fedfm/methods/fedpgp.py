@@ -46,7 +46,7 @@ class FedPGP(Joinable, KeepingFedAvg):
 
     needs: ClassVar[Needs] = Needs(adaptation="prompt", adaptations=("prompt",), tasks=("zero_shot",))
 
-    rank: int = setting(8, "b, rank of U_i V_i; 0: every client has the global prompt", ge=0)
+    rank: int = setting(8, "b, rank of U_i V_i; with 0 every client has the global prompt", ge=0)
     mu: float = setting(0.5, "weight of the contrastive loss", ge=0, finite=True)
     tau: float = setting(0.5, "temperature of the contrastive loss", gt=0, finite=True)
     local: Local = setting(SGD(learning_rate=0.001, epochs=2), "client optimiser: E, B, eta")

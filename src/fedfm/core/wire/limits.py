@@ -1,6 +1,6 @@
 """Limits of a message, checked before anything is built from it.
 
-A head beyond the limits costs one scan of its characters. Any other head is parsed in less than 50 ms.
+To refuse a head beyond the limits takes one scan of its characters. Any other head is parsed in less than 50 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UPPER = 0xDF  # this mask turns braces into brackets
 
 
 def room(layout: Layout | None) -> int:
-    """Largest number of bytes in a message to a party whose model has parameters of this layout; None: no model.
+    """Largest number of bytes in a message to a party whose model has this layout, or to one without a model (None).
 
     Example:
         >>> room(None) == MAX_BYTES
@@ -41,7 +41,7 @@ def check_size(head: str, data: int, most: int | None = None) -> None:
 
     Args:
         data: number of bytes without the head.
-        most: largest number of these bytes, from :func:`room`; None: for a party without a model.
+        most: largest number of these bytes, from :func:`room`; None means a party without a model.
 
     Raises:
         ClientFault: E_SIZE.

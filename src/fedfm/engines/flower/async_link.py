@@ -29,7 +29,7 @@ class FlowerStream(FlowerLink):
     """A link for asynchronous rounds: it yields replies as they arrive and keeps other requests in flight.
 
     Args:
-        outstanding: pending requests of an earlier server process; this process stores its own there for the next one.
+        outstanding: pending requests of an earlier server process; this process stores its own pending requests there.
         settings: as in :class:`FlowerLink`.
     """
 
@@ -104,7 +104,8 @@ class FlowerStream(FlowerLink):
     def _send(self, requests: Sequence[Request]) -> None:
         """Send requests, except those that an earlier server process has sent already.
 
-        For these, take the stored reply if the disk has one. Stored replies and immediate faults are ready at once.
+        If the disk has the reply to such a request, take this reply. Stored replies and immediate faults are ready at
+        once.
         """
         known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
         found = [self._outstanding.answer(client, before) for client, before in known.items()]
@@ -180,7 +181,8 @@ class FlowerStream(FlowerLink):
     def _greet(self) -> None:
         """Send hellos. Do not wait for clients that still work on a request of an earlier server process.
 
-        Such a node is identified by the key of its connection, and by the name that it gave to the earlier process.
+        The node of such a client is identified by the key of its connection, and by the name that it gave to the
+        earlier process.
         """
         online = self._presence.online()
         busy = {node: client for node, client in self._outstanding.at_work().items() if node in online}

@@ -58,7 +58,7 @@ class ClientHost:
         population: loads rows and model, given the experiment and, at a silo, the server's class names.
         on_error: receives tracebacks; they are never sent.
         own: the silo's policy if the silo has its own rows; None if its rows are a part of the server's table.
-        answers: file for the last reply to a training request, in buffered asynchronous rounds; None: no such file.
+        answers: file for the last reply to a training request, in buffered asynchronous rounds; None if there is none.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ClientHost:
 
     @property
     def _scores_sent(self) -> int:
-        """Number of rounds between updates with scores of the received model; 0: the server requests scores."""
+        """Number of rounds between updates with scores of the received model; 0 if the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 
@@ -274,7 +274,7 @@ class ClientHost:
         return None if model is None else model.params()
 
     def _agree(self, name: ClientId, own: SitePolicy, classes: Sequence[str]) -> None:
-        """Agree to the run or refuse it. Only the silo's own log says why it refuses the experiment."""
+        """Agree to the run or refuse it. Only the silo's own log contains the reason of a refusal."""
         own.count_hello(classes)
         if own.classes is not None:
             if own.classes != tuple(classes):

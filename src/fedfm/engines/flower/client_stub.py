@@ -29,14 +29,14 @@ from fedfm.engines.flower.run_config import LONGEST
 from fedfm.errors import E_DIED, E_EXCEPTION, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
 _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
-_LIMIT = 1 << 30  # largest value of each of the first three
+_LIMIT = 1 << 30  # largest value of each of the first three lengths, in bytes
 _PATH = 100  # longest address of a socket, in bytes
 _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # attempts to start a worker if workers end before they listen
 _FLOWER = "flower.json"  # in a run's folder: Flower's ids of node and run
 END = "worker.end"  # sent in place of a handler's name; it asks the worker to end
 DISK = "the client cannot write its records, so it sends no reply; its own log names the file"
-RUNS = "runs"  # folder of all runs; the server chooses their keys, so this keeps them apart from the silo's own files
+RUNS = "runs"  # folder of all runs, apart from the silo's own files, since the server chooses the names of runs
 NO_SILO = "this node has no silo.toml; start its SuperNode with --node-config 'silo=\"/path/to/silo.toml\"'"
 
 
@@ -99,7 +99,7 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     It is a silo's folder, or one that a deployment on loopback has prepared.
 
     Raises:
-        ClientFault: there is no such folder, the experiment is not that of the first message, or the disk is full.
+        ClientFault: there is no such folder, the experiment differs from the first message's, or the disk is full.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):

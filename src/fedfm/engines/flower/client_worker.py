@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _places(folder: Path, count: int) -> list[str | None]:
-    """The visible GPUs of each worker (None: all) if the model is on an accelerator, otherwise an empty list.
+    """The visible GPUs of each worker if the model is on an accelerator, otherwise an empty list. None means all GPUs.
 
     A process that has opened an accelerator cannot fork, so each worker is a separate program then.
     """

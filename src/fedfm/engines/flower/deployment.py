@@ -46,7 +46,7 @@ def start(
     """Run to the end, on the SuperLink that the experiment names or on a new one.
 
     Args:
-        silos: names and files of the silos at a new SuperLink; None: the experiment's clients.
+        silos: names and files of the silos at a new SuperLink; None means the experiment's clients.
     """
     folder = run.path / "private" / "deployment"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -178,7 +178,7 @@ class _Watch:
 
     @property
     def last_complete_round(self) -> int:
-        """The last complete round that this process has seen; -1: none."""
+        """The last complete round that this process has seen; -1 if there is none."""
         return max(self._reported, default=-1)
 
     def follow(self, run_id: int) -> dict[str, Any]:

@@ -43,16 +43,17 @@ class FlowerLink:
 
     Args:
         timeout: seconds that one client may take.
-        gather: seconds to wait until the nodes are connected; None: the value of ``timeout``.
+        gather: seconds to wait until the nodes are connected; None means ``timeout``.
         expected: names of the expected clients; if silos have their own rows, other names may come, too.
         identity: fingerprint of the server's model; a client with another model does not take part.
         most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         spare: whether the Grid is a SuperLink's. Then cached parameters are sent as their hash, and nodes have names.
         greeting: payload of the hello message to every client.
-        slots: number of clients that run at the same time (0: all); the time limit grows with the queue.
+        slots: number of clients that run at the same time; 0 means all. The time limit grows with the queue.
         returns: whether a node may reconnect within the time limit; it then gets the request again.
         answered: replies of an incomplete round; their requests are not repeated.
-        waits: called at intervals with the nodes that have an open request, by client, and with the missing clients.
+        waits: called at intervals with the node of each client that was asked, and with the clients that have not
+            answered.
         min_clients: smallest number of clients with which a run begins.
         known: clients that took part before a stop. The run continues once they are connected, or after ``gather``.
         stop: called while waiting; True raises :class:`Interrupted`.
@@ -144,7 +145,7 @@ class FlowerLink:
     def _assign_nodes(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
         """Find each request's node. Returns (node, request) pairs, and replies that are already known.
 
-        The latter are stored replies, and faults for clients that cannot be asked.
+        Such a reply is a stored reply, or a fault for a client that cannot be asked.
         """
         if any(r.client not in self._members.nodes and r.client not in self._members.barred for r in requests):
             self._greet()

@@ -26,7 +26,9 @@ PROGRAMS = (sys.executable, "-m", "fedfm.engines.flower.private_programs")
 
 
 class Fleet:
-    """The processes of a deployment on loopback, the operator's connection to its SuperLink, and the latter's address."""
+    """The processes of a deployment on loopback, the operator's connection to the SuperLink, and the SuperLink's
+    host:port.
+    """
 
     def __init__(self, children: Children, control: Control, address: str) -> None:
         self.children, self.control, self.address = children, control, address

@@ -19,7 +19,7 @@ class NodeStatus:
         name: the registered name; "" if there is none.
         public_key: PEM.
         online: whether the SuperLink has heard from the node recently.
-        seen: when the node went offline, to within a minute; None: it never connected.
+        seen: when the node went offline, to within a minute; None if it never connected.
     """
 
     id: int

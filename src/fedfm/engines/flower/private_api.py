@@ -376,7 +376,7 @@ class Control:
             if error.response.status_code != httpx.codes.FORBIDDEN:
                 raise RunError(f"the SuperLink at {self._address} refuses: {error}") from None
             why = "has another secret" if self._secret.is_file() else "is missing"
-            text = f"the SuperLink at {self._address} obeys only its operator: {self._secret} {why}"
+            text = f"the SuperLink at {self._address} accepts only its operator: {self._secret} {why}"
             raise InputError(text) from None
         except httpx.HTTPError as error:
             raise RunError(f"the SuperLink at {self._address} cannot be reached: {error}") from None

@@ -117,7 +117,7 @@ def _own_app_only() -> Any:
 
 
 def main() -> None:
-    """``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``."""
+    """Run the program that the first argument names."""
     program = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[sys.argv[1]]
     sys.argv = [f"flower-{sys.argv[1]}", *sys.argv[2:]]
     program()

@@ -22,7 +22,7 @@ class RunWatch:
 
     Args:
         runs: the folder of all runs at the silo.
-        over: returns whether a run has ended, given the ids of node and run; None: unknown.
+        over: returns whether a run has ended, given the ids of node and run; None if this is unknown.
         clear: returns whether the server can be reached.
         tell: called with a line when a worker ends.
     """

@@ -86,7 +86,7 @@ def host(
 
     Args:
         population: rows and model if they are in memory already.
-        slots: number of clients that run at the same time; 0: all.
+        slots: number of clients that run at the same time; 0 means all.
         returns: whether nodes may reconnect, as on a network.
         on_end: called at the end, also after an error; its argument is whether clients that timed out may still be
             running.
@@ -128,7 +128,7 @@ def host(
         try:
             if link.own_data:
                 if experiment.attack is not None:
-                    raise InputError("[attack]: silos with their own rows cannot play attackers; drop it")
+                    raise InputError("[attack]: silos with their own rows cannot be attackers; drop it")
                 if population.model.task.trained_classes is not None:
                     raise InputError("model.base_classes: silos with their own rows train on all of them; drop it")
                 run.manifest["clients"] = list(link.clients)

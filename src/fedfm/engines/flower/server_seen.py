@@ -1,4 +1,4 @@
-"""Check the server from a silo's machine: address, certificate and clock, one line each."""
+"""Check the server from a silo's machine: address, certificate and clock. A problem is one line."""
 
 from __future__ import annotations
 

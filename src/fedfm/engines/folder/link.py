@@ -55,14 +55,14 @@ class _Open:
 class FolderLink:
     """Delivers requests as letters, and waits for the letters that answer them.
 
-    A file that answers no open request is ignored. The operator gets a line if it was altered, belongs to another silo
-    or answers another request. So a person who can write to the folder cannot exclude a silo.
+    A file that answers no open request is ignored. The operator gets a line if this file was altered, belongs to
+    another silo or answers another request. So a person who can write to the folder cannot exclude a silo.
 
     Args:
         posts: the :class:`Post` of each silo by name.
         run: key of the run.
         experiment: text of the experiment that the silos get.
-        patience: seconds that a silo may take; infinite: the run waits until it is stopped.
+        patience: seconds that a silo may take; if infinite, the run waits until it is stopped.
         identity: fingerprint of the server's model; a silo with another model does not take part.
         most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         greeting: payload of the hello message.

@@ -34,7 +34,7 @@ class Mailbox:
         ignored: called with a line, once for each file that is not a letter of this mailbox.
 
     Attributes:
-        most: largest content of a letter in bytes; None: no limit.
+        most: largest content of a letter in bytes; None means no limit.
     """
 
     def __init__(self, root: Path, kind: str, silo: str, key: bytes, ignored: Callable[[str], None]) -> None:

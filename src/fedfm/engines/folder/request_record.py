@@ -27,7 +27,7 @@ class RequestRecord:
     Attributes:
         number: number of the newest request; a silo answers no older one.
         digest: digest of the newest request. It is empty after a fault, so that the same request gets a new number.
-        since: when the newest request was made first, in seconds since 1970.
+        since: when the newest request was made for the first time, in seconds since 1970.
 
     Raises:
         InputError: the record is damaged or missing. It cannot be made anew, since a silo answers each number once.
@@ -51,7 +51,7 @@ class RequestRecord:
                 raise InputError(f"{self._file} is damaged or missing: put it back from a backup of the run") from None
 
     def ask(self, digest: str) -> None:
-        """Give a request its number and store that on disk. The newest request keeps its number if it is repeated."""
+        """Give a request a number and store it on disk. If the newest request is repeated, it keeps its number."""
         if digest != self.digest:
             self.number, self.digest, self.since = self.number + 1, digest, time.time()
             self._write()

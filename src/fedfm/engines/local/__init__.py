@@ -1,1 +1,1 @@
-"""The engine for one machine: this process, and worker processes that it forks."""
+"""The engine for one machine: this process and its worker processes."""

@@ -69,9 +69,9 @@ class LocalLink:
     Args:
         workers: number of processes; 1 runs the clients in this process.
         timeout: seconds that one client may take. Only worker processes can be stopped.
-        wire: serialise and decode every message as Flower would.
+        wire: whether to serialise and decode every message as Flower would.
         stop: called between clients; True raises :class:`Interrupted`.
-        spawn: starts the worker with this number as a separate program; None: workers are forked.
+        spawn: starts the worker with this number as a separate program; if None, workers are forked.
     """
 
     def __init__(

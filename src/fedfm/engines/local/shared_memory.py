@@ -142,9 +142,7 @@ class Outbox:
         self._free += boxes
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
-        """Write the pieces; returns the file's number (-1: a file of its own), and its descriptor if the file is
-        new.
-        """
+        """Write the pieces. Returns the file's number, -1 if only they are in it, and the descriptor of a new file."""
         size = sum(map(len, pieces))
         turn, fds = self._room(size)
         if turn < 0:

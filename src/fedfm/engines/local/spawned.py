@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fedfm.models import cuda_devices
 
-MOST = 1 << 12  # longest first message of a worker in bytes; it says that the worker is ready, or why not
+MOST = 1 << 12  # longest first message of a worker in bytes; it reports that the worker is ready, or why it is not
 
 
 class Spawned(NamedTuple):

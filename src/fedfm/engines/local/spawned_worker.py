@@ -41,7 +41,7 @@ def serve(link: socket.socket, run: Path) -> None:
 
 
 def main() -> None:
-    """``python -m fedfm.engines.local.spawned_worker FD RUN``."""
+    """Run the worker with the arguments ``FD RUN``."""
     die_with(int(os.environ["FEDFM_SPAWNED_BY"]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     buffers.keep_freed()

@@ -82,11 +82,10 @@ _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets
 
 
 class Pool:
-    """``count`` workers. Each client belongs to the worker that has its rows cached; idle workers take clients of
-    others.
+    """A pool of ``count`` workers. Each client belongs to the worker that has its rows cached; idle workers help.
 
     Args:
-        spawn: starts a slot's worker as a program; None: workers are forked.
+        spawn: starts a slot's worker as a program; if None, workers are forked.
     """
 
     def __init__(self, silos: Silos, count: int, timeout: float, spawn: Callable[[int], Spawned] | None = None) -> None:

@@ -27,8 +27,8 @@ def local_pass(
     """Train for E epochs on both objectives. Only the top k layers of the local expert change.
 
     Args:
-        separate: true: train the gate on the mixture's loss and the expert on its own loss; false: both on the
-            mixture's loss.
+        separate: if true, train the gate on the mixture's loss and the expert on its own loss; if false, train both on
+            the mixture's loss.
 
     Returns:
         W_i, Z_i, and the gate's mean loss L_i.

@@ -102,7 +102,9 @@ class FedPFT(Predictor, Private, Method[State]):
     )
     edges: tuple[tuple[str, ...], ...] = setting((), 'edges of a dag: [["a", "b"], ["b", "c"]]')
     min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
-    samples: int = setting(0, "number of draws from each mixture; 0: the class's number of examples", ge=0, le=MOST)
+    samples: int = setting(
+        0, "number of draws from each mixture; 0 means the class's number of examples", ge=0, le=MOST
+    )
     shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
     counts: str = setting(
         "exact",

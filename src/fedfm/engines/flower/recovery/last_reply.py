@@ -64,7 +64,7 @@ class LastAnswer:
         """Replace the stored reply. If the disk is full, nothing is stored, and a client may train twice after a stop.
 
         Args:
-            asked: the request in the form that the silo's ledger has.
+            asked: the request in the form of the silo's ledger.
         """
         record = {"name": name, "asked": asked, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
         storage.sweep(self._path.parent, self._path.name)

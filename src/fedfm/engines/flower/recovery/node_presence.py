@@ -60,5 +60,5 @@ class Presence:
         return before != online[node]
 
     def give_up(self, nodes: Iterable[int]) -> None:
-        """Stop waiting for the disconnected ones of these nodes, until they reconnect."""
+        """Stop waiting for these nodes if they are disconnected, until they reconnect."""
         self._given_up.update(set(nodes) - self._online.keys())

@@ -1,9 +1,9 @@
 """Send a hash instead of parameters if the client host already has them, e.g. from the evaluation before a round.
 
 A client host caches the parameters of its last message, and the model's initial parameters. Each reply lists the
-SHA-256 hashes of what it has cached. The server sends a hash in place of listed parameters. A host that has lost them
-answers E_HELD, and gets the complete message again. The hash covers names, dtypes, shapes and bytes, so the client
-computes with the same bits.
+SHA-256 hashes of the parameters that the host has cached. The server sends a hash in place of listed parameters. A host
+that has lost them answers E_HELD, and gets the complete message again. The hash covers names, dtypes, shapes and bytes,
+so the client computes with the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedfm.linalg.params import Params
 
 NAMES = "held"  # in a reply's envelope: the hashes in the client host's cache; in a hello: whether to list them
 KEY = "+held"  # the only key of the mapping that stands for parameters
-LEAST = 1 << 14  # smaller parameters, in bytes, are always sent
+LEAST = 1 << 14  # bytes; smaller parameters are always sent
 _MOST = 64  # largest number of hashes in one reply
 _DIGITS = 64  # hexadecimal digits of a SHA-256
 
@@ -27,7 +27,7 @@ class ParameterCache:
     """The parameters that a client host has cached.
 
     Args:
-        start: returns the model's initial parameters, before the first message; None: there is no model.
+        start: returns the model's initial parameters, before the first message; None if there is no model.
     """
 
     def __init__(self, start: Callable[[], Params | None]) -> None:

@@ -7,10 +7,9 @@ that uses its reply is committed. So the previous request and its reply stay, to
 request, which happens after that commit. Thus a run that continues after a stop finds all replies that its last
 checkpoint lacks.
 
-A request has two hashes. One is of the complete payload: by it the server recognises a request that it has sent before.
-The other is of the message as it was sent, in which hashes may stand for parameters: by it the client host finds its
-reply. A reply's file, too, is named after this second hash, since ``underway.json`` is out of date if the disk was
-full.
+A request has two hashes. By the hash of the complete payload the server recognises a request that it has sent before.
+By the hash of the message as it was sent, in which hashes may stand for parameters, the client host finds its reply. A
+reply's file, too, is named after this second hash, since ``underway.json`` is out of date if the disk was full.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class SentRequest:
 
 
 class PendingRequests:
-    """Stores the last request to each client with its reply, and the one before if it has a reply.
+    """Stores the last request to each client with its reply, and the request before if it has a reply.
 
     Args:
         folder: the run's folder ``private``.
