@@ -119,6 +119,6 @@ def test_a_silos_network_reaches_the_fleet_interface_and_nothing_else(tmp_path: 
         # At this port what a silo has opens neither the control interface nor the runtime's.
         refusals, control, runtime, fleet = asked(silo, ASK, kit.server, at.kits / "hospital-b/ca.crt")
         assert len(refusals) == 3
-        assert all("obeys only its operator" in text for text in refusals)
+        assert all("accepts only its operator" in text for text in refusals)
         assert control == runtime == 403  # the gate lets them through for the operator alone
         assert fleet == 415  # the interface is there: this is no message

@@ -101,7 +101,9 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         # What a silo has is not enough: neither for the control interface, nor for a task.
         app = program(tmp_path / "app")
         for call in (silo.nodes, lambda: silo.start(app), lambda: silo.register(b"", "x"), lambda: silo.stop(1)):
-            with pytest.raises(InputError, match=r"obeys only its operator: .*hospital-b/operator\.secret is missing"):
+            with pytest.raises(
+                InputError, match=r"accepts only its operator: .*hospital-b/operator\.secret is missing"
+            ):
                 call()
         (at.kits / "hospital-b/operator.secret").write_text("0" * 64)
         with pytest.raises(InputError, match="has another secret"):

@@ -89,7 +89,8 @@ class ExactLora(Predictor, Method[S]):
     def validate(self) -> None:
         if self.local.adaptations:
             raise InputError(
-                'method.local.name = "dual_adapter": two adapters of one rank; take a plain one, e.g. sgd',
+                'method.local.name = "dual_adapter": this method cannot aggregate two adapters; take a plain '
+                "optimiser, e.g. sgd",
                 key="method.local.name",
             )
 

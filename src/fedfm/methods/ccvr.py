@@ -1,11 +1,10 @@
 """CCVR: No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data.
 
-Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1. Equation numbers are
-the paper's.
+Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1. Equation numbers are the paper's.
 
 The last round calibrates; earlier rounds are FedAvg's. If only a head is trained, the features never change and earlier
-rounds do not affect the calibrated head. Then one round, the default, is enough. Left out: Tukey's transform of the
-features, which needs non-negative features. The server sees only what its aggregator discloses of the class sums.
+rounds do not affect the calibrated head. Then one round, the default, is enough. Tukey's transform of the features is
+left out, since it needs non-negative features. The server sees only what its aggregator discloses of the class sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ditto: Fair and Robust Federated Learning Through Personalization.
 
-Li, Hu, Beirami, Smith. ICML 2021. arXiv:2012.04221, Algorithm 1. Its client half is the client optimiser ``ditto``,
-which other methods take as well.
+Li, Hu, Beirami, Smith. ICML 2021. arXiv:2012.04221, Algorithm 1. Its client half is the client optimiser ``ditto``.
+Other methods can use this optimiser, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ditto(Personal, FedAvg):
         object.__setattr__(self, "local", DittoOptimiser.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
-        return {"": w}  # a comparison with the shared model; no v_k starts from it
+        return {"": w}  # for comparison: the shared model; no v_k starts from it
 
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):

@@ -32,7 +32,7 @@ MOST = 100  # largest number of passes over the rows; without a limit, the clipp
 class FedALA(KeepingFedAvg):
     """FedAvg whose clients start from an entry-wise mixture of the shared model and their own.
 
-    In its first round a client starts from the shared model, since it has no own model yet. The server sees what
+    In its first round a client starts from the shared model, since it has no model of its own yet. The server sees what
     FedAvg's server sees, and also how many passes each client took to learn its mixture.
     """
 

@@ -1,6 +1,6 @@
 """FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning.
 
-Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; comments give the paper's equation numbers.
+Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round. Equation numbers are the paper's.
 
 The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows. So the
 ensemble itself predicts the Bayesian mean of probabilities (eq. 5), the target of the paper's distillation. The result

@@ -35,9 +35,8 @@ from fedfm.training.update_rules import Rule
 class FedCLIP(Predictor, FedAvg):
     """FedAvg of an attention adapter: V * softmax(W_2 tanh(W_1 V)), normalised, replaces CLIP's image features V."""
 
-    needs: ClassVar[Needs] = Needs(
-        adaptations=("lora",), tasks=("zero_shot",)
-    )  # the LoRA stays untrained, so it adds nothing
+    # The model's LoRA stays untrained, so it adds nothing.
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))
 
     local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
 

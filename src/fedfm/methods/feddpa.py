@@ -55,7 +55,7 @@ class FedDPA(Personal, FedAvg):
         object.__setattr__(self, "local", DualAdapter.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
-        return {"": w}  # a comparison: the global adapter alone
+        return {"": w}  # for comparison: the global adapter alone
 
     def validate(self) -> None:
         if not isinstance(self.local, DualAdapter):

@@ -76,7 +76,7 @@ class FedKT(OwnHeads):
 
         d_aux = torch.cat(list(fed.ask(self.publish, check=is_features).values()))
         order = seeds.generator(fed.seed_for("public"), "order").permutation(len(d_aux))
-        d_aux = d_aux[torch.from_numpy(order)]  # hides which client a row is from
+        d_aux = d_aux[torch.from_numpy(order)]  # shuffled, so that the order does not reveal a row's client
         replies = fed.ask(self.students, check=are_students, d_aux=d_aux)
         for client, reply in replies.items():
             tell(fed, client, reply.metrics)

@@ -20,7 +20,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """FedAvg whose clients minimise h_k(v; w^t) = F_k(v) + mu/2 ||v - w^t||^2 (eq. 2), the norm squared.
+    """FedAvg whose clients minimise h_k(v; w^t) = F_k(v) + mu/2 ||v - w^t||^2 (eq. 2, with the norm squared).
 
     ``server_term`` is from FedBaF's paper (arXiv:2410.18352, Algorithm 1, line 8), which prints
     sum_k p_k w^k - mu (w^k - w_t) without brackets: the second term is inside the sum or, literally, after it.

@@ -28,7 +28,7 @@ from fedfm.training import any_rank
 
 @dataclass(frozen=True)
 class FLoRA(Merging):
-    """Clients' adapters are stacked, not averaged: exact for any ranks, merged into the frozen weights each round."""
+    """Clients' adapters are stacked, which is exact for any ranks, and merged into the frozen weights each round."""
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
 

@@ -3,8 +3,8 @@
 Hinton, Vinyals, Dean. NIPS 2014 workshop on deep learning. arXiv:1503.02531, Section 2; no Algorithm is printed.
 
 This is the variant of FedPFT's comparison for two clients (arXiv:2402.01862, Section 6). The second client trains on
-its rows; then the first client's head teaches it on its own features, which it does not send. More clients form a chain
-in the order of their names; the last head is the result. The server forwards only heads, and sees each head.
+its rows; then it learns on its own features from the first client's head. It sends no features. More clients form a
+chain in the order of their names; the last head is the result. The server forwards only heads, and sees each head.
 
 The comparison chooses the temperature by test accuracy. Here a client chooses it on its validation rows, or on a fifth
 of its training rows, which the final distillation also uses. The comparison's Adam has the learning rate 1e-4, which

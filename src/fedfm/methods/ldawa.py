@@ -38,7 +38,7 @@ class LDAWA(FedAvg):
 
 
 def scale(w_k: Params, w: Params, trained: Container[str]) -> Params:
-    """delta_kl w_kl for every trained tensor l, delta_kl = cos(w_kl, w_l); scalars and running statistics unchanged."""
+    """delta_kl w_kl for every trained tensor l, delta_kl = cos(w_kl, w_l); other entries are unchanged."""
     return Params({n: delta(x, w[n]) * x if x.dim() and n in trained else x for n, x in w_k.items()})
 
 

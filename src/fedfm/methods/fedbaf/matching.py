@@ -270,7 +270,7 @@ def _whole(own: Any, foundation: str) -> Mapping[str, Tensor]:
 def _adapter(model: Model, folder: Path, lora: bool) -> Mapping[str, Tensor]:
     if not lora:
         raise InputError(
-            f'method.foundation = "{folder}": an adapter mixes with model.adaptation "lora" only',
+            f'method.foundation = "{folder}": an adapter can be mixed only with model.adaptation "lora"',
             key="method.foundation",
         )
     try:
@@ -284,7 +284,7 @@ def _adapter(model: Model, folder: Path, lora: bool) -> Mapping[str, Tensor]:
     if (rank, alpha) != (own.r, own.lora_alpha):
         raise InputError(
             f"method.foundation: {folder} has rank {rank} and alpha {alpha}, the model rank {own.r} and alpha "
-            f"{own.lora_alpha}: factors of another rank or scaling do not mix",
+            f"{own.lora_alpha}: factors of another rank or scaling cannot be mixed",
             key="method.foundation",
         )
     saved = _read(folder / "adapter_model.safetensors", str(folder))

@@ -16,14 +16,14 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 
 TINY = 1e-12  # a vector with a smaller norm has no direction
-_PIECE = 1 << 15  # number of entries in float64 at a time; this few fit into the processor's caches
+_PIECE = 1 << 15  # number of entries in float64 at a time; this many fit into the processor's caches
 
 
 class Piece(NamedTuple):
-    """The entries that mix into one tensor.
+    """The entries that are mixed into one tensor.
 
     Attributes:
-        region: lengths of the leading slice that mixes, one for each dimension.
+        region: lengths of the leading slice that is mixed, one for each dimension.
         tensor: the entries, in the shape of the region.
     """
 

@@ -24,7 +24,7 @@ from fedfm.training import SGD, Local
 
 @dataclass(frozen=True)
 class Around(ServerModel, Method[Any]):
-    """An averaging method with a foundation model that only the server reads; its state is the base method's."""
+    """An averaging method with a foundation model that only the server reads. The state is the base method's."""
 
     needs: ClassVar[Needs] = Needs("full")
     paper: ClassVar[Mapping[str, Paper]] = TRAINING

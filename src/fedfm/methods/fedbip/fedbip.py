@@ -159,9 +159,8 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         """
         clients = list(tau)
         g, counts = similarities(G, self.similarity)
-        for k, of in copies(
-            {k: tau[k] for k in sorted(tau, key=lambda k: k in now)}
-        ):  # cached vectors first: they are the older ones
+        # Cached vectors come first, since they are older.
+        for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):
             counts[:, :, clients.index(k)] = False
             if k in now:
                 fed.exclude(
@@ -264,7 +263,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     def validate(self) -> None:
         if self.ranks and self.space != "product":
             raise InputError(
-                f'method.ranks = {list(self.ranks)}: they go with method.space = "product"', key="method.ranks"
+                f'method.ranks = {list(self.ranks)}: they need method.space = "product"', key="method.ranks"
             )
         if self.ranks and self.local.personal:
             raise InputError(

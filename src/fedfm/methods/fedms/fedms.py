@@ -55,7 +55,7 @@ class MSState:
         Z_g: the gate adapter.
         k: number of active layers at each client that has a local expert.
         has: clients that got W_g after stage one and have answered since then.
-        deciding: for each of these clients, the number of rows whose accuracy decides when a layer is unfrozen.
+        deciding: for each client in ``k``, the number of rows whose accuracy decides when a layer is unfrozen.
         frozen: number of parameters of the foundation model.
     """
 
@@ -137,7 +137,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The result is complete after the first round of stage two: before, clients have neither experts nor gates."""
+        """The result is complete after the first round of stage two: before it, clients have no expert and no gate."""
         return Traits(complete_from=self.global_rounds + 1 if self.local_rounds else 0)
 
     def init(self, fed: Federation) -> MSState:
@@ -283,7 +283,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return w.part(GLOBAL) if is_mixture(w) else w
 
     def start_models(self, s: MSState) -> dict[ClientId, Params]:
-        return {"": s.W_g}  # a comparison: stage one alone
+        return {"": s.W_g}  # for comparison: stage one alone
 
     def check_own(self, w: Params, model: Model) -> None:
         """Refuse a client's own model if its layout is wrong.

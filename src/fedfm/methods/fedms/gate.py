@@ -80,7 +80,7 @@ class Gating:
         return backbone(self.backbone, str(model.device)).width if self.backbone else model.dual.width
 
     def initial(self, model: DualModel, seed: int) -> Params:
-        """Start values of the adapter."""
+        """Initial values of the adapter."""
         return initial(self.width(model), seed)
 
     def load(self, model: DualModel, Z: Params) -> Gate:

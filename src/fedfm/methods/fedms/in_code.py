@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 class Mixture(torch.nn.Module):
-    """Logits (images, classes): those of both experts, weighted for each image."""
+    """Logits (images, classes): the mean of both experts, weighted for each image."""
 
     def __init__(self, experts, gate):
         super().__init__()

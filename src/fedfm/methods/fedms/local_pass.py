@@ -70,7 +70,7 @@ def local_pass(
             loss.backward()
             backward += clock(model) - began
             for parts in [[flat] for flat in flats] if separate else [flats]:
-                local.shorten(*(flat.g for flat in parts))  # both parts are gradients of one loss
+                local.shorten(*(flat.g for flat in parts))  # with a joint loss, both parts are one gradient
             for flat, rule in zip(flats, rules, strict=True):
                 rule.eta = eta
                 rule.step(flat.p, flat.g)

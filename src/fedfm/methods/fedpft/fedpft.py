@@ -91,7 +91,7 @@ class FedPFT(Predictor, Private, Method[State]):
     )
     components: int | None = setting(
         None,
-        "largest number K of components of a class, one per ten examples; none is for a single one; under [privacy] 1",
+        "largest number K of components of a class: one per ten examples, none of a single one; under [privacy] 1",
         ge=1,
         metadata={"usual": 10},
     )
@@ -237,7 +237,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return State(w, {}, told)
 
     def _head(self, fed: Federation, received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]]) -> Params:
-        """Lines 9 to 13: D~ = union of |F^{i,c}| draws from g^{i,c} with label c; h by cross-entropy on it."""
+        """Lines 9 to 13: D~ = union of |F^{i,c}| draws from g^{i,c} with label c; the head h is trained on D~."""
         drawn = [Synthetic(found, self.samples, fed.seed_for("draw", c)) for c, found in sorted(received.items())]
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
@@ -297,9 +297,8 @@ class FedPFT(Predictor, Private, Method[State]):
         return None if self.privacy is None else UNIT_NORM
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
-        if (
-            self.privacy is None and self.topology == "star"
-        ):  # in a chain, rows drawn from received mixtures may enlarge a class
+        # In a chain, rows drawn from received mixtures may enlarge a class.
+        if self.privacy is None and self.topology == "star":
             small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
             return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)
         return []
