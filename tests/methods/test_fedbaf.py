@@ -423,7 +423,7 @@ class TestRuns:
     def test_an_adapters_frozen_base_is_no_secret(self, tmp_path):
         tables = experiment()
         tables["model"]["adaptation"] = {"name": "lora", "rank": 2}
-        with pytest.raises(InputError, match="only an adapter mixes"):
+        with pytest.raises(InputError, match="only an adapter can be mixed in"):
             fedfm.run(tables, tmp_path / "a")
 
     @pytest.mark.proof

@@ -1,4 +1,7 @@
-"""Parse a client's reply: the envelope with a value or a fault, and the answer to a hello."""
+"""Parse a client's reply: the envelope with a value or a fault, and the answer to a hello.
+
+A hello is the first message to a client. It asks for the client's name, versions and model.
+"""
 
 from __future__ import annotations
 

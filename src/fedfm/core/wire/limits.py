@@ -15,11 +15,11 @@ VECTORS = 16  # parameter vectors allowed in one message; methods send up to thr
 MAX_HEAD = 2 << 20  # characters of a message's head: enough for names and shapes of 16,384 tensors
 MAX_VALUES = 65 << 10  # values and keys of a head: enough for 16,384 matrices, or for 33,000 named numbers or texts
 MAX_NODES = 1 << 12  # values that are built one by one; numbers or texts of one list or mapping are built together
-MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors are sent as one Params
+MAX_ARRAYS = 1 << 10  # tensors and Params in a message; to send more tensors, put them into one Params
 MAX_TENSORS = 1 << 14  # tensors of one Params
 MAX_DEPTH = 32
 
-_MAX_LISTS = 2 * MAX_TENSORS + MAX_NODES  # a tensor of Params is a list with a shape
+_MAX_LISTS = 2 * MAX_TENSORS + MAX_NODES  # each tensor of a Params is a list that contains the list of its shape
 
 _COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _OBJECT, _LIST = (ord(c) for c in ',:"[]{[')
 _TEXT = np.frombuffer(b'"s":', np.uint8)
@@ -74,7 +74,8 @@ def count_keys(head: str) -> int:
     step = (kind == _OPEN).view(np.int8) - (kind == _CLOSE).view(np.int8)
     if step[step != 0].cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise ClientFault(E_FORMAT, f"nested deeper than {MAX_DEPTH}")
-    # A value has at most two objects, {"m":{...}}. A text is {"s":"..."}; texts are built together.
+    # A value has at most two JSON objects, {"m":{...}}. Texts, {"s":"..."}, do not count, since they are built
+    # together.
     opens = np.flatnonzero(raw == _OBJECT)
     texts = int(np.count_nonzero((text[opens[:, None] + np.arange(1, 1 + len(_TEXT))] == _TEXT).all(1)))
     if (objects := len(opens) - texts) > 2 * MAX_NODES:

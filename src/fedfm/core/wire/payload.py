@@ -148,7 +148,7 @@ def _array_name(value: np.ndarray) -> str:
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"the keys of a mapping that is sent must be texts, not {type(key).__name__}")
+        raise TypeError(f"a mapping that is sent must have text keys, not {type(key).__name__}")
     return key
 
 
@@ -272,6 +272,6 @@ def decode(
         check_size(head, len(data), most)
     read, length = reader(head, trusted)
     if length != len(data):
-        raise ClientFault(E_FORMAT, f"the data end after {len(data)} bytes, but the head announces {length}")
+        raise ClientFault(E_FORMAT, f"the data end after {len(data)} bytes, but {length} are announced")
     value = read(data if isinstance(data, np.ndarray) else memoryview(data))
     return value if hint is None else conform(value, hint)

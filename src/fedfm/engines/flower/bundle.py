@@ -26,7 +26,7 @@ def check(content: bytes) -> None:
 
 
 def _foreign(content: bytes) -> str:
-    """In which way a bundle differs from fedfm's; "" if it does not."""
+    """The difference of a bundle from fedfm's app, as the end of a sentence; "" if there is none."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = archive.namelist()

@@ -1,4 +1,7 @@
-"""Read a kit's ``kit.json``, and list the silos that the server's kit admits."""
+"""Read a kit's ``kit.json``, and list the silos that the server's kit admits.
+
+A kit is a folder with the keys and certificates of the server or of one silo; ``fedfm provision`` makes it.
+"""
 
 from __future__ import annotations
 

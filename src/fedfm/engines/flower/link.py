@@ -41,6 +41,8 @@ _PAUSED = 10.0  # seconds; a longer call of the Grid does not count towards a cl
 class FlowerLink:
     """Delivers requests as Flower messages and collects the replies in its own loop.
 
+    Each node first gets a hello. In its reply the node names its client.
+
     Args:
         timeout: seconds that one client may take.
         gather: seconds to wait until the nodes are connected; None means ``timeout``.

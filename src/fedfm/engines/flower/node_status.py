@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_AGAIN = 60.0  # seconds until a notice is repeated; they double each time
+_AGAIN = 60.0  # seconds until a notice is repeated; this time doubles with each notice
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A folder for ``FLWR_HOME``, with which Flower's command ``flwr`` sends the operator's secret to a kit's SuperLink.
 
-``flwr`` sends the credential that its credentials file has for an address. Flower made this file for account tokens.
+``flwr`` sends the credential that its credentials file has for an address. In Flower this file is for account tokens.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Registry:
                 self._names[node.node_id] = str(getattr(node, "name", "") or "")
 
     def identify(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes of which it is known whether their key is registered with a name."""
+        """Look up the names of nodes; returns the nodes that the SuperLink knows."""
         asked = list(nodes)
         if asked:
             self.look()

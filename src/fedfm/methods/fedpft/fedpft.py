@@ -64,10 +64,10 @@ class State:
 class FedPFT(Predictor, Private, Method[State]):
     """One round: clients send mixtures of their features, and the server trains a head on draws from them.
 
-    ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
-    to grids that do not depend on the count, and a class has ``components`` components or one. A message still reveals
-    three things. A class with several components has at least ten rows for each. A class with one component has at
-    least ``min_count`` rows, and mostly fewer than ten times ``components``. An absent class has fewer than
+    With ``counts = "withheld"`` a client sends no counts, no list of withheld classes and no scores. Mixtures are
+    rounded to grids that do not depend on the count, and a class has ``components`` components or one. A message still
+    reveals three things. A class with several components has at least ten rows for each. A class with one component has
+    at least ``min_count`` rows, and mostly fewer than ten times ``components``. An absent class has fewer than
     ``min_count``. A comparison reveals more: if clients' rows are alike, the distance of their means reveals most
     counts to within a factor of about two. If features have few distinct values, such as whole numbers, their means
     reveal a small count. Only [privacy] bounds what is revealed.
@@ -98,14 +98,14 @@ class FedPFT(Predictor, Private, Method[State]):
     budgets: dict[str, int] = setting(dict, "largest K of individual clients, by name", ge=1)
     transport: str = setting("float16", "type of the numbers sent: float16 or float32", choices=tuple(DTYPES))
     topology: str = setting(
-        "star", "star (one server), or chain, ring (as chain), dag", choices=("star", "chain", "ring", "dag")
+        "star", "star (one server), chain, ring (the same as chain) or dag", choices=("star", "chain", "ring", "dag")
     )
     edges: tuple[tuple[str, ...], ...] = setting((), 'edges of a dag: [["a", "b"], ["b", "c"]]')
     min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
     samples: int = setting(
         0, "number of draws from each mixture; 0 means the class's number of examples", ge=0, le=MOST
     )
-    shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
+    shuffle: bool = setting(False, "remove the senders' names from mixtures (Appendix A.3)")
     counts: str = setting(
         "exact",
         "numbers of examples: exact, or withheld (not sent, can only be estimated; needs samples)",
