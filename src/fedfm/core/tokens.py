@@ -40,7 +40,7 @@ class Tokens(Sequence[Tensor]):
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int] | Tensor]) -> Tokens:
-        """These rows, copied.
+        """Copy these rows.
 
         Raises:
             ValueError: a token does not fit into int32.
@@ -103,12 +103,12 @@ class Tokens(Sequence[Tensor]):
         return Tokens(self.flat, self.start, np.minimum(self.length, np.asarray(length, dtype=np.int64)))
 
     def concatenate(self) -> Tensor:
-        """int64 (sum of the lengths,): one row after the other."""
+        """All rows one after the other, int64 (sum of the lengths,)."""
         first = np.repeat(self.start - (np.cumsum(self.length) - self.length), self.length)
         return torch.from_numpy(self.flat[first + np.arange(len(first))].astype(np.int64))
 
     def to_padded(self, pad: int) -> Tensor:
-        """int64 (n, longest), with ``pad`` after each row."""
+        """The rows as one tensor, int64 (n, longest), with ``pad`` after each row."""
         inside = torch.from_numpy(np.arange(self.length.max(initial=0)) < self.length[:, None])
         out = torch.full(inside.shape, pad, dtype=torch.int64)
         out[inside] = self.concatenate()

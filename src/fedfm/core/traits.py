@@ -64,7 +64,9 @@ class Traits:
         "chooses the model of an earlier round",
     )
     keeps_foundation: bool = _trait(
-        False, "a foundation model never leaves the server: moments, which reveal it, are stored under `private/`"
+        False,
+        "a foundation model never leaves the server: the server's moments, which reveal it, are stored under "
+        "`private/`",
     )
 
     @classmethod

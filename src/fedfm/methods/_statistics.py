@@ -1,4 +1,4 @@
-"""Average batch norm's running statistics when the server uses an optimiser, which is for trained weights only."""
+"""Average batch norm's running statistics, since a server's optimiser is for trained weights only."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class FedExLoRA(Merging):
 
 
 def frozen_part(state: Merged, rank: int) -> Params:
-    """The change of the frozen weights of a client of this rank.
+    """The change of the frozen weights of a client with this rank.
 
     It is W_res of all rounds plus the part of the averaged adapter from row and column ``rank`` on.
     """

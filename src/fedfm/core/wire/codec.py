@@ -40,7 +40,7 @@ def with_texts(head: str, more: Mapping[str, Sequence[str]]) -> str:
 
 
 def weigh(body: Any) -> int:
-    """Bytes of a message with this body in Flower's serialised records, computed from structure and shapes.
+    """Size in bytes of a message with this body in Flower's serialised records, from structure and shapes alone.
 
     The size is the same for every round and call, see :func:`fedfm.core.wire.envelope.envelope_size`.
     """

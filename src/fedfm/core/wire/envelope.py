@@ -13,14 +13,14 @@ def _varint(n: int) -> int:
 
 
 def _object(kind: str, children: int, body: int) -> int:
-    """Bytes of one object: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the body."""
+    """Size of one object: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the body."""
     ids = children * 64 + max(children - 1, 0)
     return len(kind) + 1 + ids + 1 + len(str(body)) + 1 + body
 
 
 @functools.lru_cache(maxsize=4096)
 def envelope_size(head: int, data: int) -> int:
-    """Bytes of a message in Flower's serialised records, for a body with these lengths of head and data.
+    """Size in bytes of a message in Flower's serialised records, for a body with these lengths of head and data.
 
     Flower stores equal chunks of one array once; this counts every chunk, so that the size does not depend on values.
     """

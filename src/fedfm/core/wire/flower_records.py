@@ -1,7 +1,7 @@
 """Conversion between a payload (head and data) and Flower's records. Imports no torch.
 
-A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head): five objects on Flower's
-wire for any number of tensors.
+A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head). For any number of tensors
+Flower then sends five objects.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ NO_SILO = "this node has no silo.toml; start its SuperNode with --node-config 's
 def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
     """The folder of this client and this run. It contains socket, lock, the client's memory and its errors.
 
-    Its parent is ``site`` of the node's configuration, or else ``.fedfm`` in the folder of the silo's file.
+    It is below ``site`` of the node's configuration, or else below ``.fedfm`` in the folder of the silo's file.
 
     Raises:
         ClientFault: the node's configuration has neither.

@@ -74,7 +74,7 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
         kit = kit_manifest.load(Path(address))
         if not kit.serves:
             raise InputError(
-                f'run.superlink = "{address}": the kit of a silo; expected that of the server, or host:port'
+                f'run.superlink = "{address}" is the kit of a silo; expected the kit of the server, or host:port'
             )
         address, given, wait = kit.local, str(kit.folder / "ca.crt"), _PATIENCE
     if not given or not Path(given).is_file():

@@ -31,7 +31,7 @@ def next_k(q: deque[float], a: float, k: int, threshold: float, deepest: int) ->
 def split(client: Client) -> tuple[Rows, Rows]:
     """The rows for training, and the rows on which accuracy decides when a layer is unfrozen.
 
-    The latter are the client's validation rows. A client without validation rows holds out a fixed tenth of its
+    The deciding rows are the client's validation rows. A client without validation rows holds out a fixed tenth of its
     training rows. With fewer than 20 training rows it uses all of them for both.
     """
     rows, val = client.data.train, client.data.val
@@ -45,7 +45,7 @@ def split(client: Client) -> tuple[Rows, Rows]:
 
 
 def with_rows(client: Client, rows: Rows) -> Client:
-    """The client with these training rows; its memory and metrics are shared."""
+    """A copy of the client with these training rows; both share their memory and metrics."""
     return dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
 
 

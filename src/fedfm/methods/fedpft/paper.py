@@ -13,7 +13,7 @@ SETTINGS = {
     "method.transport": Paper("float16"),
     "method.min_count": Paper(1, "the mean of very few rows almost reveals a row"),
     "method.calibration": Paper(
-        "paper", "its noise is several times what epsilon needs; above an epsilon of about 10 it is too little"
+        "paper", "the paper's noise is several times too large; for epsilon above about 10 it is too small"
     ),
     "method.relation": Paper("replace", "replace treats counts as public; add_remove protects them, too"),
     "method.head.optimizer": Paper("adam", "newton reaches the optimum; Adam at 0.0001 stays far from it"),
