@@ -84,3 +84,11 @@ def test_predictions_have_the_ids_of_rows(run, tmp_path, capsys):
         found = list(csv.DictReader(opened))
     assert [(row["row"], row["id"]) for row in found] == [(str(i), f"patient-{9 - i}") for i in range(4)]
     assert [row["prediction"] for row in found] == predict(run, file)["predictions"]
+
+
+def test_an_export_of_a_head_scales_vectors_as_the_run_did(tmp_path):
+    tables = small.experiment(tmp_path, method={"rounds": 1})
+    fedfm.run(tables | {"data": tables["data"] | {"scale": "row"}}, tmp_path / "run", progress=Progress())
+    export(tmp_path / "run", "torch", tmp_path / "out")
+    assert json.loads((tmp_path / "out/fedfm.json").read_text())["scale"] == "row"
+    assert "keepdim" in (tmp_path / "out/README.md").read_text()

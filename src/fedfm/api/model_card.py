@@ -36,6 +36,12 @@ from fedfm.reports.text import NBSP, number
 from fedfm.version import __version__
 
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
+_PROCESSOR = [  # as in the run: torchvision, if it is installed, resizes to slightly different pixels
+    "",
+    "from transformers import AutoImageProcessor",
+    "",
+    'processor = AutoImageProcessor.from_pretrained("FOLDER", backend="pil")',
+]
 _MOST = 50  # largest number of classes that are named
 _EXPERTS = (
     "The run stored the base and its experts in 4 bits; bitsandbytes does not quantise experts. `base/` has the values "
@@ -118,24 +124,24 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         mixture: lines that build the model from two adapters, which are weighted row by row.
     """
     own, module = is_own(model), unwrap(model.module)
-    takes = _head_takes(out)
+    takes, scale = _of_features_in(out)
     if isinstance(model, SideModel):
         lines = _side_adapter(model)
     elif isinstance(module, PooledEncoder):
         lines = pooled_encoder.as_code(module.pooling, unit=takes == UNIT_NORM)
-        lines += ["", "from transformers import AutoImageProcessor", ""]
-        lines += ['processor = AutoImageProcessor.from_pretrained("FOLDER")']
+        lines += _PROCESSOR
     elif to == "torch" or (own and to == "peft"):
         file = "model.safetensors" if to == "torch" else "adapter_model.safetensors"
         lines = ["from safetensors.torch import load_file", "", f'weights = load_file("FOLDER/{file}")']
         if not own and {name.rpartition(".")[0] for name in module.state_dict()} == {model.parts.head}:
-            lines += _of_features(model.parts.head, unit=takes == UNIT_NORM)
+            lines += _of_features(model.parts.head, scale, unit=takes == UNIT_NORM)
     else:
         lines = _loading(model, to, out)
-        tools = (("tokenizer", model.tools.tokenizer_class), ("processor", "AutoImageProcessor"))
-        for name, auto in tools:
-            if (model.tools.tokenizer if name == "tokenizer" else model.tools.processor) is not None:
-                lines += ["", f"from transformers import {auto}", "", f'{name} = {auto}.from_pretrained("FOLDER")']
+        if model.tools.tokenizer is not None:
+            auto = model.tools.tokenizer_class
+            lines += ["", f"from transformers import {auto}", "", f'tokenizer = {auto}.from_pretrained("FOLDER")']
+        if model.tools.processor is not None:
+            lines += _PROCESSOR
         if isinstance(module, DualEncoder):
             lines += _prompts(model, module, mixed=bool(mixture))
         lines += ["", *mixture] if mixture else []
@@ -168,10 +174,11 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     return words
 
 
-def _head_takes(out: Path) -> str:
-    """The transform of the features before the head, as the folder describes it; empty if there is none."""
+def _of_features_in(out: Path) -> tuple[str, str]:
+    """(transform of the features before the head, ``data.scale``), as the folder names them; empty strings: none."""
     about = out / ABOUT
-    return str(json.loads(about.read_text(encoding="utf-8")).get("head_takes", "")) if about.exists() else ""
+    said = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
+    return str(said.get("head_takes", "")), str(said.get("scale", ""))
 
 
 def is_own(model: Model) -> bool:
@@ -211,13 +218,28 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
     return [*imports, "", *lines]
 
 
-def _of_features(head: str, *, unit: bool) -> list[str]:
+_SCALES = {  # the computation of data.scale
+    "row": (
+        "features = features.double() - features.double().mean(1, keepdim=True)",
+        "deviation = features.std(1, keepdim=True, correction=0)",
+        "features = (features / deviation.where(deviation > 0, 1)).float()",
+    ),
+    "unit": (
+        "norm = features.double().norm(dim=1, keepdim=True)",
+        "features = (features / norm.where(norm > 0, 1)).float()",
+    ),
+}
+
+
+def _of_features(head: str, scale: str, *, unit: bool) -> list[str]:
     """Lines of code for a model that is only a head."""
     x = "torch.nn.functional.normalize(features)" if unit else "features"
+    scaled = " as in the run's files" if scale else ""
     return [
         *("", "import torch", "", ""),
         "def logits(features):",
-        '    """Logits (rows, classes) of features (rows, numbers)."""',
+        f'    """Logits (rows, classes) of features (rows, numbers){scaled}."""',
+        *(f"    {line}" for line in _SCALES.get(scale, ())),
         f'    return torch.nn.functional.linear({x}, weights["{head}.weight"], weights.get("{head}.bias"))',
     ]
 

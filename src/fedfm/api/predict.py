@@ -353,7 +353,8 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
             "`fedfm predict` computes with it"
         )
     with storage.writing(out):
-        folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
+        head_takes, scale = predictions.feature_transform(run.experiment.method), run.experiment.data.scale
+        folder = write(model, w, to, out, head_takes, scale=scale)
         method = run.experiment.method
         mixture = method.mixture_in_code(model) if isinstance(method, Predictor) and weighed_by(w) == GATE else ()
         model_card.write(run.path, model, to, folder, client, mixture)

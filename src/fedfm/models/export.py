@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models import export_base, merging, quantised
-from fedfm.models.adapter_files import WEIGHTS, folder_at, holding, is_lora, save_adapter, write_about, write_tensors
+from fedfm.models.adapter_files import (
+    ABOUT,
+    WEIGHTS,
+    folder_at,
+    holding,
+    is_lora,
+    save_adapter,
+    write_about,
+    write_tensors,
+)
 from fedfm.models.adapters.pair_names import GATE, weighed_by
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.families import unwrap
@@ -30,7 +41,9 @@ def save_module(model: Model, out: Path | str) -> None:
     write_about(model, Path(out))
 
 
-def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str | None = None) -> Path:
+def export(
+    model: Model, w: Params, to: Target, out: Path | str, head_takes: str | None = None, *, scale: str = "none"
+) -> Path:
     """Write the model with weights ``w``, its class names and its preprocessing into the folder ``out``.
 
     Args:
@@ -42,6 +55,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             same tensors as safetensors, and ``fedfm.json``.
         out: created if it does not exist.
         head_takes: the transform of features before the head, which ``fedfm.json`` names.
+        scale: ``data.scale`` of the run: how the model's feature vectors were scaled, which ``fedfm.json`` names.
 
     Raises:
         InputError: the format does not support the model.
@@ -79,11 +93,18 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 "torch and compute it yourself"
             )
         _without_added_bias(model, module)
+        if model.task.answers:
+            module.generation_config.update(**export_base.end_answers(model))
+            module.generation_config._from_model_config = False
         with quiet():
             module.save_pretrained(str(folder_at(out)))
     else:
         write_tensors(merge(model, w).state_dict(), folder_at(out) / WEIGHTS)
         write_about(model, Path(out), head_takes)
+        if scale != "none":
+            about = Path(out) / ABOUT
+            said = json.loads(about.read_text(encoding="utf-8")) | {"scale": scale}
+            about.write_text(to_json(said, indent=2) + "\n", encoding="utf-8")
         if is_pooled_encoder(classifier := unwrap(model.module)):
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))
@@ -160,6 +181,14 @@ def _save_tools(model: Model, folder: Path) -> None:
             if tool is model.tools.tokenizer:
                 tool = copy.copy(tool)
                 tool.model_max_length = model.tools.max_length  # as in training: `truncation=True` cuts there
-                if not model.task.is_language_model:  # a language model keeps padding before its prompts
-                    tool.padding_side = "right"  # as in training
+                if model.task.answers:
+                    _pad(tool, "left")  # as `fedfm predict`: an answer follows its prompt
+                elif not model.task.is_language_model:  # a language model keeps padding before its prompts
+                    _pad(tool, "right")  # as in training
             tool.save_pretrained(str(folder))
+
+
+def _pad(tokenizer: Any, side: str) -> None:
+    """Set the side, also in the file, which has only sides that the tokenizer was made with."""
+    tokenizer.padding_side = side
+    tokenizer.init_kwargs = {**tokenizer.init_kwargs, "padding_side": side}

@@ -4,7 +4,7 @@ An adapter's file names its base, and the base's own ``config.json`` does not ha
 the configuration with the names of the classes, and a folder ``base/`` with that configuration and the base's weights,
 as hard links. A head of another size is left out of the weights, because the adapter has the new head. A run can hold
 the weights of experts in 4 bits, but bitsandbytes cannot load such weights. After such a run ``base/`` has the
-dequantised values of all quantised weights.
+dequantised values of all quantised weights. Its generation settings list all tokens that end the run's answers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES, locate
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
+from fedfm.models.text_metrics import end_tokens
 
 BASE, CONFIG, BITS = "base", "adapter_config.json", "quantization.json"
-_OTHER_FILES = ("generation_config.json",)
+_GENERATION = "generation_config.json"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -65,6 +66,8 @@ def complete(model: Model, folder: Path) -> bool:
         _link_all(files, folder / BASE, _shapes_of_new(model, module))
     elif in_bits:
         _write_numbers(model, folder / BASE)
+    if (files or in_bits) and model.task.answers:
+        _write_generation(model, module, folder / BASE / _GENERATION)
     if files or in_bits:
         about["base_model_name_or_path"] = str((folder / BASE).resolve())
     for path in (folder / CONFIG, folder / GLOBAL / CONFIG, folder / LOCAL / CONFIG):
@@ -81,6 +84,25 @@ def _write_numbers(model: Model, folder: Path) -> None:
         base = base.unload()
         quantised.make_plain(base, DTYPES[model.spec.dtype])
         base.cpu().save_pretrained(str(folder))
+
+
+def end_answers(model: Model) -> dict[str, Any]:
+    """The generation settings with which an export's answers end where those of ``fedfm predict`` do.
+
+    A chat template can end an answer with a token that the base's own settings do not list.
+    """
+    ends = sorted(end_tokens(model, called=True))
+    return {"eos_token_id": ends or None, "pad_token_id": model.tools.tokenizer.pad_token_id}
+
+
+def _write_generation(model: Model, module: Any, path: Path) -> None:
+    """Write the base's generation settings with :func:`end_answers`; a link to the base's own file is replaced."""
+    own = module.generation_config.to_dict()
+    if path.exists():
+        own = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+    own.pop("_from_model_config", None)  # transformers may replace such settings by those of config.json
+    path.write_text(to_json(own | end_answers(model), indent=2) + "\n", encoding="utf-8")
 
 
 def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:
@@ -106,7 +128,7 @@ def _weights(name: str) -> list[Path]:
             return []
         place = Path(found).parent
     files = sorted(place.glob("model*.safetensors*")) if place.is_dir() else []
-    return [*files, *(place / name for name in _OTHER_FILES if (place / name).is_file())] if files else []
+    return [*files, *(place / name for name in (_GENERATION,) if (place / name).is_file())] if files else []
 
 
 def _shapes_of_new(model: Model, module: Any) -> dict[str, tuple[int, ...]]:

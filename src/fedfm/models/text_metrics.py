@@ -129,7 +129,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     called = [has_tools(said) for said, _ in rows.pairs or ()]
-    ends = _ends(model, any(called))
+    ends = end_tokens(model, any(called))
     alike = generation.reads_padding(getattr(model.module, "generation_config", None))
 
     def answer(some: list[int], size: int) -> None:
@@ -186,8 +186,8 @@ def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Network) -
     return chat_templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
 
 
-def _ends(model: Network, called: bool) -> set[int]:
-    """The end tokens of the model and of the tokenizer, and the tokens that end answers in training.
+def end_tokens(model: Network, called: bool) -> set[int]:
+    """The tokens that end an answer: the model's, the tokenizer's, and those that end answers in training.
 
     Args:
         called: whether an answer may be a call of a tool.
@@ -213,7 +213,7 @@ def references(model: Network, rows: Rows) -> list[str]:
     """The uncut reference answers of instruction rows; tool calls are in the form that the model writes."""
     pairs = rows.pairs or ()
     called = any(not isinstance(output, str) for _, output in pairs)
-    ends: set[int] = _ends(model, True) if called else set()
+    ends: set[int] = end_tokens(model, True) if called else set()
 
     def text(said: Asked, output: Output) -> str:
         if isinstance(output, str):

@@ -1,0 +1,117 @@
+"""An export reads rows and ends answers as the run does: tokenizer, generation settings, and the README's code."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from test_model_export import expected, trained
+from test_preference import table as preferences
+from tiny_models import images, load, prose, sentences, vectors
+
+from fedfm.api.model_card import how_to_load
+from fedfm.data.load import scale_features
+from fedfm.data.table import Table
+from fedfm.models.export import export
+from fedfm.models.quiet import quiet
+from fedfm.models.text_metrics import answers, end_tokens
+
+ASKED = [("fox", "dog"), ("the lazy dog jumps", "a"), ("seven small", "birds sing")]
+# Its answers end with a token that is neither the model's nor the tokenizer's end.
+TURNS = "{% for m in messages %}<s> {{ m['content'] }} [CLS]{% endfor %}{% if add_generation_prompt %}<s> a {% endif %}"
+
+
+def code_of(model, to, out):
+    return "\n".join(re.findall(r"```python\n(.*?)```", "\n".join(how_to_load(model, to, out)), re.DOTALL))
+
+
+def run_code(model, to, out):
+    names = {}
+    with quiet():
+        exec(code_of(model, to, out).replace("FOLDER", str(out)), names)
+    return names
+
+
+def with_template(folder, place):
+    """A copy of a language model whose chat template ends answers with [CLS]."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(folder, place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer.chat_template, tokenizer.cls_token = TURNS, "[CLS]"
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def instructions():
+    return Table("instruction", ASKED, None, (), np.full(len(ASKED), "train"), source="rows.jsonl")
+
+
+@pytest.mark.parametrize("to", ["peft", "hf"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2 here has no padding token
+def test_an_export_answers_a_batch_as_the_run_does(folder, tmp_path, family, to):
+    model = load(with_template(folder(family), tmp_path / "base"), instructions(), "lora", answer_tokens=5)
+    w = trained(model)
+    export(model, w, to, tmp_path / "out")
+    names = run_code(model, to, tmp_path / "out")
+    tokenizer, module = names["tokenizer"], names["model"].eval()
+    assert set(module.generation_config.eos_token_id) == end_tokens(model, called=True) == {2, 3}
+    model.load(w)
+    prompts = [[{"role": "user", "content": said}] for said, _ in ASKED]
+    batch = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    batch.pop("token_type_ids", None)
+    given = module.generate(**batch, max_new_tokens=5)[:, batch["input_ids"].shape[1] :]
+    for row, answer in zip(
+        given.tolist(), answers(model, model.prepare(instructions(), range(len(ASKED)))), strict=True
+    ):
+        assert row[: len(answer.tokens)] == list(answer.tokens)
+        assert set(row[len(answer.tokens) :]) <= {tokenizer.pad_token_id}  # the answer ends where the run's does
+
+
+def test_the_base_keeps_its_own_generation_settings(folder, tmp_path):
+    model = load(with_template(folder("llama"), tmp_path / "base"), instructions(), "lora")
+    own = (tmp_path / "base/generation_config.json").read_bytes()
+    export(model, model.params(), "peft", tmp_path / "out")
+    assert (tmp_path / "base/generation_config.json").read_bytes() == own
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "side"),
+    [
+        ("llama", instructions(), "left"),
+        ("llama", preferences(), "left"),
+        ("llama", prose(), "right"),  # the tokenizer's own
+        ("llama", sentences(), "right"),
+        ("bert", sentences(), "right"),
+    ],
+)
+def test_an_exports_tokenizer_pads_on_the_runs_side(folder, tmp_path, family, rows, side):
+    from transformers import AutoTokenizer
+
+    model = load(folder(family), rows, "lora")
+    export(model, model.params(), "hf", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").padding_side == side
+
+
+@pytest.mark.parametrize("scale", ["none", "row", "unit"])
+def test_the_code_of_a_head_scales_vectors_as_the_run_does(tmp_path, scale):
+    rows = vectors()
+    rows.inputs[0] = 2.0  # a constant vector, which has no deviation
+    rows.inputs[1] = 0.0
+    model = load("features", rows)
+    w = trained(model)
+    export(model, w, "torch", tmp_path / "out", scale=scale)
+    found = run_code(model, "torch", tmp_path / "out")["logits"](torch.from_numpy(rows.inputs))
+    scaled = scale_features(rows, scale)
+    assert torch.allclose(found, expected(model, w, model.prepare(scaled, range(5))), atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "to", "keys"), [("vit", "peft", {}), ("clip", "hf", {"task": "zero_shot"})])
+def test_the_code_reads_pictures_without_torchvision(folder, tmp_path, family, to, keys):
+    model = load(folder(family), images(), "lora", **keys)
+    export(model, model.params(), to, tmp_path)
+    (call,) = re.findall(r"AutoImageProcessor.from_pretrained.*", code_of(model, to, tmp_path))
+    assert call == 'AutoImageProcessor.from_pretrained("FOLDER", backend="pil")'
