@@ -13,6 +13,7 @@ from tiny_models import images, load, prose, sentences, vectors
 from fedfm.api.model_card import how_to_load
 from fedfm.data.load import scale_features
 from fedfm.data.table import Table
+from fedfm.models.adapter_files import holding
 from fedfm.models.export import export
 from fedfm.models.quiet import quiet
 from fedfm.models.text_metrics import answers, end_tokens
@@ -115,3 +116,27 @@ def test_the_code_reads_pictures_without_torchvision(folder, tmp_path, family, t
     export(model, model.params(), to, tmp_path)
     (call,) = re.findall(r"AutoImageProcessor.from_pretrained.*", code_of(model, to, tmp_path))
     assert call == 'AutoImageProcessor.from_pretrained("FOLDER", backend="pil")'
+
+
+@pytest.mark.parametrize(("family", "rows"), [("llama", prose()), ("bert", sentences())])
+def test_an_export_has_the_change_that_a_run_in_16_bits_learned(folder, tmp_path, family, rows):
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    model = load(folder(family), rows, "lora", dtype="bfloat16")
+    w = type(model.params())({n: 0.02 * t for n, t in trained(model).items()})  # as small as after few steps
+    with holding(model, w):
+        export(model, w, "hf", tmp_path / "out")
+        changes = {
+            name.removeprefix("base_model.model."): (m.get_delta_weight("default"), m.base_layer.weight.float())
+            for name, m in model.module.named_modules()
+            if isinstance(m, LoraLayer)
+        }
+    auto = AutoModelForSequenceClassification if model.classes else AutoModelForCausalLM
+    whole = auto.from_pretrained(tmp_path / "out")
+    assert changes
+    for name, (change, before) in changes.items():
+        found = whole.get_submodule(name).weight - before
+        assert (found - change).norm() < 0.01 * change.norm()
+    text = " ".join(how_to_load(model, "hf", tmp_path / "out"))
+    assert "are float32: rounded to bfloat16, they would lose" in text

@@ -38,3 +38,20 @@ def test_a_merged_layer_computes_the_same(layer, shape):
 def test_a_layer_that_changes_its_weights_is_refused():
     with pytest.raises(InputError, match=r"LoRA cannot be merged into 0, since a Standardised .* use peft"):
         merge(adapted(Standardised(6, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(6, 4), nn.Conv2d(3, 4, 3), nn.Embedding(5, 4)], ids=["map", "picture", "words"]
+)
+def test_a_small_change_of_a_weight_of_16_bits_stays(layer, dtype):
+    module = adapted(layer.to(dtype))
+    of = module.base_model.model[0]
+    before = of.base_layer.weight.detach().clone()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.01 * parameter.float()
+    change = of.get_delta_weight("default").float()
+    found = merge(module)[0].weight - before.float()
+    torch.testing.assert_close(found, change, rtol=0.01, atol=1e-7)

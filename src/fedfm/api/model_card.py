@@ -15,7 +15,7 @@ from fedfm.core.task_facts import TaskFacts
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import derived_modules, export_base, quantised
-from fedfm.models.adapter_files import ABOUT, WEIGHTS
+from fedfm.models.adapter_files import ABOUT, WEIGHTS, is_lora
 from fedfm.models.adapters.pair_names import GLOBAL, LOCAL
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.architectures import pooled_encoder
@@ -161,6 +161,12 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         words += ["", "On a CPU with instructions for bfloat16, bitsandbytes rounds the inputs of 4-bit layers."]
     if to != "peft" and model.spec.quantization == "int8":
         words += ["", "The run also rounded inputs of its 8-bit layers, row by row; these weights take exact inputs."]
+    if to != "peft" and is_lora(model) and model.spec.dtype != "float32":
+        words += [
+            "",
+            f"Weights with the adapter merged into them are float32: rounded to {model.spec.dtype}, they would lose "
+            "most of what the adapter learned. To compute in 16 bits, take an export by `--to peft`.",
+        ]
     if to == "torch" and model.added_bias:
         words += [
             "",

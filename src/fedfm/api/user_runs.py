@@ -168,8 +168,9 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
         return out
     with quiet():
         if to == "hf" and adapted:
-            module = merging.merge(copy.deepcopy(module))
-        module.save_pretrained(str(out))
+            merging.save(merging.merge(copy.deepcopy(module)), out)
+        else:
+            module.save_pretrained(str(out))
         processing = getattr(brings.given.trainer, "processing_class", None)
         if processing is not None:
             processing.save_pretrained(str(out))

@@ -97,7 +97,10 @@ def export(
             module.generation_config.update(**export_base.end_answers(model))
             module.generation_config._from_model_config = False
         with quiet():
-            module.save_pretrained(str(folder_at(out)))
+            if is_lora(model):
+                merging.save(module, folder_at(out))
+            else:
+                module.save_pretrained(str(folder_at(out)))
     else:
         write_tensors(merge(model, w).state_dict(), folder_at(out) / WEIGHTS)
         write_about(model, Path(out), head_takes)

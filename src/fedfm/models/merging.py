@@ -1,9 +1,15 @@
-"""Merges LoRA into the base's weights, if the layers then still compute the same."""
+"""Merges LoRA into the base's weights, if the layers then still compute the same.
+
+A layer with an adapter is merged in float32. A weight of 16 bits has no room for a small change: at a learning rate of
+5e-4, rounding the sum to bfloat16 lost nine tenths of what an adapter had learned.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +25,17 @@ _ALIKE = 0.01  # largest accepted difference, as a share of the largest output; 
 def merge(module: Any) -> Any:
     """The module of a PeftModel with its adapters merged into its weights. The PeftModel must not be used afterwards.
 
+    The merged layers have weights of float32, the others keep their dtype: see :func:`save`.
+
     Raises:
         InputError: a layer does not compute with its raw weight (e.g. a convolution standardises it), so that merged
             weights would give other outputs.
     """
     module = module.eval()
     for name, layer in _layers(module):
+        for weight in layer.get_base_layer().parameters():
+            if weight.dtype in (torch.bfloat16, torch.float16):
+                weight.data = weight.data.float()
         probe = _probe(layer.get_base_layer())
         if probe is None:
             continue
@@ -41,6 +52,15 @@ def merge(module: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")  # the loop has merged them
         return module.merge_and_unload()
+
+
+def save(module: Any, folder: Path | str) -> None:
+    """Write a module of :func:`merge` as transformers does, so that from_pretrained does not round merged weights."""
+    module.save_pretrained(str(folder))
+    path = Path(folder) / "config.json"
+    if any(p.dtype == torch.float32 for p in module.parameters()) and getattr(module, "dtype", None) != torch.float32:
+        config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": "float32"}
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
