@@ -312,7 +312,8 @@ def _of_base(model: Model, out: Path) -> str:
         return _EXPERTS
     return (
         f"`{export_base.BASE}/` links to the weights of this machine's copy; on another machine provide the base "
-        "yourself. `AutoPeftModel` looks for it where the folder was written."
+        "yourself. `AutoPeftModel` looks for it where the folder was written, even if another export is there now: "
+        "once the folder has been moved, use the code above."
     )
 
 
