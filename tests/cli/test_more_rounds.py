@@ -103,7 +103,7 @@ def test_a_model_that_the_last_round_completes_is_neither_left_early_nor_trained
     with pytest.raises(InputError, match="the last round of ccvr completed the model"):
         fedfm.resume(tmp_path / "run", rounds=4)
     ccvr["data"] |= {"val_fraction": 0.2}
-    with pytest.raises(InputError, match=r"run\.patience: .*completes its model in its last round"):
+    with pytest.raises(InputError, match=r"run\.patience: .*completes its model in the last round"):
         fedfm.run(ccvr | {"run": {"patience": 1}}, tmp_path / "other")
     private = {"noise_multiplier": 50.0, "delta": 1e-3, "clip_norm": 1.0, "halt_at_epsilon": 1.0}
     with pytest.raises(InputError, match=r"privacy\.halt_at_epsilon: "):

@@ -207,7 +207,7 @@ def test_shares_of_the_noise_add_up_in_both_parts(tmp_path):
         ({"clip_norm": None}, r"privacy\.clip_norm is missing"),
         ({"clip_learning_rate": 0.0}, r"privacy\.clip_learning_rate"),
         ({"mechanism": "dp_sgd", "unit": "record"}, "clips to a fixed norm"),
-        ({"mechanism": "correlated_gaussian"}, "the clip would change the unit"),
+        ({"mechanism": "correlated_gaussian"}, "the quantile would change it"),
     ],
 )
 def test_contradictions_are_refused(change, said, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedfm.privacy.spec import PrivacySpec
 
 FILE = "private/data.json"  # the file with the exact numbers of rows; only a run with [privacy] has it
+# The report removes the names of files that a run lacks, so each of these sentences begins with its files.
 _KEYS = "private/ holds clients' memories and keys, if the run has any: never share it."
 _OWN_MODELS = "clients/ has one model per client, which was fitted to that client's rows and discloses them in part."
 _WITHOUT_PRIVACY = (
@@ -14,8 +15,8 @@ _WITHOUT_PRIVACY = (
     "several candidate data sets they are.",
     "audit.json names single training rows. If the server keeps a foundation model, audit.json gives its distance from "
     "the models that were sent; once the run is audited, report.html and dossier.html state that distance, too.",
-    "If a method weighs clients against each other, weights.npz, arrays/ and the map in report.html reveal which "
-    "clients have similar rows.",
+    "weights.npz, arrays/ and the map in report.html reveal which clients have similar rows. Only methods that weigh "
+    "clients against each other write them.",
 )
 _UNDER_PRIVACY = (
     f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
