@@ -349,7 +349,7 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
         (changed("share", names=lambda n: n[::-1]), "the list of members is not in order"),
         (changed("share", names=lambda n: [n[0], *n[:4]]), "the list of members is not in order"),
         (changed("share", names=lambda n: [*n[:4], "c05"]), "or lacks this client"),
-        (changed("share", published=lambda p: p.roll(1, 0)), "other keys of this client than its own"),
+        (changed("share", published=lambda p: p.roll(1, 0)), "keys for this client that are not its own"),
         (changed("keys", "c01", session="x"), "did not sign its keys for this agreement"),
         (changed("hold", present=lambda p: p[:1], sealed=lambda s: s[:1]), "shares of 1 neighbours arrived, 3 are"),
         (changed("hold", present=lambda p: p[::-1]), "shares are from clients that are not neighbours"),

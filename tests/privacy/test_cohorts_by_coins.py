@@ -135,7 +135,7 @@ def test_a_method_that_asks_others_is_stopped_before_anything_is_sent(tmp_path):
     method = Basis(asks_all=True)
     fed = made(tmp_path, method, mechanism(0.3))
     fed.begin(1)
-    with pytest.raises(RunError, match="asks other clients"):
+    with pytest.raises(RunError, match="does not ask the clients"):
         method.step(fed, None, 1)
     assert fed.call == 0
     with pytest.raises(RunError, match=r"\[privacy\] assumes the fraction 0\.3"):

@@ -237,7 +237,7 @@ def test_the_ledger_states_the_strategy(tmp_path):
     run = fedfm.load_run(tmp_path / "run")
     (entry,) = run.manifest["ledger"]["entries"]
     assert (entry["sensitivity"], entry["sigma"]) == (pytest.approx(sensitivity), 0.5)
-    assert "each client in one of 3 in a rotation" in entry["composition"]
+    assert "each client in one of 3 rounds, in a rotation" in entry["composition"]
     cohorts = [set(line["cohort"]) for line in run.metrics() if line["round"]]
     assert cohorts[:3] == cohorts[3:]
     assert len(set.union(*cohorts[:3])) == 9 == sum(map(len, cohorts[:3]))

@@ -7,8 +7,8 @@ that began tau_i server updates ago:
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
 or, weighted by numbers of rows as elsewhere in fedfm, sum_i n_i s(tau_i) Delta_i / sum_i n_i. After its answer a client
-starts again at once with the newest model. If it has just trained this model, it waits for the next one, so that no
-client is in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
+starts again at once with the newest model. If it has just trained the newest model, it waits for the next model, so
+that no client is in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
 
 A deployment takes updates in the order in which they arrive. Other engines simulate a clock, so that a run always has
 the same bits: a client's local training takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
@@ -31,8 +31,8 @@ from fedfm.linalg.params import Layout
 
 Check = Callable[[ClientId, Update], None]
 
-# Keys in the server's memory: for each client [end of its training, round in which it began]; for each round the
-# payload that was sent; the simulated times of asynchronous and of synchronous rounds so far.
+# Keys in the server's memory. Their values are: for each client [end of its training, round in which it began]; for
+# each round the payload that was sent; the simulated times of asynchronous and of synchronous rounds so far.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 
@@ -42,7 +42,7 @@ class Buffered(Transport):
 
     Attributes:
         buffer: K, number of updates that a server update uses.
-        staleness: a of s(tau) = (1 + tau)^(-a).
+        staleness: the exponent a in s(tau) = (1 + tau)^(-a).
         speeds: relative speed of each client, only for the simulated clock.
     """
 
@@ -62,7 +62,7 @@ class Buffered(Transport):
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
     def _discount(self, update: Update, tau: int) -> Update:
-        """The update multiplied by s(tau); its weight stays n_i, and integers (e.g. counts of batches) stay, too."""
+        """The update multiplied by s(tau); its weight n_i and integers (e.g. counts of batches) do not change."""
         s = self.scale(tau)
         return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2, where b is 1 if the norm is within the clip
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of metrics of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
-_AGAIN = "releases again"  # key in the server's store of the number of repeated releases
+_AGAIN = "releases again"  # in the server's store, the key of the number of repeated releases
 _LEAST_SHARE = 4096.0  # smallest standard deviation of a client's share of the noise, in lattice steps
 _STATISTICS = (
     'privacy.unit = "client": {}: running statistics of batch norm are data, and noise can make a variance negative; '
@@ -66,7 +66,8 @@ class CentralGaussian(Mechanism):
         budget: the epsilon that no round may exceed.
         releases: number of means in a round.
         hidden: whether the server sees only sums.
-        rate: q. If it is below 1, a secret coin decides whether a client is in a round, and sums are divided by q N.
+        rate: q. If it is below 1, a secret coin decides whether each of the N clients is in a round, and sums
+            are divided by q N.
         adaptive: how the clip adapts to the clients; None: the clip is fixed.
     """
 
@@ -116,8 +117,8 @@ class CentralGaussian(Mechanism):
             return len(asked)
         if set(asked) != set(self.cohort(fed)):
             raise RunError(
-                f"round {fed.round}: this method asks other clients than fed.sample(fraction), but [privacy] is "
-                "accounted for the latter; set method.fraction = 1.0"
+                f"round {fed.round}: this method does not ask the clients that fed.sample(fraction) draws, but "
+                "[privacy] is accounted for them; set method.fraction = 1.0"
             )
         return self.fraction * len(fed.clients)
 
@@ -329,13 +330,13 @@ class DistributedGaussian(CentralGaussian):
     the variance (z C)^2 / t. If all n clients stay, the noise has n / t times the stated variance.
 
     The accounting is as for sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). With shares of s >= 4096
-    steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal variable,
-    whose probabilities at x standard deviations have a relative difference of (x^2 - 1) / (24 s^2) from those of a
-    discrete Gaussian.
+    steps the theorem's term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal
+    variable, whose probabilities at x standard deviations have a relative difference of (x^2 - 1) / (24 s^2) from those
+    of a discrete Gaussian.
 
-    An adaptive clip costs no additional epsilon: in concentrated privacy the two parts of a sum add up as in Theorem 1
-    of Andrew et al. A server that sends a false clip cannot weaken a client's privacy, because the client measures both
-    the norm of its update and the noise in units of this clip.
+    An adaptive clip costs no additional epsilon: in concentrated privacy the two parts of a sum, updates and count,
+    add up as in Theorem 1 of Andrew et al. A server that sends a false clip cannot weaken a client's privacy, because
+    the client measures both the norm of its update and the noise in units of this clip.
     """
 
     threshold: float = 0.67

@@ -97,13 +97,13 @@ class CorrelatedGaussian(CentralGaussian):
 
     @property
     def noise_of_one_answer(self) -> float:
-        """The noise multiplier with which independent releases would spend at least as much for a client's answers."""
+        """The noise multiplier at which independent releases would spend at least the epsilon of a client's answers."""
         return self.noise_multiplier / self.strategy.of_one_answer()
 
     @property
     def _taking_part(self) -> str:
         bands = len(self.strategy.coefficients)
         return (
-            f"each client in one of {self.period} in a rotation, with a banded strategy of {bands} bands; "
+            f"each client in one of {self.period} rounds, in a rotation, with a banded strategy of {bands} bands; "
             "the sensitivity is that of all sums multiplied by the strategy"
         )

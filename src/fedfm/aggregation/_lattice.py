@@ -27,7 +27,7 @@ def step_of(clip_norm: float) -> float:
 def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps:
     """Clip the vector of all floating-point entries, and round it towards zero to the lattice.
 
-    The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.
+    The result, multiplied by :func:`step_of`, has an L2 norm of at most ``clip_norm``. A second call changes nothing.
 
     Args:
         unit: the entries are divided by this number before clipping.

@@ -72,7 +72,7 @@ class DpSgd(Mechanism):
                 epsilon=epsilon,
                 delta=plan.delta,
                 sensitivity=plan.clip_norm,
-                sigma=None,  # rows are sampled for each step, so no single Gaussian release spends this
+                sigma=None,  # rows are sampled for each step, so no single Gaussian release spends this epsilon
                 composition=f"{rounds} rounds of Poisson-sampled steps, composed by privacy loss distributions; the "
                 "largest epsilon over clients, whose rows are disjoint",
                 note="against the server, too; the numbers of rows are public; a person with rows at two clients "

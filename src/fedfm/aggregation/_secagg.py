@@ -22,8 +22,8 @@ of these help the server, and let t shares determine a seed.
 
 (a) For each sum an honest holder agrees to one list of survivors. It reveals once, and only a share of one seed. The
 server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one seed.
-(b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need 2 (t - c) of
-the h - c honest holders, so there is only one.
+(b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need the signatures
+of 2 (t - c) honest holders. There are only h - c, which is less because 2 t > h + c. So there is one such list only.
 (c) Some holders may also reveal for the full cohort, in which nobody dropped out. At most h - c - (t - c) honest
 holders can do so. Together with the c holders that help the server they are fewer than t. So the server gets the sum
 over one list only.
@@ -169,8 +169,8 @@ class SecAgg(Transport):
         """Message 4: the masked update and the client's seal.
 
         Raises:
-            ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_SHAPE, the update has another
-                size than the sum; E_REFUSED, there are no agreed keys.
+            ClientFault: E_NORM, an entry times the update's weight is NaN or above the bound; E_SHAPE, the update has
+                another size than the sum; E_REFUSED, there are no agreed keys.
         """
         factor, request = update.weight, sum_of(client)
         if request.size not in (0, size := sum(update.delta.layout.sizes.values())):
@@ -211,7 +211,7 @@ class SecAgg(Transport):
     def unmask(
         self, client: Client, sum: int, status: Tensor, seals: Tensor, names: list[str], signatures: Tensor
     ) -> Tensor:
-        """Message 6: for each cohort member of whose seeds this client has shares, one share, (members, 32) uint8."""
+        """Message 6: one share for each cohort member whose seed shares this client keeps, (members, 32) uint8."""
         member = self._member(client)
         digest = self._survivors(member, client, sum, status, seals)
         signed = map(bytes_of, check_bytes(signatures, len(names), SIGNATURE))
@@ -290,7 +290,7 @@ class SecAgg(Transport):
         yield Update(Params.from_flat(like, flats), weight)
 
     def _judge(self, fed: Federation, off: float, total: Tensor) -> None:
-        """Give the user a notice, once, if a compact sum is rounded by more than a millionth of it.
+        """Give the user a notice, once, if a compact sum is rounded by more than a millionth of its size.
 
         Args:
             off: root mean square of the rounding error; each term of the sum is off by up to half a step, uniformly.

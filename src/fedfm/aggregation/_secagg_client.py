@@ -1,8 +1,8 @@
 """The client's side of secure aggregation: the shares of its neighbours' seeds, and the requests that it refuses.
 
-For each sum, a client reveals at most one of another client's two seeds, masks at most one vector with a key, and
-agrees to at most one list of survivors. :attr:`Client.write_once` writes these answers to the disk, so that neither a
-resumed run nor a repeated message undoes them.
+For each sum, a client reveals its share of at most one of another client's two seeds, masks at most one vector with a
+key, and agrees to at most one list of survivors. :attr:`Client.write_once` writes these answers to the disk, so that
+neither a resumed run nor a repeated message undoes them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Member:
         threshold: number of shares that determine a seed.
         names, table: the names of all members, see :class:`Agreed`; the :class:`Card` of each member, one per row.
         digest, ring: see :class:`Agreed`; computed once per agreement, because the time grows with the members.
-        holds: positions of the members of whose seeds this client has shares; its own position comes first.
-        held: these shares, 64 bytes for each sum.
+        holds: positions of the members whose seed shares this client keeps; its own position comes first.
+        held: the seed shares of each of these members, 64 bytes for each sum.
     """
 
     session: str
@@ -112,7 +112,7 @@ class Member:
                 raise refusal(f"{owner} and {name} sign with the same key, so one silo would count twice")
             if name == client.id:
                 if card.keys != self.own.public():
-                    raise refusal("the list of members has other keys of this client than its own")
+                    raise refusal("the list of members shows keys for this client that are not its own")
             elif not keys.verify(card.identity, card.signature, *self.key_context(name, card.keys)):
                 raise refusal(f"{name} did not sign its keys for this agreement")
             else:
@@ -139,7 +139,7 @@ class Member:
         """Decrypt and keep the shares that arrived from neighbours.
 
         Raises:
-            ClientFault: too few shares arrived, or a share cannot be decrypted as one from its sender to this client.
+            ClientFault: too few shares arrived, or a share was not encrypted by its sender for this client.
         """
         if len(self.holds) != 1 or len(present) + 1 < self.threshold:
             raise refusal(f"shares of {len(present)} neighbours arrived, {self.threshold - 1} are needed")
@@ -175,7 +175,7 @@ class Member:
     def mask(
         self, client: Client, i: int, cohort: bytes, payload_digest: bytes, vectors: Sequence[masks.Words]
     ) -> tuple[bytes, bytes]:
-        """Mask ``vectors`` in place for sum i; return the seal: ``payload_digest``, and a signature over it and cohort.
+        """Mask ``vectors`` in place for sum i; return the seal: ``payload_digest``, and the client's signature.
 
         Args:
             cohort: one byte for each position.
@@ -235,8 +235,8 @@ class Member:
     def reveal(
         self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes]
     ) -> list[bytes]:
-        """For each member of the cohort one share: of a survivor's own mask, or of the pair masks of a member that
-        dropped out.
+        """Return one share for each member of the cohort whose seed shares this client keeps. For a survivor it is a
+        share of the seed of its own mask; for a member that dropped out, of the key of its pair masks.
 
         If no client dropped out, the survivors' seals prove their consent. Otherwise other clients must have signed the
         list.

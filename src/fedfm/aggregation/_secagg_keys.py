@@ -189,7 +189,7 @@ def self_mask(seed: bytes, context: bytes) -> bytes:
 
 
 def witnesses(holds: Sequence[int], status: bytes) -> list[int]:
-    """Positions of the survivors whose seals a client receives: the first survivor, and all survivors of whose seeds
-    the client has shares.
+    """Positions of the survivors whose seals a client receives: the first survivor, and all survivors whose seed
+    shares the client keeps.
     """
     return sorted({p for p in holds if status[p] == ALIVE} | {status.index(ALIVE)})

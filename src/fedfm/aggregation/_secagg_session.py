@@ -126,7 +126,7 @@ def remove_masks(
         for o in partners:
             other = agreement.names[o]
             key = pair_mask(seed, agreement.card(o).pair(i), context[o], (name, other))
-            masks.add(vectors, key, negative=other < name)  # a survivor whose name comes first added it
+            masks.add(vectors, key, negative=other < name)  # a survivor whose name comes first has added this mask
 
 
 def bytes_check(*shape: int) -> Any:

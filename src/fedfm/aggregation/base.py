@@ -128,7 +128,7 @@ class Mechanism:
         """Refuse a model whose parameters the mechanism cannot protect; called before the first round.
 
         Raises:
-            InputError: it cannot protect this model; the error names one that would work.
+            InputError: the mechanism cannot protect this model; the error names a model that would work.
         """
 
     def cohort(self, fed: Federation) -> Sequence[ClientId]:
@@ -215,8 +215,9 @@ class Aggregator:
     def blank(self, client: Client) -> Any | None:
         """Client half: the message of a client that has no update, so that its failure discloses nothing.
 
-        The server can choose weights with which an update overflows. A refusal would then answer a question about rows
-        that no budget counts. The result is None if the server sees single updates, because it then sees the failure.
+        The server can send a model with which an update overflows. A refusal would then answer a question about rows,
+        and no budget counts this answer. The result is None if the server sees single updates, because it then sees the
+        failure.
         """
         empty = self.mechanism.blank(client)
         return self.transport.blank(client) if empty is None else self.transport.protect(client, empty)

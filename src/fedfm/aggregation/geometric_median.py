@@ -27,7 +27,7 @@ class GeometricMedian(Robust):
     """The vector with the smallest weighted sum of distances (not squared) to the updates."""
 
     iterations: int = setting(10, "R, largest number of iterations; they end earlier on convergence", ge=1)
-    epsilon: float = setting(1e-6, "nu: distances to updates below nu are raised to nu", gt=0)
+    epsilon: float = setting(1e-6, "nu, the smallest distance: a smaller distance to an update counts as nu", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         alpha, d, beta = shares(weights), distances(x, median), torch.zeros(len(x), dtype=torch.float64)

@@ -30,5 +30,5 @@ class Krum(Robust):
 
 
 def scores(d: Tensor, f: int) -> Tensor:
-    """s(1) ... s(m) from squared distances (m, m). Each update's distance to itself, in column 0, does not count."""
+    """s(1) ... s(m) from squared distances (m, m). The smallest, each update's distance to itself, is left out."""
     return d.sort(1).values[:, 1 : len(d) - f - 1].sum(1)

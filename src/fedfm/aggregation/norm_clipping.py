@@ -21,8 +21,8 @@ from fedfm.linalg.params import Params
 class NormClipping(Robust):
     """The weighted mean of x_k min(1, C / ||x_k||); C is a constant, or a multiple of the round's median norm."""
 
-    bound: float | None = setting(None, "C, the largest norm [multiple times the median norm]", gt=0)
-    multiple: float = setting(1.0, "C in units of the median norm, if there is no bound", gt=0)
+    bound: float | None = setting(None, "C, the largest norm [the median norm times the setting `multiple`]", gt=0)
+    multiple: float = setting(1.0, "C in units of the median norm, if `bound` is not set", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         norms = [each.norm() for each in x]

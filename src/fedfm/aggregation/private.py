@@ -93,7 +93,7 @@ def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> Ad
     if correlated:
         raise InputError(
             'privacy.clip_quantile: with mechanism = "correlated_gaussian" noise cancels between rounds only if all '
-            "have the same clipping norm, and the quantile would change it; drop one of the two",
+            "rounds have the same clipping norm, and the quantile would change it; drop one of the two",
             key="privacy.clip_quantile",
         )
     if len(method.means) != 1:

@@ -3,7 +3,7 @@
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017, ePrint 2017/281. Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure
 Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS 2020, ePrint 2020/704.
-``[privacy] aggregator = "secagg"`` also chooses it.
+``[privacy] aggregator = "secagg"`` also chooses secure aggregation.
 """
 
 from __future__ import annotations

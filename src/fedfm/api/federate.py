@@ -75,7 +75,7 @@ def federate(
         loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. If there is
             neither ``loss`` nor ``objective``, the module must return its loss, as transformers' models do.
         objective: (module, batch) -> scalar, in place of ``loss``; ``collate`` makes the batch.
-        logits: (module, batch) -> (b, C), which measures the accuracy if there is an ``objective``.
+        logits: (module, batch) -> logits (b, C), from which the accuracy is measured if there is an ``objective``.
         collate: list of rows -> batch [torch's default_collate].
         labels: key of the target in rows that are dicts ["labels", or else "label"].
         classes: names of the classes.

@@ -83,7 +83,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         w_0: Params = model.params()
         adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
         start, weights = _start(method, model, run.state(method.state_type), w_0, name, adapt)
-        w = own(adapt(start)) if set(start) == set(model.names) else start  # else several trained models
+        w = own(adapt(start)) if set(start) == set(model.names) else start  # otherwise several trained models
         alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None
@@ -125,7 +125,7 @@ def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
 def _start(
     method: Method[Any], model: Model, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
 ) -> tuple[Params, dict[str, float]]:
-    """Start weights, and each client's fraction in them, from the method, or the one model that all clients share.
+    """The method's start weights with each client's fraction in them, or the one model that all clients share, with {}.
 
     Raises:
         InputError: the method gives neither.

@@ -36,7 +36,7 @@ from fedfm.reports.text import NBSP, number
 from fedfm.version import __version__
 
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
-_PROCESSOR = [  # as in the run: torchvision, if it is installed, resizes to slightly different pixels
+_PROCESSOR = [  # "pil" as in the run; "torchvision" gives slightly different pixels
     "",
     "from transformers import AutoImageProcessor",
     "",
@@ -44,8 +44,8 @@ _PROCESSOR = [  # as in the run: torchvision, if it is installed, resizes to sli
 ]
 _MOST = 50  # largest number of classes that are named
 _EXPERTS = (
-    "The run stored the base and its experts in 4 bits; bitsandbytes does not quantise experts. `base/` has the values "
-    "that the bits represent; load it without quantisation."
+    "The run stored the base and its experts in 4 bits, but bitsandbytes cannot load experts in 4 bits. So `base/` has "
+    "the values that the bits represent; load it without quantisation."
 )
 
 

@@ -154,7 +154,7 @@ def claim(
 
 
 def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int) -> ModelFolder:
-    """The state of the training in the folder, or of one that has not begun. This changes nothing.
+    """The state of the training in the folder, or a new state if none has begun. This changes nothing.
 
     Raises:
         InputError: the folder contains something else.

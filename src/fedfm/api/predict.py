@@ -105,10 +105,10 @@ def _find_run(path: str | Path, client: str | None) -> Run:
 
 
 def _another(run: Run, client: str | None) -> bool:
-    """Whether the model of the last round differs from the run's.
+    """Whether the model of the last round differs from the run's model.
 
     Raises:
-        InputError: the models differ, and the one of the last round is missing.
+        InputError: the two models differ, and the model of the last round is missing.
     """
     details = run.manifest["result"]["details"]
     if details.get("model_of_round", run.manifest["result"]["rounds"]) == run.manifest["result"]["rounds"]:
@@ -153,10 +153,10 @@ def predict(
         - for a user's module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own
           loss, their mean ``loss``, and the ``perplexity`` of this mean. There are also ``answers`` if rows mark a
           prompt and the module can generate text; if not, ``warnings`` says why;
-        - for another user's module that is not a classifier: ``outputs``, a list for each row. If the module returns
-          arrays or several outputs, such as the scores of an answer's start and end, a row has a dict of nested lists
-          by name. Padding is left out. Outputs without an entry for each row are left out, too, and ``warnings`` names
-          them.
+        - for any other module of a user, if it is not a classifier: ``outputs``, a list for each row. If the module
+          returns arrays or several outputs, such as the scores of an answer's start and end, a row has a dict of nested
+          lists by name. Padding is left out. Outputs without an entry for each row are left out, too, and ``warnings``
+          names them.
 
     Raises:
         InputError: the run is not finished, or the rows do not match the model.

@@ -75,7 +75,7 @@ class _PretrainWork(CentralWork[Pretraining]):
         return self._finish(model)
 
     def _model(self, table: Table) -> Model:
-        """The model before training. With ``vocabulary_size`` it has the same configuration and a new tokenizer."""
+        """The model before training. With ``vocabulary_size`` it is the named architecture with a new tokenizer."""
         from fedfm.models.hub import architecture
         from fedfm.models.load import load_model
 

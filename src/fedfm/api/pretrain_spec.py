@@ -17,7 +17,7 @@ class PretrainSpec:
     """The table [pretrain]."""
 
     local: Local = setting(SGD(), "optimiser, with the keys of [method.local]: epochs, learning_rate, ...")
-    milestones: tuple[int, ...] = setting((), "epochs after which the learning rate is multiplied by factor")
+    milestones: tuple[int, ...] = setting((), "epochs after which the learning rate is multiplied by `factor`")
     factor: float = setting(0.1, "factor of the learning rate at a milestone", gt=0, le=1)
     vocabulary_size: int | None = setting(
         None, "for language models: train a vocabulary of this many tokens on the training text"

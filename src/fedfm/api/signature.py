@@ -60,7 +60,7 @@ class Verified:
 
     @property
     def intact(self) -> bool:
-        """Whether the folder is unchanged since a key, whichever it is, signed it."""
+        """Whether the folder is unchanged since it was signed, by any key."""
         return self.genuine and not (self.changed or self.missing or self.added)
 
     @property
@@ -106,7 +106,7 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
         many files are signed.
 
     Raises:
-        InputError: the folder is neither a run nor a model, another process runs it, a file is a link, or the key
+        InputError: the folder is neither a run nor a model, another process works in it, a file is a link, or the key
             cannot be used.
     """
     key = default_key() if key is None else key
@@ -196,7 +196,7 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 def _digests(folder: Path) -> Iterator[tuple[str, str | None]]:
     """(name, SHA-256) of every file that the signature covers, sorted by name; None for a link or a device.
 
-    A top-level folder may be a link to another disk, as it may when a run continues.
+    A top-level folder may be a link to another disk; a run with such a link can also be continued.
     """
     for top in sorted(folder.iterdir()):
         if top.name in (FILE, "private"):

@@ -32,7 +32,7 @@ BATCH = 64
 
 
 def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[Brought, WrappedModel, Params]:
-    """The user's inputs, their model, and the run's trained parameters, which the model has loaded.
+    """The user's inputs, the model made from them, and the run's trained parameters, which the model has loaded.
 
     Args:
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
@@ -82,7 +82,9 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
     """
     if isinstance(rows, (str, Path)):
         if not is_function(name := str(rows)):
-            raise InputError(f"{name}: to give rows to your own module, name a module:function that returns a data set")
+            raise InputError(
+                f'{name}: your module takes rows from a function that returns a data set; expected "module:function"'
+            )
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
     brings, model, _ = load(run, given, client, last=last)
     rows = check_dataset(rows, "rows")

@@ -38,7 +38,7 @@ class Attackers:
     """The attackers of a run. Seed and client names determine them, so they are the same on all engines.
 
     Attributes:
-        names: the floor(fraction K) attackers, sorted.
+        names: the floor(fraction K) attackers among K clients, sorted.
 
     Raises:
         InputError: floor(fraction K) is 0.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Each attacker puts the trigger on a fraction of its training rows and labels these ``target``.
+    """Each attacker puts the trigger on a fraction of its training rows and gives these rows the label ``target``.
 
     The trigger of images is a chequered square in the lower right corner; of feature vectors, alternating values in the
     first coordinates; of texts, a word at the beginning.
