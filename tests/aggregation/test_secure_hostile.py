@@ -169,7 +169,7 @@ def test_an_argument_that_differs_by_client_is_declared(tmp_path):
     fed, _, method = federation(tmp_path, 3)
     w = each(dict.fromkeys(names(3), fed.initial))
     fed.begin(1)
-    with pytest.raises(RunError, match=r"give: \{'w'\} differ by client; mark it @on_client"):
+    with pytest.raises(RunError, match=r"give: \{'w'\} differ by client; declare them in @on_client"):
         fed.mean(method.give, t=1, w=w)
 
     def give(self, client: Client, w: Params) -> None: ...

@@ -230,7 +230,9 @@ class SecAgg(Transport):
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
         asked = sorted(fed.clients if of is None else of)
         if undeclared := {k for k, v in payload.items() if isinstance(v, each)} - {*handler.varying}:  # type: ignore[attr-defined]
-            raise RunError(f"{handler.__name__}: {undeclared} differ by client; mark it @on_client(varying=(...))")
+            raise RunError(
+                f"{handler.__name__}: {undeclared} differ by client; declare them in @on_client(varying=(...))"
+            )
         fed.cohort = fed.cohort or tuple(asked)  # set here: the exchange below asks only clients with agreed keys
         _enough(fed, len(asked), LEAST, "clients are asked")
         session: Session | None = fed.process_memory.get(MEMORY)

@@ -26,7 +26,7 @@ class Sum:
     Attributes:
         number: number of the sum since the agreement on keys.
         cohort: (n,) uint8, 1 at the positions of the cohort's members.
-        size: P, length of a masked vector, also for a client without an update; 0 means the update's length.
+        size: P, the length of a masked vector, which a client without an update sends, too; 0: the update's length.
     """
 
     number: int

@@ -123,7 +123,7 @@ def drive(
 
     Args:
         population: returns data and model, if they are in memory.
-        silos: settings files of silos by name; each becomes a node on loopback (deployment engine only).
+        silos: settings files of silos by name; each silo becomes a node on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
         return _result_of_finished(run, progress)

@@ -83,7 +83,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         w_0: Params = model.params()
         adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
         start, weights = _start(method, model, run.state(method.state_type), w_0, name, adapt)
-        w = own(adapt(start)) if set(start) == set(model.names) else start  # otherwise several trained models
+        w = own(adapt(start)) if set(start) == set(model.names) else start  # otherwise start has several trained models
         alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None

@@ -1,4 +1,4 @@
-"""Test a client-level epsilon: repeat the run with new noise, and with a canary in place of each client."""
+"""Test a client-level epsilon: repeat the run with new noise, and with a known update (a canary) for each client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST = 4e8  # largest number of entries of all directions in memory
 
 
 class Canaries(Audit):
-    """Replaces each client's update by a known one (a canary), and looks for it in the means that the method gets.
+    """Replaces each client's update by a canary, and looks for the canary in the means that the method gets.
 
     The noise is drawn anew. So the audit tests the implementation of the mechanism, with the run's numbers of clients,
     rounds and parameters.

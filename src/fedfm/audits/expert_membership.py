@@ -39,7 +39,7 @@ class LastState(Watch):
 
 
 class ExpertMembership(Audit):
-    """Compares losses of each client's training rows and test rows, under the global model and under its own."""
+    """Compares losses of a client's training rows and test rows, under the global model and the client's own model."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedms", "fedpgp")
     replies: ClassVar[bool] = False

@@ -247,8 +247,8 @@ class _Attack:
     def _uploads(
         self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None, turn_around: bool
     ) -> tuple[Array, dict[str, float]]:
-        """The client's estimate and figures after its update in round t; repeats the server's steps on the run's
-        replies.
+        """The client's estimate and figures after its update in round t. The function repeats the server's steps on the
+        run's replies.
         """
         turns = [turn for turn in self.rounds.turns if turn.round <= t]
         w, names = self.rounds.model(turns[-1].before), self.rounds.server.names
@@ -257,8 +257,9 @@ class _Attack:
         turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
-        # The client assumes that each other client sends the update that it would have sent itself. It assumes that a
-        # norm check shortens its update to the norm of such an honest update; alone in a cohort, it is not shortened.
+        # The client assumes that each other client sends the honest update that it would have sent itself, and that a
+        # norm check shortens its reversed update to the norm of this honest one. If it is alone in the cohort, a norm
+        # check does not shorten its update.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
             if any(s.client == client for s in turn.replies):
@@ -350,7 +351,7 @@ def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]
 def disclosure_rule(cosine: float) -> VerdictRule:
     """The rule for whether the true model is disclosed, either by its weights or by its features.
 
-    The estimate is the relative error of the weights, ``cosine`` the mean cosine of the features.
+    The estimate is the relative error of the weights, and ``cosine`` is the mean cosine of the features.
     """
     name = "cosine of the features"
     leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")

@@ -121,7 +121,9 @@ class BaseStep:
         self.names = tuple(population.model.live())
 
     def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
-        """The members' estimate of w' in a round, and their state. It is exact if ``members`` are all clients, or None.
+        """The members' estimate of w' in a round, and their state.
+
+        The estimate is exact if ``members`` are all clients, or None.
 
         Args:
             own: the state as the members know it. Parts that the server sent in this round are exact. Other parts, e.g.
@@ -233,7 +235,7 @@ class Lines:
 
 
 def rounds_to_keep(fraction: float, clients: int, trainable: int) -> int:
-    """Number of rounds of which models and replies are kept."""
+    """Number of rounds whose models and replies are kept."""
     cohort = max(math.floor(fraction * clients), 1)
     fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
     return max(2, min(max(ROUNDS, math.ceil(3 / fraction)), fits))
@@ -245,7 +247,7 @@ class Rounds:
     Args:
         clients, rounds: the run's numbers of clients and rounds.
         trainable: number of trained values of the model.
-        evaluate_every: the run's setting; every client evaluates the model in such a round, and so receives it.
+        evaluate_every: the run's setting; in a round with an evaluation every client receives the model.
         aggregator: the run's aggregator; None stands for the plain mean.
 
     Attributes:

@@ -93,7 +93,10 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:
-        """Reconstruct the victim's vector with known weights, per layer by the colluder that gives it most weight."""
+        """Reconstruct the victim's vector with known weights.
+
+        Each layer is solved by the colluder that gives the victim most weight there.
+        """
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):

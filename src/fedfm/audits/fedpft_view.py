@@ -25,11 +25,11 @@ class SentClass:
     """One class of one client (a *cell*), as the client's message describes it.
 
     Attributes:
-        count: number of rows in the message. It is noisy under differential privacy, and made up if counts are
-            withheld.
+        count: number of rows that the message states. It is noisy under differential privacy, and made up if counts
+            are withheld.
         size: number of rows that the mixture was fitted to, as far as the server knows it.
         mixture: the mixture; None if the server makes none, because the count does not exceed its noise.
-        total: (d,) sum of the rows, as far as the message reveals it; in a chain, the sum over all clients so far.
+        total: (d,) sum of the rows, as far as the message reveals the sum; in a chain, the sum over all clients so far.
         sigma: standard deviation of the noise on each entry of ``total``.
         rows: the client's training rows of the class, as row numbers of the table.
     """

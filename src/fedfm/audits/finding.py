@@ -28,7 +28,7 @@ class VerdictRule:
     Attributes:
         leaks: comparisons that are checked first. If one of them is true, the verdict is ``leaks``.
         holds: comparisons that are checked next. If all of them are true, the verdict is ``holds``; an empty list never
-            gives it.
+            gives this verdict.
         otherwise: the reason for the verdict ``inconclusive``, which is given in all other cases.
         numbers: further numbers that comparisons may name.
 
@@ -106,7 +106,7 @@ COUNT = VerdictRule(
 )  # as ABOVE, for an exact figure, which has no interval
 CLAIM = VerdictRule(
     ("low > bound",), ("low <= bound",)
-)  # for a claimed epsilon, if the confidence of low is already strict
+)  # for a claimed epsilon, if the confidence of ``low`` is already strict
 _ROUNDING = 1e-6  # relative error in the calibration of an epsilon
 
 
@@ -125,7 +125,7 @@ def twice(strict: float, confidence: float) -> VerdictRule:
         ['holds', 'inconclusive', 'leaks']
     """
     name = f"low at {100 * confidence:g} %"
-    why = "for a true claim, one audit in twenty finds a lower bound above the claim; audit it again"
+    why = "for a true claim, one audit in twenty finds a lower bound above the claim; audit the run again"
     return VerdictRule((f"{name} > bound",), ("low <= bound",), why).with_numbers({name: strict})
 
 

@@ -39,7 +39,7 @@ _ASKED: Mapping[str, tuple[str, str]] = {
 
 
 class Inversion(Audit):
-    """Compares the SSIM of the true image with the best computed image, and with the best of the attacker's own."""
+    """Compares the best computed image, and the best of the attacker's own images, with the true image by SSIM."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
     by_default: ClassVar[bool] = False

@@ -75,7 +75,8 @@ class Shares(Watch):
         if self.tried < LEAST:
             self.why = (
                 f"the attack repeats a client's local training at least {LEAST} times for each of "
-                f"{len(population.clients)} clients, and one training takes about {one:.2g} s: over {BUDGET:.0f} s"
+                f"{len(population.clients)} clients, and one training takes about {one:.2g} s, so all take more than "
+                f"{BUDGET:.0f} s"
             )
             return
         before, attacker = model.params(), _Attacker(self._run, population, population.rows(own), labels, names)
@@ -178,8 +179,8 @@ def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: 
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
         f"shares that are {mean:.3f} {interval(low, high)} from the true ones (total variation, mean of "
         f"{plural(len(error), 'client')}); the guess that a client has "
-        f"the shares of the test rows errs by {baseline:.3f}. The estimate tells correctly "
-        f"whether a client has a class in {100 * present:.0f} % of cases."
+        f"the shares of the test rows errs by {baseline:.3f}. In {100 * present:.0f} % of cases the "
+        f"estimate tells correctly whether a client has a class."
     )
     detail = {"guess": baseline, "clients": len(error), "present": present}
     return Finding("label_counts", QUESTION, mean, low, high, baseline, BELOW, says, False, detail)

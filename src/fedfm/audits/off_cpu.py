@@ -22,7 +22,7 @@ def distance(
 ) -> float:
     """Largest L2 distance of a client's replayed parameters from the recorded ones, relative to the run's change.
 
-    It is infinite if names or shapes differ, or if parameters differ that the run left unchanged.
+    It is infinite if names or shapes differ, or if parameters that the run left unchanged differ.
     """
     found = 0.0
     for client, was in recorded.items():

@@ -21,7 +21,7 @@ STRANGERS = 2000  # largest number of rows that nobody trained on, for compariso
 
 
 class Reconstruction(Audit):
-    """Compares the distances of components to training rows with distances between neighbours and to unused rows."""
+    """Compares components' distances to training rows with distances to unused rows, and with those between rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -87,9 +87,9 @@ def _sentence(named: list[dict[str, Any]], hit: int, total: int, ratios: list[fl
         near = f": the nearest is {min(ratios):.2g} times as far from a row as neighbouring rows are" if ratios else ""
         return f"No component equals a single row{near}."
     first, many = named[0], len(named) > 1
-    verbs = ("s stand", "disclose") if many else (" stands", "discloses")
+    verbs = ("s stand for one example each", "disclose") if many else (" stands for one example", "discloses")
     return (
-        f"{len(named)} component{verbs[0]} for one example each and {verbs[1]} {hit} of {total} training rows, e.g. "
+        f"{len(named)} component{verbs[0]} and {verbs[1]} {hit} of {total} training rows, e.g. "
         f"component {first['component']} of {first['client']}'s {first['class']}; audit.json names the rows. A larger "
         "min_count or fewer components prevent copies; only differential privacy prevents other disclosure."
     )

@@ -15,7 +15,7 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Was a client asked more than once for the same thing in one round?"
 EXPECTED = (
     "Expected for each client in a round: one request for its scores on each part of its rows, one for its own model, "
-    "and as many requests for an update as for other clients"
+    "and as many requests for an update as other clients get"
 )
 ONE_A_ROUND = (
     "train",

@@ -99,7 +99,7 @@ class RowCanaries(Audit):
         # If the coins are not as the claim assumes, the claimed epsilon does not hold.
         strict = math.inf if coins else strict
         says = (
-            f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
+            f"{len(found.x)} canary rows, in {claimed.times} steps that each take a row with probability "
             f"{claimed.rate:.3g}, refute every epsilon below {low:.3g} at 95 % confidence if the noise is normal, and "
             f"below {counted[0]:.3g} without that assumption."
         )
@@ -114,7 +114,7 @@ class RowCanaries(Audit):
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
-    """The client with the largest epsilon, and of several the one with the most rows; None if no client has rows."""
+    """The client with the largest epsilon, and among equals the one with the most rows; None if no client has rows."""
     sizes = {client: n for client, n in population.sizes().items() if n}
     plan = mechanism.plan
     if plan.target_epsilon is None:
@@ -130,14 +130,14 @@ class CanaryTraining:
     Attributes:
         steps: (T, d): the noisy sum of each step, computed from the model's change.
         in_step: (n, T): whether each row was in each step.
-        directions: (K, d): directions of the canaries; these are the first K rows.
+        directions: (K, d): directions of the canaries; the first K rows are the canaries.
     """
 
     def __init__(self, steps: Array, in_step: Array, directions: Array) -> None:
         self.steps, self.in_step, self.directions = steps, in_step, directions
 
     def noise(self, clip_norm: float) -> Array:
-        """(T, d): the steps' sums without the canaries in them, which is their noise."""
+        """(T, d): the noise of the steps: their sums minus the canaries in them."""
         in_step = self.in_step[: len(self.directions)].T.astype(np.float64)
         return np.asarray(self.steps - clip_norm * (in_step @ self.directions))
 

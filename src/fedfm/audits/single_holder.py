@@ -51,7 +51,7 @@ def _sentence(view: View, known: list[dict[str, Any]]) -> str:
     if not known:
         return "Nothing: no class is visibly at one client alone."
     f = known[0]
-    text = f"{len(known)} of {len(view.classes)} classes are at one client alone, so that messages about such a class, "
+    text = f"Number of classes at one client alone: {len(known)} of {len(view.classes)}. Messages about such a class, "
     text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_told']:.0f} rows "
     text += f"of {f['class']}"
     if f["cosine_of_the_mean"] is not None:

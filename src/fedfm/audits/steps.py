@@ -61,7 +61,7 @@ def replay_seconds(run: Run, population: Partitioned) -> float:
     """Estimated seconds that the rounds of a run take in one process.
 
     The estimate uses the run's measured seconds and the cores in use. A slow network or a pause makes these seconds too
-    large, so an estimate from counts limits it.
+    large, so the result is at most the estimate of :func:`~fedfm.audits.shadow_runs.cost`, which does not use a clock.
     """
     cores = run.experiment.run.workers or int(run.manifest["machine"].get("cores") or 1)
     recorded = float(run.manifest["result"]["seconds"]) * min(cores, max(len(population.clients), 1))

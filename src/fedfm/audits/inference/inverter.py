@@ -18,7 +18,7 @@ PROBE, PATIENCE = (
     50,
     3,
 )  # steps between validations; training ends after this number of validations without a better loss
-JITTER = 0.1  # noise on standardised features in training, because the targets' features differ from them
+JITTER = 0.1  # noise on standardised features in training, because the targets' features differ from those in training
 
 
 class Inverter:

@@ -18,7 +18,7 @@ _LARGE = 1e15  # replaces infinity, so that means and spreads of scores are fini
 
 
 class Density(Protocol):
-    """The released density, or the shadow of the attacker."""
+    """The released density, or the attacker's shadow."""
 
     def log_prob(self, x: Array) -> Array:
         """Log density at every row of (n, d): (n,)."""

@@ -2,7 +2,7 @@
 
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Theorem 5.2 and
 Appendix D. Suppose that a mechanism is (epsilon, delta)-private in each coin. Then up to a term in delta, the number of
-right answers among r guesses is at most the number of heads in r tosses of a coin with bias
+right answers among r guesses is stochastically at most the number of heads in r tosses of a coin with bias
 e^epsilon/(1 + e^epsilon). The guesses may depend on each other in any way.
 
 Here the coin of a pair of rows (x, x') decides which of the two is in a sum. The attacker knows all pairs, all other

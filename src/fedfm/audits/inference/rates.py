@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 REPEATS = 2000  # number of repetitions of a bootstrap
-FEW = 5  # smallest number of a cell's negatives that gives an estimate of its scores' spread
+FEW = 5  # if a cell (e.g. a client's class) has fewer negatives, the spread of their scores is unknown
 NOTABLE, NOTABLE_TPR, ALARMS = (
     0.55,
     0.05,

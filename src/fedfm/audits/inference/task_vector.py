@@ -106,7 +106,7 @@ def vectors_without_weights(
         cosine = np.sign(own) * (md - a * ms) / (norm * length) if length > 1e-9 * np.sqrt(dd) else 0.0
         return float(cosine - _cosine(own / a, negative, temperature))
 
-    # Clipped and softmax weights are not negative, and raw sums are at least 0.1.
+    # Clipped and softmax weights are not negative, and sums of raw similarities are at least 0.1.
     ends = (1e-3 / total, (1 - 1e-6) / total) if negative != "raw" else (1e-3, 10.0)
     places = np.linspace(*ends, GRID)
     places = places[np.abs(1 - places * total) > 1e-9]
