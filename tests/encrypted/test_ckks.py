@@ -254,7 +254,7 @@ def test_linear_layers():
         (lambda: EX * 0, "be readable without a key"),
         (lambda: EX * float("nan"), "be readable without a key"),
         (lambda: EX + EX * Ciphertexts(EY.limbs, 2.0**30, SERVER), "in one sum"),
-        (lambda: EX.at(1) * EY, "no client can refresh it"),
+        (lambda: EX.at(1) * EY, "no client can refresh values"),
         (lambda: EX.at(2).at(3), "refresh the ciphertexts"),
         (lambda: EX.rotate(3), "no key for a rotation"),
         (lambda: EX[:2] + EX[:3], "expected equally many"),

@@ -108,7 +108,7 @@ def test_once_is_enough_and_the_table_says_what_changed(place, tmp_path, capsys)
     said = capsys.readouterr().out
     assert "measured again on 64 rows" in said
     assert "32 held-out rows" in said
-    assert "rows without numbers" in said
+    assert "rows whose features overflow" in said
     path.write_text(path.read_text().replace(str(place / "twin"), str(tmp_path / "wide")))
     assert main(["distil", str(path), "--out", str(tmp_path / "same")]) == 0
     for a, b in zip(blocks(tmp_path / "wide"), blocks(tmp_path / "same"), strict=True):

@@ -80,7 +80,8 @@ class _Source:
     )
     classes: tuple[str, ...] | None = setting(
         None,
-        "deployment: the class names, in order, for a server without rows; kind names the silos' kind of rows",
+        "deployment: the class names, in order, for a server without rows; data.kind then says what kind of rows the "
+        "silos have",
         pattern=_TEXT,
         words="a list of class names",
     )
@@ -162,21 +163,22 @@ def _check_without_rows(spec: DataSpec) -> None:
         return
     if spec.kind is None:
         raise InputError(
-            f"data.kind is missing: with data.classes it names the silos' kind of rows, one of {quote_names(KINDS)}",
+            f"data.kind is missing: with data.classes it says what kind of rows the silos have, one of "
+            f"{quote_names(KINDS)}",
             key="data.kind",
         )
     if (spec.kind == "features") != (spec.width is not None):
         raise InputError(
-            'data.width: kind "features" needs the length of its vectors, and no other kind has one', key="data.width"
+            'data.width: kind "features" needs the length of its vectors; no other kind has a width', key="data.width"
         )
     if spec.partition != PartitionSpec():
         raise InputError(
-            "data.partition conflicts with data.classes: the silos have their own rows; drop it",
+            "data.partition conflicts with data.classes: the silos have their own rows; remove data.partition",
             key="data.partition",
         )
     for key in ("where", "limit"):
         if getattr(spec, key):
-            text = "data.where and limit choose among the server's rows, but with data.classes it has none"
+            text = "data.where and limit choose among the server's rows, but with data.classes the server has none"
             raise InputError(text, key=f"data.{key}")
     from fedfm.data.class_names import check_list
 

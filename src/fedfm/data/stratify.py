@@ -41,9 +41,10 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 
 
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Choose round(fraction n) of ``rows`` (n,), at least one, to hold out, in the groups' proportions; ascending.
+    """Choose round(fraction n) of ``rows`` (n,) to hold out, at least one; return them in ascending order.
 
-    ``groups`` (n,) gives each row's stratum. Each stratum keeps at least one row, so that training has every class.
+    ``groups`` (n,) gives each row's group. The chosen rows have the groups' proportions. At least one row of each group
+    is not chosen, so that training has every class.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]
@@ -54,7 +55,10 @@ def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: 
 
 
 def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random.Generator) -> np.ndarray:
-    """Choose at most ``limit`` of ``rows`` (n,) in the groups' proportions, one of each if possible; ascending."""
+    """Choose at most ``limit`` of ``rows`` (n,); return them in ascending order.
+
+    The chosen rows have the groups' proportions, with at least one row of each group if possible.
+    """
     if limit >= len(rows):
         return rows
     groups = np.zeros(len(rows), dtype=np.int64) if groups is None else groups

@@ -26,8 +26,8 @@ class Table:
                 are decoded on access;
             ``text``: a list of N strings, or for many texts :class:`~fedfm.data.arrow_texts.ArrowTexts`;
             ``features``: a float32 array (N, d);
-            ``instruction``: a list of N pairs (instruction, output); the instruction of a conversation is a tuple of
-            the messages (role, content) before the last answer, with further fields in JSON;
+            ``instruction``: a list of N pairs (instruction, output); for a conversation, the instruction is a tuple of
+            all messages before the last answer, each (role, content), or (role, content, further fields as JSON);
             ``preference``: a list of N triples (instruction, better answer, worse answer);
             ``passages``: a list of N consecutive pieces of one running text, for language models;
             ``own``: any sequence of N rows for a Python user's own module;
@@ -127,7 +127,7 @@ def fingerprint(table: Table) -> str:
 
 
 def _texts(item: Any) -> Iterator[str]:
-    """The texts of one row, or of its parts; before a conversation or a list of texts comes a text with its length."""
+    """The texts of one row; a text with its length is added before each conversation or list of texts in the row."""
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part
@@ -183,7 +183,7 @@ class FederatedData:
 
 
 def _take_rows(inputs: Any, index: np.ndarray) -> Any:
-    """The rows at these positions, of texts in Arrow's memory or of another sequence."""
+    """The rows of ``inputs`` at these positions; ``inputs`` are texts in Arrow's memory, or another sequence."""
     from fedfm.data.arrow_texts import ArrowTexts
 
     return inputs.take(index) if isinstance(inputs, ArrowTexts) else [inputs[i] for i in index]

@@ -32,7 +32,7 @@ class RowTask(TaskFacts, Protocol):
         """Read rows of this task from the columns."""
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The same rows with their targets shuffled between them."""
+        """The same rows with their targets in random order."""
 
 
 def row_task(task: TaskFacts) -> RowTask:

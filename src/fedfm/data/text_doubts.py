@@ -1,5 +1,5 @@
-"""Notices about texts that are probably wrong: damaged characters, texts without language, marks of a template, and
-answers without content.
+"""Notices about texts that are probably wrong: damaged characters, numbers or paths in place of language, marks of a
+template, and answers without content.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fedfm.data.table import Table, inputs_of
 _LOOKED_AT = 2000  # largest number of rows that are examined
 _FEW = 8  # with fewer rows there is no notice
 _SOME, _TIMES = 0.01, 3  # smallest share and number of damaged texts for a notice
-_MOST = 0.5  # smallest share of texts without language for a notice
+_MOST = 0.5  # smallest share of texts that are not language, such as numbers, for a notice
 _AGAIN = 0.05  # smallest share of answers that repeat their instruction, for a notice
 _WORDS = 3  # an answer that begins with an instruction of at least this many words does not do so by chance
 
-# UTF-8 that was read as Latin-1 or Windows-1252: pairs and triples that no language has
+# UTF-8 that was read as Latin-1 or Windows-1252: pairs and triples of characters that occur in no language
 _MISREAD = re.compile(
     "[\u00c3\u00c2][\u0080-\u00bf\u0152\u0153\u0160\u0161\u0178\u0192\u2018-\u203a]|\u00e2\u20ac|\u00e2\u0080"
 )
@@ -27,7 +27,7 @@ _LOST = "\ufffd"
 _ESCAPE = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 _UNSEEN = re.compile("[\u200b\u2060\ufeff\u00ad\u202a-\u202e]")
-_SPECIAL = re.compile(r"\[(?:CLS|SEP|PAD|MASK|UNK)\]|</?s>|<pad>|<\|endoftext\|>")  # tokens of tokenizers
+_SPECIAL = re.compile(r"\[(?:CLS|SEP|PAD|MASK|UNK)\]|</?s>|<pad>|<\|endoftext\|>")  # special tokens of tokenizers
 _LENGTH = 200  # texts of at least this many characters do not have equal lengths by chance
 _ALL = 0.95  # smallest share of texts that counts as all texts; the rest may be errors
 _ESCAPES = 0.1  # smallest share of texts with HTML escapes for a notice
@@ -80,7 +80,7 @@ def notices(table: Table) -> tuple[str, ...]:
 
 
 def _no_outside(tags: Sequence[str], source: str) -> str | None:
-    """A notice about tags of entities without O, the tag of all other words: another tag then counts as an entity."""
+    """A notice if no tag is O, the tag of words outside of entities: another tag of such words counts as an entity."""
     if _OUTSIDE in tags or len(tags) < _TWO:
         return None
     plain = [tag for tag in tags if not _OF_ENTITY.fullmatch(tag)]
@@ -113,8 +113,8 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
         return f"{n} of {where} hold U+FFFD, the mark of an unreadable character: write the file again from its origin"
     if (n := _count(texts, _CONTROL.search)) >= least:
         return (
-            f"{n} of {where} hold control characters, which terminals and broken exports write, and they are read: "
-            "remove them"
+            f"{n} of {where} hold control characters, which terminals and broken exports write: remove them, since "
+            "they are read as text"
         )
     if (n := _count(texts, _UNSEEN.search)) >= least:
         return (
@@ -124,7 +124,8 @@ def _damage(texts: Sequence[str], where: str) -> str | None:
     if (n := _count(texts, _ESCAPE.search)) >= max(_TIMES, _ESCAPES * len(texts)):
         sign = next(found[0] for text in texts if (found := _ESCAPE.search(text)))
         return (
-            f'{n} of {where} hold escapes of HTML, such as "{sign}": undo them, with html.unescape, also in later rows'
+            f'{n} of {where} hold escapes of HTML, such as "{sign}": undo them with html.unescape, here and in rows to '
+            "predict"
         )
     breaks = any("\n" in text for text in texts)
     if not breaks and (n := _count(texts, _ESCAPED.search)) >= max(_TIMES, _AGAIN * len(texts)):
@@ -159,7 +160,7 @@ def _names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -
 
 
 def _cut_texts(texts: Sequence[str], where: str) -> str | None:
-    """A notice about texts that another program has cut: all have one length, or end with three dots."""
+    """A notice if another program seems to have cut texts: many have the largest length, or end with three dots."""
     if (n := _count(texts, lambda text: text.rstrip().endswith(("...", "\u2026", "[...]")))) >= _MOST * len(texts):
         return f"{n} of {where} end with three dots: are they the beginnings of longer texts?"
     longest = max(map(len, texts))

@@ -32,10 +32,10 @@ def small(item: Any, side: int) -> Any:
 
 
 def figures(table: Table) -> np.ndarray:
-    """Six figures for each of some images at equal distances in the table (n, 6).
+    """Six numbers about each of at most 64 images: (n, 6). The images are at equal distances in the table.
 
-    They are the image's smallest, largest and mean value, whether it is grey (1 or 0), and its stored width and height.
-    The smallest and the largest value are equal only if all pixels have one colour.
+    The numbers are the image's smallest, largest and mean value, whether it is grey (1 or 0), and its stored width and
+    height. The smallest and the largest value are equal only if all pixels have one colour.
 
     Raises:
         InputError: a file cannot be read.

@@ -85,7 +85,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
             if first is None:
                 # The sum is a fast first test: a NaN makes it NaN, and so do infinities of both signs.
                 n = min(_READ, len(rows) - at)
-                rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate function may pack rows
+                rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate function may join rows
                 bad = next((x for x in rowwise if torch.isnan(x.sum()) and torch.isnan(x).any()), None)
                 if bad is not None:
                     first = at + int(torch.isnan(bad).reshape(n, -1).any(1).nonzero()[0])
@@ -96,7 +96,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
-    """{name: a column of text or integers} if all data sets have it (in Hugging Face's ``column_names``); else {}."""
+    """{name: a column of text or integers} if ``column_names`` of each data set has it (Hugging Face); else {}."""
     if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
         return {}
     values = [v for data in sets for v in data[name]]

@@ -42,7 +42,7 @@ _OF_WORD: dict[str, str] = {
 
 
 def habits(table: Table) -> dict[str, Any]:
-    """Shares of a table's texts, in tenths: by script, by language, with capital letters, with tags of HTML."""
+    """Shares of a table's texts, rounded to tenths: by script, by language, with capital letters, with tags of HTML."""
     places = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64)) if len(table) else ()
     texts = [" ".join(inputs_of(table.kind, table.inputs[int(i)])).replace(_INPUT, " ")[:_LONG] for i in places]
     languages = [of for text in texts if (of := language_of(text))]

@@ -58,8 +58,8 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     """One encrypted forward pass of all rows through the server's frozen model, then FedAvg on the model's outputs.
 
     There are two protocols. In "masked" (ours) a client gets the disclosed activations of its rows in the clear, and
-    its labels never leave it. In "permuted" (the paper's) a client gets the activations of all tokens in secret orders,
-    and sends its labels encrypted. The secret orders leak, as ``fedfm audit`` shows.
+    its labels never leave the client. In "permuted" (the paper's) a client gets the activations of all tokens in secret
+    orders, and sends its labels encrypted. The secret orders leak, as ``fedfm audit`` shows.
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
@@ -107,7 +107,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     )
     predict: bool = setting(
         False,
-        "no training: the model predicts the rows that silos name in their files; only the silo gets its predictions",
+        "no training: the model predicts the rows that a silo names in its file; only this silo gets the predictions",
     )
     trained: str = setting(
         "",
@@ -170,7 +170,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2: send a batch of rows in the client's own order; with ``go_on`` the server has the rows' states."""
+        """Step 2: send a batch of rows in the client's own order; if ``go_on``, the server has the rows' states."""
         return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
@@ -187,7 +187,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
-        """Permuted, step 1: send a batch of rows and labels; with ``go_on`` the server has the rows' states."""
+        """Permuted, step 1: send a batch of rows and labels; if ``go_on``, the server has the rows' states."""
         return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
@@ -227,7 +227,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Secrets are needed for the orders and for key agreements. Rows to predict have no labels, so no scores."""
+        """Secrets are needed for orders and key agreements. Rows to predict have no labels, so there are no scores."""
         encrypted = self.encryption == "ckks"
         orders = ("orders",) if self.protocol == "permuted" else ()
         return Traits(
@@ -292,8 +292,8 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def validate(self) -> None:
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
             raise InputError(
-                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and in trained the '
-                "folder of a finished run",
+                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and the folder of a '
+                "finished run as trained",
                 key="method.predict",
             )
         if self.protocol != "permuted":

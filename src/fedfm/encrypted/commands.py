@@ -55,11 +55,11 @@ a distillation:
   epochs = [3, 15, 15]                                 # of the three stages: tame, states, outputs
 
 A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its attention scores, variances and row
-sums must stay in intervals where a polynomial of low degree is accurate. The first stage, tame, trains the exact
-functions for that, and an interval that is too wide is refused. The other stages train with polynomials to match the
-teacher's states and outputs. The output folder has config.json with the polynomials and their intervals,
-model.safetensors, the image processor or tokenizer, and distil.json, which records how the student was made. The folder
-has no head if the teacher's head is new for these classes.
+sums must stay in intervals where a polynomial of low degree is accurate. The first stage, tame, trains the model
+with the exact functions so that its values fit; an interval that is too wide is refused. The other stages train with
+polynomials to match the teacher's states and outputs. The output folder has config.json with the polynomials and their
+intervals, model.safetensors, the image processor or tokenizer, and distil.json, which records how the student was made.
+The folder has no head if the teacher's head is new for these classes.
 
 If model.name is a polynomial student already, epochs = [0, 0, 0] trains nothing, but measures the intervals again on
 the rows of [data]. Use this for rows that differ from the rows of the distillation.

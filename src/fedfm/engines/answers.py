@@ -86,7 +86,7 @@ def parse_hello(
     ours = {"fedfm": __version__, "wire": flower_records.WIRE}
     for key, mine in ours.items():
         if value.get(key) != mine:
-            return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")
+            return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, but the server runs {mine}")
     theirs = value.get("model")
     if identity and theirs and theirs != identity:
         if str(theirs).partition("/")[0] == identity.partition("/")[0]:
@@ -94,5 +94,5 @@ def parse_hello(
                 E_VERSION,
                 "its model's tokenizer or image processor prepares rows differently from the server's",
             )
-        return name, ClientFault(E_VERSION, f"its model is {str(theirs)[:12]}, the server {identity[:12]}")
+        return name, ClientFault(E_VERSION, f"its model is {str(theirs)[:12]}, but the server's is {identity[:12]}")
     return name, None

@@ -90,12 +90,15 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     hollow = [name for name in strange if name.endswith(os.sep)]
     strange = [name for name in strange if name not in hollow]
     if hollow:
-        holds = "holds no file and is" if len(hollow) == 1 else "hold no file and are"
-        notices += (f"{listing(hollow, 4)} {holds} not a class: if it should be one, its images are missing",)
+        holds = "holds no file and is not a class: if it should be a class, its images are missing"
+        if len(hollow) > 1:
+            holds = "hold no files and are not classes: if they should be classes, their images are missing"
+        notices += (f"{listing(hollow, 4)} {holds}",)
     if strange:
+        one = len(strange) == 1
         notices += (
-            f"{len(strange)} files of {path} have no ending of a readable image, and were left out "
-            f"({_endings(strange)}), e.g. {strange[0]}{_scans(strange)}",
+            f"{len(strange)} {'file' if one else 'files'} of {path} without the ending of a readable image "
+            f"{'was' if one else 'were'} left out ({_endings(strange)}), e.g. {strange[0]}{_scans(strange)}",
         )
     return Table(
         "image",
@@ -115,7 +118,7 @@ def _look_at(files: Sequence[Path]) -> list[Look]:
         looks = list(pool.map(look, map(str, files)))
     wrong = [(file, one.fault) for file, one in zip(files, looks, strict=True) if one.fault]
     if wrong:
-        more = f" ({len(wrong) - 1} more files are like it)" if len(wrong) > 1 else ""
+        more = f" (the first of {len(wrong)} such files)" if len(wrong) > 1 else ""
         raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: replace the file, or remove it")
     return looks
 
@@ -128,10 +131,10 @@ def _endings(files: Sequence[str]) -> str:
 
 
 def _scans(files: Sequence[str]) -> str:
-    """A hint if some of these files are scans, which need a window to become images."""
+    """A hint if some of these files are scans; a window (a range of their values) must be chosen to show as images."""
     if not any(file.lower().endswith(_SCANS) for file in files):
         return ""
-    return "; convert DICOM and NIfTI files first, with a window (docs: how-to/own-data.md)"
+    return "; convert DICOM and NIfTI files first, with a window of values (docs: how-to/own-data.md)"
 
 
 def _masks(files: Sequence[Path]) -> tuple[str, ...]:
@@ -186,7 +189,7 @@ def _parts(path: Path) -> dict[Path, str | None]:
 def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
     """The images in the folder and in its class folders, sorted by name; other files are added to ``strange``.
 
-    With ``deep`` folders at any depth are read, else only class folders.
+    If ``deep`` is true, folders at any depth are read, otherwise only class folders.
     """
     found = []
     for entry in _visible(folder):

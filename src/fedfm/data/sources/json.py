@@ -68,5 +68,5 @@ def _objects(found: Any, path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise InputError(f"{path}, object {i}: a JSON {type(row).__name__}: {_LIKE}")
     if not any(found):
-        raise InputError(f"{path} holds {len(found)} objects without any key: {_LIKE}")
+        raise InputError(f"{path} holds no object with a key: {_LIKE}")
     return found

@@ -45,5 +45,5 @@ def of_lines(lines: Iterable[str], path: Path) -> Sheet:
         rows.append(row)
         numbers.append(number)
     if not any(rows):
-        raise InputError(f"{path} holds {len(rows)} objects without any key")
+        raise InputError(f"{path} holds no object with a key")
     return of_rows(rows, lambda i: f"{path}, line {numbers[i]}", repairs=repairs)

@@ -140,7 +140,7 @@ def _memory_map(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
         return None
     with path.open("rb") as file:
         file.seek(member.header_offset + 26)
-        lengths = file.read(4)  # lengths of the name and of a further field; the array's file follows them
+        lengths = file.read(4)  # lengths of the name and of an extra field; the array's file follows that field
         start = member.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
         file.seek(start)
         version = np.lib.format.read_magic(file)
@@ -192,7 +192,7 @@ def _finite(x: np.ndarray, path: Path) -> np.ndarray:
     bad = np.argwhere(~np.isfinite(narrow))
     if len(bad):
         row, place = bad[0].tolist()
-        more = f", and {len(bad) - 1} more values are like it" if len(bad) > 1 else ""
+        more = f", the first of {len(bad)} such values" if len(bad) > 1 else ""
         raise InputError(
             f"{path}: x[{row}, {place}] is {x[row, place]}{more}: feature vectors must be finite numbers (float32)"
         )

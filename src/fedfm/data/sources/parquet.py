@@ -89,7 +89,7 @@ def _in_order(names: Any) -> tuple[str, ...]:
     """Class names in the order of their numbers.
 
     Args:
-        names: a list of names, a dict {number: name} as in the Hub's cards, or a dict {name: number}.
+        names: a list of names, a dict {number: name} as in data set cards of the Hub, or a dict {name: number}.
 
     Raises:
         KeyError, TypeError, ValueError: the numbers are not 0, 1, ...

@@ -29,7 +29,7 @@ _READERS = {
     ".parquet": ("parquet", "sheet_of", "a Parquet file"),
 }
 _TEXT = ".txt"  # only some tasks read such a file as a table
-_ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # files about the rows
+_ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # descriptions of rows
 _DATA = re.compile(
     r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sa[v]|dta|rds|rdata|db|sqlite3?|tfrecord"
     r"|zip|tar|tgz|7z|bz2|xz|zst|dat|data|arff)$",
@@ -41,7 +41,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
 def endings(task: str | None = None) -> tuple[str, ...]:
-    """The endings of files of rows, including endings of single tasks; ".txt" only if the named task reads it."""
+    """The endings of files of rows, also those that one task adds; ".txt" is one of them if the named task reads it."""
     named = tasks.task_named(task)
     found = [*_READERS, *tasks.endings(), *((_TEXT,) if named is not None and named.endings else ())]
     return (*found, *(f"{ending}.gz" for ending in found if ending != ".parquet"))
@@ -51,7 +51,7 @@ def sheet_of(path: Path, task: str | None = None) -> Sheet:
     """The columns of a file.
 
     Args:
-        task: the named task; it may read plain text.
+        task: the name of a task, which may read plain text.
 
     Raises:
         InputError: the file is empty, damaged, or not of the kind that its ending names.
@@ -113,8 +113,9 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
     splits = {file: split_in(file.name) for file in files}
     unknown = [file.name for file, split in splits.items() if split is None]
     if unknown and len(unknown) < len(files) and labelled:
+        word = "names" if len(unknown) == 1 else "name"
         raise InputError(
-            f"{folder}: {listing(unknown, 4)} names no split, but other files there do: expected names with train, "
+            f"{folder}: {listing(unknown, 4)} {word} no split, but other files there do: expected names with train, "
             "validation or test"
         )
     sheets = {file: sheet_of(file, task) for file in files}
@@ -124,7 +125,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
             del sheets[file]
             notices += (f"{file} has no labels (-1) and was left out",)
     if not sheets:
-        raise InputError(f'{folder}: no file has labels in its column "{spec.label}" (-1 marks withheld ones)')
+        raise InputError(f'{folder}: no file has labels in its column "{spec.label}" (-1 marks withheld labels)')
     notices += _left_out(files)
     notices += _notices_of_files(folder, {file: splits[file] or "train" for file in sheets}) if labelled else ()
     sheet = join({str(file): one for file, one in sheets.items()})
@@ -161,8 +162,8 @@ def _left_out(files: Sequence[Path]) -> tuple[str, ...]:
     ]
     if not found:
         return ()
-    what = "is not read: if it has" if len(found) == 1 else "are not read: if they have"
-    return (f"{listing(found, 4)} in {files[0].parent} {what} rows, save them in the form of the others",)
+    what = "is not read: if it has rows, save it" if len(found) == 1 else "are not read: if they have rows, save them"
+    return (f"{listing(found, 4)} in {files[0].parent} {what} in the form of the other files",)
 
 
 def _has_withheld_labels(sheet: Sheet, label: str) -> bool:

@@ -32,7 +32,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def _table_note(text: str, path: Path) -> str | None:
-    """A notice if the lines are rows of a table or of JSON, whose marks and labels would be learned as text."""
+    """A notice if the lines are rows of a table or of JSON, whose separators and labels would be learned as text."""
     lines = [line for line in text[:_LOOK].split("\n") if line.strip()][:-1]
     if len(lines) < _LINES:
         return None
@@ -46,11 +46,11 @@ def _table_note(text: str, path: Path) -> str | None:
             form, ending = f"rows below the names of columns ({listing(names, 4)})", name
     if not form:
         return None
-    return f"the lines of {path} are {form}, and are read as running text: rename it to {ending} to read it as a table"
+    return f"the lines of {path} are {form}, and are read as running text: rename the file to {ending} to read a table"
 
 
 def cut(text: str, size: int = PASSAGE) -> list[str]:
-    """Consecutive pieces of at most ``size`` characters, cut after a line break or a blank in the second half."""
+    """Consecutive pieces of at most ``size`` characters, cut after a line break or a blank in a piece's second half."""
     pieces = []
     start = 0
     while len(text) - start > size:

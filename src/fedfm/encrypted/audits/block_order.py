@@ -63,15 +63,15 @@ class BlockOrder(Audit):
 
 
 def _pair_by_orders(blocks: np.ndarray, orders: np.ndarray) -> Finding:
-    """Match states by the relative orders, with which the client sorts all states like the last ones (step 4)."""
+    """Match states by the relative orders, by which the client puts all states into the last order (step 4)."""
     pi = [torch.from_numpy(order) for order in orders]
     lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
     steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]
     paired = to_last(lists, steps)
     exact = [bool(torch.equal(x, torch.from_numpy(blocks[:, level])[pi[-1]])) for level, x in enumerate(paired)]
     share = sum(exact) / len(exact)
-    says = f"The relative orders that the protocol sends pair the states of all tokens of {sum(exact)} of {len(exact)} "
-    says += "blocks."
+    says = "With the relative orders that the protocol sends, a client matches the states of all tokens in "
+    says += f"{sum(exact)} of {len(exact)} blocks."
     return Finding("order.sent", SENT, share, share, share, LINE, ABOVE, says)
 
 

@@ -102,7 +102,7 @@ def _refusals(model: SideModel, pixels: Tensor) -> Finding:
     missed = [name for name, message in cases.items() if not refuses(message)]
     share = 1 - len(missed) / len(cases)
     says = f"{len(cases) - len(missed)} of {len(cases)} are refused before anything is computed: {', '.join(cases)}."
-    says += f" Taken: {', '.join(missed)}." if missed else ""
+    says += f" Accepted: {', '.join(missed)}." if missed else ""
     return Finding("encryption.refusals", REFUSED, share, None, None, 1.0, ALL, says, bool(missed))
 
 

@@ -18,7 +18,7 @@ STEPS, BATCH, RATE = 400, 64, 2e-3
 
 
 class SurrogateBlock(nn.Module):
-    """A pre-norm transformer block on states (n, T, d) with exact functions; the attacker assumes its size."""
+    """A pre-norm transformer block on states (n, T, d) without polynomials; the attacker assumes its size."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()

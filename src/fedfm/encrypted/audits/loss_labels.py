@@ -17,7 +17,7 @@ from fedfm.encrypted.audits.inference_loss_oracle import labels_by_loss
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime.run_directory import Run
 
-QUESTION = "Can a client that chooses its predictions learn from the loss the labels in the server's order?"
+QUESTION = "Can a client that chooses its predictions learn the labels in the server's order from the loss?"
 BATCH, BITS = 16, 20  # the paper's batch size; bits of an encrypted answer
 LINE = 0.5
 
@@ -31,7 +31,7 @@ class LossLabels(Audit):
     def unfit(self, run: Run) -> str | None:
         method = run.experiment.method_as(BlindFed)
         if method.protocol != "permuted":
-            return 'with protocol = "masked" labels never leave the client'
+            return 'with protocol = "masked", labels never leave the client'
         return None
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
@@ -54,7 +54,7 @@ class LossLabels(Audit):
         left = sum(math.lgamma(c + 1) for c in counts) / math.log(2)
         complete = math.lgamma(len(truth) + 1) / math.log(2)
         says = (
-            f"{hits} of {len(truth)} labels are read from {queries} losses of {BITS} bits. They leave 2^{left:.0f} of "
+            f"{hits} of {len(truth)} labels are read from {queries} losses of {BITS} bits. This leaves 2^{left:.0f} of "
             f"2^{complete:.0f} orders of the batch."
         )
         share = hits / len(truth)

@@ -159,7 +159,7 @@ class Ciphertexts:
         if numbers.shape != (len(self),):
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         if not (np.isfinite(numbers).all() and numbers.all()):
-            raise InputError("a product with zero would be readable without a key, and infinity is not a number")
+            raise InputError("the numbers must be finite, and not zero: a product with zero is readable without a key")
         x = self.for_plain(float(np.abs(numbers).min()))
         scale = x.plain_scale()
         factors = np.array([round(float(v) * scale) for v in numbers], object)
@@ -196,7 +196,7 @@ class Ciphertexts:
             InputError: the evaluator has no client that could refresh them.
         """
         if self.evaluator.refresh is None:
-            raise InputError(f"level {self.level} is too low for the next product, and no client can refresh it")
+            raise InputError(f"level {self.level} is too low for the next product, and no client can refresh values")
         return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
 
     def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
@@ -315,7 +315,7 @@ def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertex
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Return elementwise products of three polynomials each; :func:`relinearise_and_rescale` reduces these to two."""
+    """Return elementwise products; each has three polynomials, which :func:`relinearise_and_rescale` reduces to two."""
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)

@@ -19,7 +19,7 @@ _COLUMNS = 2048  # number of columns that are computed at a time, so that the pi
 def linear(
     weight: NDArray[np.floating[Any]], x: Ciphertexts, bias: NDArray[np.floating[Any]] | None = None
 ) -> Ciphertexts:
-    """Compute W x + b for an array of n ciphertexts, and rescale it: (m, n), (n,), (m,) -> (m,).
+    """Compute W x + b for an array of n ciphertexts, and rescale the result: (m, n), (n,), (m,) -> (m,).
 
     The entries of W are rounded at the scale of a narrow prime. The residues are cut into pieces with so few bits that
     a float64 matrix product with W is exact. If a row of W is zero, an encryption of zero is added to its result, which

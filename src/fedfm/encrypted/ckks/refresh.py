@@ -1,4 +1,4 @@
-"""Refresh: the client encrypts values again whose ciphertexts have no levels left, without learning the values.
+"""Refresh: if ciphertexts have no levels left, the client encrypts their values again without learning the values.
 
 The server adds a mask r to the encrypted polynomial v; both have integer coefficients. The client decrypts v + r, keeps
 the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded, because slots are
@@ -8,7 +8,8 @@ never decoded.
 of v + r from r alone is at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
 distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale (Cauchy
 and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext discloses nothing more, because the
-server adds a fresh encryption of zero under the client's public key. It hides the traces of the server's weights.
+server adds a fresh encryption of zero under the client's public key. This fresh encryption also hides the traces of the
+server's weights.
 
 *Assumes*: slots are at most ``bound`` in magnitude, and ring learning with errors is hard.
 """

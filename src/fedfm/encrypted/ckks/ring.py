@@ -56,10 +56,10 @@ class Parameters:
         if total > most:
             raise InputError(
                 f"primes of {total} bits at degree {self.degree} give less than 128-bit security; at most {most} bits "
-                f"do"
+                f"are allowed"
             )
         if len(self.bits) < 2 or not all(20 <= b <= 49 for b in (*self.bits, self.special)):
-            raise InputError(f"primes of {self.bits} and {self.special} bits: expected two or more of 20 to 49 bits")
+            raise InputError(f"primes of {self.bits} and {self.special} bits: expected two or more, each of 20 to 49")
         if self.special < max(self.bits) or not 16 <= self.scale_bits <= max(self.bits):
             raise InputError(f"special prime of {self.special} bits, scale 2^{self.scale_bits}: too small or too large")
 

@@ -212,7 +212,7 @@ class ServerKeys:
         out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
         target, residues = self._library.empty(), x.residues
         for i in range(len(x)):
-            # SEAL only checks that the scale fits the modulus, so any small scale does; Ciphertexts has the true scale.
+            # SEAL only checks that the scale fits the modulus, so any small scale works; ``scale`` is the true one.
             apply(self._library.write(residues[i], 2.0), target)
             out[i] = self._library.read(target)
         return Ciphertexts(out.view(np.uint64), scale, self)

@@ -11,7 +11,7 @@ Shifts are written as k = g b + i, with baby steps i and giant steps g (Halevi, 
 orders. The operations depend on the number of samples, not on their order. Slots beyond the samples become zero.
 
 Two features share a ciphertext: one is in the real parts of the slots, and sqrt(2) times the other in the imaginary
-parts. X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so this costs no level.
+parts. The polynomial X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so a product with it costs no level.
 """
 
 from __future__ import annotations

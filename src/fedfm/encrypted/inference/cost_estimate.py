@@ -85,7 +85,7 @@ class EncryptedPlan:
         up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
         shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
         owner, client = self.seconds_per_block
-        each = f"{self.bytes_per_sample / 1e6:,.2f} MB for each row of this run"
+        each = f"on average {self.bytes_per_sample / 1e6:,.2f} MB per row of this run"
         lines = [
             ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
             ("depth", f"{self.depth} per block, {self.levels} between refreshes"),
@@ -95,7 +95,7 @@ class EncryptedPlan:
             ("batches", f"{self.batches} of up to {self.batch} rows"),
             (
                 "messages",
-                f"{self.messages} per batch, {self.bytes_per_batch / 1e6:,.0f} MB for any number of rows: {each}",
+                f"{self.messages} and {self.bytes_per_batch / 1e6:,.0f} MB per batch however many rows it has; {each}",
             ),
             ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed, {HOLDS_WHILE}"),
             ("seconds per block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),

@@ -1,4 +1,4 @@
-"""Constants that key holder and model owner share: parameter sets, primes of messages, notes and checkpoints."""
+"""Constants that key holder and model owner share: parameter sets, numbers of primes, notes and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
 SETS = (Parameters(), SLOW_LINK)  # append new sets: keys contain the index of their parameter set
-FLOORS = (3, 4)  # for each set, the primes that a refresh needs, so that 10^5 refreshes spend at most 2^-40
+FLOORS = (3, 4)  # for each set, number of primes for a refresh: 10^5 refreshes spend a distance of at most 2^-40
 RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one prime fewer
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens

@@ -155,7 +155,7 @@ class ModelOwner:
     def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
         """Select the disclosed values, and divide them by the block's scale.
 
-        In the result all other slots are zero, and one prime is left.
+        In the result, all other slots are zero, and one prime is left.
         """
         ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:

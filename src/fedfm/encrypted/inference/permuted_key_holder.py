@@ -68,7 +68,7 @@ class PermutedKeyHolder(KeyHolder):
             raise ClientFault(E_FORMAT, "a message with states or labels has an unknown kind")
         if len(residues) != -(-features // 2) or not 1 <= samples <= self.layout.samples:
             raise ClientFault(
-                E_SHAPE, f"{len(residues)} ciphertexts came for {features} features, expected half as many"
+                E_SHAPE, f"{len(residues)} ciphertexts came for {features} features, expected {-(-features // 2)}"
             )
         slots = slot_permutation.unpair_features(self._keys.decrypt_complex(residues, scale), features)
         return self.layout.unpack(slots, samples), block, largest

@@ -1,6 +1,6 @@
 """The model owner's half of the "permuted" protocol, the protocol of BlindFed's paper.
 
-After block l the key holder gets E(B_l) Pi_l: the states of all tokens, with its samples in a secret order. It returns
+After block l, the key holder gets E(B_l) Pi_l: the states of all tokens, with the samples in a secret order. It returns
 fresh encryptions of these states in the same order, with all primes; this replaces the refresh between two blocks. A
 block computes each sample separately. So the owner continues in the order Pi_l, and reorders the next states from Pi_l
 to Pi_{l+1}. No order is ever undone. The holder sent its encrypted labels in its own order. At the end the owner
@@ -61,10 +61,10 @@ class PermutedModelOwner(ModelOwner):
 
         Args:
             rows: messages from :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
-                :func:`join_messages`. With a checkpoint the message of rows is empty.
+                :func:`join_messages`. If there is a checkpoint, the message of rows is empty.
             exchange: sends a refresh to the holder and returns its answer.
             release: sends the states of blocks 0, 1, ... and returns the holder's fresh encryptions of these states;
-                after the last block its value is ignored. It is called with block L to send the labels.
+                after the last block, the returned value is ignored. A call with block L sends the labels.
             start: the checkpoint of an earlier session of this batch.
             save: stores a checkpoint; it is called after every block except the last.
 

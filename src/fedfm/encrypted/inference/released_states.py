@@ -6,7 +6,7 @@ square grid of patches. ``tokens`` is every token, projected by a secret matrix.
 
 Under encryption, several features share a ciphertext. Products with plaintexts of zeros and ones, and rotations, move
 the value of slot t B + s (token t, sample s) to the slot of another token. Slots without a disclosed value are
-multiplied by zero. With ``grid`` the mean over all tokens is not sent, because it is the mean of the four other means.
+multiplied by zero. For ``grid``, the mean over all tokens is not sent, because it is the mean of the four other means.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Released:
         return np.ascontiguousarray(np.stack(parts).transpose(2, 0, 1))
 
     def _groups(self) -> list[list[int]]:
-        """Return for each mean that is sent the tokens over which it is computed."""
+        """Return one list of tokens for each mean that is sent: the mean is computed over these tokens."""
         if self.kind == "class":
             return [[0]] if self.class_token else [list(range(self.tokens))]
         side = math.isqrt(self.tokens)
@@ -132,5 +132,5 @@ class Released:
         return [[(r + i) * side + c + k for i in range(half) for k in range(half)] for r, c in corners]
 
     def _targets(self) -> list[list[int]]:
-        """Return for each feature of the ciphertext and each mean that is sent the token whose slots receive it."""
+        """Return one list for each mean that is sent: for each feature, the token whose slots receive the mean."""
         return [list(range(self.tokens))] if self.kind == "class" else self._groups()

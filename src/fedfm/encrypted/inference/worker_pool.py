@@ -60,7 +60,7 @@ class Relay(Protocol):
     """The owner's communication with clients. A ``ClientFault`` ends the job, and any other exception ends all jobs."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin a session, and get encrypted rows from the client; with a checkpoint the result may be b""."""
+        """Begin a session, and get encrypted rows from the client; if there is a checkpoint, the result may be b""."""
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
         """Send a refresh to the client, and return the client's answer."""

@@ -56,7 +56,8 @@ class ClientHalf:
         """Store the server's hello, and return the client's numbers of rows.
 
         Raises:
-            ClientFault: the server sends no key although this client encrypts rows, or a key although it does not.
+            ClientFault: the server sends no key although this client encrypts rows, or sends a key to a client that
+                does not encrypt.
         """
         if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
@@ -69,8 +70,8 @@ class ClientHalf:
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
         """Return the pixel values (n, 3, H, W) of a batch.
 
-        With a session, the values are encrypted. With ``go_on`` the server already has the states of the batch, so the
-        answer is empty.
+        With a session, the values are encrypted. If ``go_on`` is true, the server already has the states of the batch,
+        so the answer is empty.
         """
         hello = hello_of(client)
         if session is not None and go_on:
@@ -176,7 +177,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """Return the largest error of a disclosed value compared with the clear, and the number of overflowed rows."""
+        """Return the largest error of disclosed values compared with values in the clear, and the overflowed rows."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:

@@ -1,7 +1,7 @@
 """Client half of BlindFed under CKKS: the secret key, which never leaves the client, and the sessions of batches.
 
 Consecutive messages may reach different processes of the client. So the client's store has the message numbers of each
-session. With them any process can continue a session, and no process accepts a message twice.
+session. With these numbers, any process can continue a session, and no process accepts a message twice.
 """
 
 from __future__ import annotations

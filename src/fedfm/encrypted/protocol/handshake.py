@@ -20,7 +20,7 @@ class Hello:
 
     Attributes:
         session: name of this run in the client's store, hexadecimal.
-        blocks, positions, width: L, P and d: sizes of the disclosed activations.
+        blocks, positions, width: the sizes L, P and d of the disclosed activations.
         rank: r of the side adapters.
         classes: class names in the order of the logits.
         kernels: kind of compute kernels in local training (see ``run.kernels``).

@@ -1,6 +1,6 @@
 """Handle rows whose activations overflowed, because an argument of one of the model's polynomials left its interval.
 
-Training and validation skip these rows. Such test rows are kept, with zeros as their activations.
+Training and validation skip these rows. Test rows that overflowed are kept, with zeros as their activations.
 """
 
 from __future__ import annotations

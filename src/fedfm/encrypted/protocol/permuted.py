@@ -100,7 +100,7 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     if "pixel_values" not in rows.names:
         raise InputError("an encrypted forward pass takes images")
     if len(rows) == 1:
-        raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
+        raise InputError('1 row: with protocol = "permuted", a batch in a secret order needs at least 2')
     backbone, released, scales = model.frozen_parts
     matrices, kind, levels = fold(backbone.module), model.adaptation_spec.released, model.net.shape[0]
     holder = PermutedKeyHolder.new(len(matrices.positions), parameters_of(ring))

@@ -36,7 +36,7 @@ class ForwardPass:
         session: 16 bytes, which stay the same after a resume.
         ring: degree of the ciphertexts' ring; without encryption it only determines the rows per batch.
         opened: the clients' answers to the hello.
-        done: for each client the completed batches; they are stored on disk before the next batch begins.
+        done: the completed batches of each client; they are stored on disk before the next batch begins.
     """
 
     fed: Federation

@@ -1,8 +1,8 @@
 """Polynomial students: models whose softmax, LayerNorm and GELU are polynomials, for encrypted computation.
 
 A polynomial student is a transformers folder with one more key in ``config.json``: the polynomials and their measured
-intervals. :func:`install` puts the polynomials into the loaded module. Without this package the folder also loads, with
-the exact functions.
+intervals. :func:`install` puts the polynomials into the loaded module. Without this package, the folder also loads, but
+with the exact functions.
 
 Only the functions inside the blocks are replaced. The final norm and the head stay exact, because the side that
 computes them has the last states in the clear. LayerNorm subtracts a mean over features. This step can be left out if

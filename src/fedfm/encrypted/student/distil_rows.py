@@ -105,7 +105,7 @@ class Lessons:
     Args:
         folder: where the teacher's outputs are stored.
         index: indices of the training rows in the table.
-        views: number of views; with 1 there are only the unchanged rows.
+        views: number of views; if it is 1, there are only the unchanged rows.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class DistilSpec(Recipe):
         ge=1,
     )
     class_token: bool = setting(
-        True, "whether the student of a ViT keeps its class token; without it the head reads the mean over the patches"
+        True, "whether the student of a ViT keeps its class token; without it, the head reads the mean of the patches"
     )
     views: int = setting(
         1,

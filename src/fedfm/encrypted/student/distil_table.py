@@ -31,7 +31,7 @@ def table(result: Mapping[str, Any]) -> str:
             "intervals; train it longer",
         ]
     if not result["outside"] <= MOST_OUTSIDE:
-        lines += ["", f"more than {MOST_OUTSIDE:.1%} are outside: encrypted runs refuse this student; "]
+        lines += ["", f"more than {MOST_OUTSIDE:.1%} of arguments are outside: encrypted runs refuse this student; "]
         lines[-1] += "measure it again with more rows of this kind" if again else "train it longer"
     return "\n".join(lines)
 
@@ -55,7 +55,7 @@ def _again(result: Mapping[str, Any]) -> list[str]:
         "",
         f"{str(result['judged']) + ' held-out rows':<34}{'before':>10}{'now':>10}",
         *([] if result["accuracy"] is None else [accuracy]),
-        f"{'rows without numbers':<34}{result['without_numbers_before']:>10}{result['without_numbers']:>10}",
+        f"{'rows whose features overflow':<34}{result['without_numbers_before']:>10}{result['without_numbers']:>10}",
         f"{'arguments outside their interval':<34}{result['outside_before']:>10.2%}{result['outside']:>10.2%}",
     ]
 

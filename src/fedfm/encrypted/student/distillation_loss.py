@@ -104,7 +104,7 @@ class Recipe:
     widen: bool = setting(
         True,
         "whether to measure arguments again after the states stage and at the end, and widen the intervals that they "
-        "have left; 1 / x and 1 / sqrt(x) may then take one more step",
+        "exceed; 1 / x and 1 / sqrt(x) may then take one more step",
     )
 
     def rate(self, stage: int, part: float) -> float:
@@ -339,7 +339,7 @@ class Distiller:
 def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
     """Return the mean squared difference divided by the teacher's variance.
 
-    With ``each``, each entry of the last axis is divided by its own variance, before the mean over these entries.
+    If ``each`` is true, each entry of the last axis is divided by its own variance, before the mean over these entries.
     """
     student, teacher = student.float(), teacher.float()
     square = (student - teacher).square()

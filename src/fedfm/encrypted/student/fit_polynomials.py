@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 
 KINDS = ("scaled", "paper")
 WIDER = 1.3  # factor by which measured intervals are widened
-ROOM = 1.1  # a new measurement must fit into the interval when it is widened by this factor
+ROOM = 1.1  # a new measurement, widened by this factor, must fit into the interval
 _ROUNDING = 1e-9
 _NORMS = {"first": "variances before the attention", "second": "variances before the MLP"}
 ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) within their intervals
@@ -116,7 +116,7 @@ def refit(
 ) -> dict[str, Any] | None:
     """Choose one argument's polynomials again; return the block's new entry, or None if the interval is wide enough.
 
-    The model was trained with the coefficients of exp and GELU, so these do not change, only their intervals.
+    The model was trained with the coefficients of exp and GELU. They stay the same; only their intervals change.
 
     Args:
         measured: the extremes of the block's arguments.

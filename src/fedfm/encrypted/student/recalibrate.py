@@ -2,12 +2,12 @@
 
 The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
 of 1 / x or 1 / sqrt(x) can drive all later arguments out of their intervals. So blocks are measured one after another,
-and within a block its arguments in the order of computation. When an argument is measured, all earlier arguments are
-already inside their intervals.
+and the arguments within a block are measured in the order of computation. When an argument is measured, all earlier
+arguments are already inside their intervals.
 
 For example, a student that was distilled on photographs gets drawings. The functions' arguments leave the intervals,
-and the features are NaN. With some drawings the student's owner can measure wider intervals. The weights do not change,
-so heads that were trained on the student's features stay valid.
+and the features are NaN. With some drawings, the student's owner can measure wider intervals. The weights do not
+change, so heads that were trained on the student's features stay valid.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def widen(
     Args:
         taps: the student with the polynomials of ``entries``. The function installs the new polynomials in it.
         kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows. Only so many are used that their states before a block take at most one gigabyte.
+        batches: the rows. They are used only until their states before a block take one gigabyte of memory.
         keep: whether intervals may only grow, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 

@@ -24,7 +24,7 @@ _OTHER = ("model_type", "architectures", "transformers_version", "dtype", "torch
 def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
     """Make a new module with the weights of a ViT, DeiT or I-JEPA, for images of ``side`` x ``side`` pixels.
 
-    Position embeddings of patches are interpolated (bicubic); those of class tokens stay. Without class tokens the new
+    Position embeddings of patches are interpolated (bicubic); those of class tokens stay. Without class tokens, the new
     module has the type ``ijepa``, whose head reads the mean over the patches. So its initial outputs differ from the
     model's.
 

@@ -64,7 +64,8 @@ def write_app(
 
     Args:
         out: folder in which the ServerApp writes run directories.
-        run: name of the run directory; an existing run of this name is resumed. "": each Flower run makes a new one.
+        run: name of the run directory; an existing run of this name is resumed. If it is "", each Flower run makes a
+            new directory.
         key: name of this run's folder at each client.
         settable: whether ``flwr run --run-config`` may change single settings.
         loopback: whether the command that submits the run also starts the nodes. Such a node does not come back after
@@ -122,7 +123,7 @@ def experiment_text(experiment: Experiment) -> str:
 
 
 def _key(key: str) -> str:
-    return json.dumps(key) if "." in key else key  # quoted, since a table [run] would hide a plain key "run"
+    return json.dumps(key) if "." in key else key  # unquoted, TOML would make a table "run" that hides the key "run"
 
 
 def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
@@ -165,4 +166,4 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
     flwr run {folder} prod --stream
     # --run-config 'run="trial-1"' names the run directory; the same name continues it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
-    # --run-config 'set="run.min_clients=3; run.patience=2"' one that it does not"""
+    # --run-config 'set="run.min_clients=3; run.patience=2"' changes settings that it does not list"""
