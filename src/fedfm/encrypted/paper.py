@@ -11,7 +11,7 @@ SETTINGS = {
     "method.rank": Paper(8),
     "method.local.batch_size": Paper(16),
     "method.local.learning_rate": Paper(0.001, "with a few hundred rows per client, 0.001 trains too slowly"),
-    "method.protocol": Paper("permuted", "the relative orders of permuted show a client which states belong together"),
+    "method.protocol": Paper("permuted", "the relative orders show a client which states belong together"),
     "method.labels": Paper("loss_only", "a mean loss without a gradient cannot train anything"),
     "method.released": Paper(
         "all tokens", "each state that a client sees helps it to train a substitute for the model"

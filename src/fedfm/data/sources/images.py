@@ -1,6 +1,6 @@
 """Read image folders in the layout of Hugging Face's ``imagefolder``.
 
-Images are in ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or without splits in ``<class>/*.png``.
+Images are in ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or just in ``<class>/*.png``.
 Any of these folders may have a file ``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet``. Its column
 ``file_name`` has the images' paths relative to its folder. It may have further columns; a label column replaces the
 class folders.
@@ -131,7 +131,7 @@ def _endings(files: Sequence[str]) -> str:
 
 
 def _scans(files: Sequence[str]) -> str:
-    """A hint if some of these files are scans; a window (a range of their values) must be chosen to show as images."""
+    """A hint if some of these files are scans, which become images after the choice of a window (range of values)."""
     if not any(file.lower().endswith(_SCANS) for file in files):
         return ""
     return "; convert DICOM and NIfTI files first, with a window of values (docs: how-to/own-data.md)"

@@ -1,8 +1,8 @@
 """Read NumPy archives with images or feature vectors.
 
-An archive holds ``x``, uint8 or uint16 (N, H, W, C) or float (N, d), and ``y``, integers (N,). It may hold ``classes``,
-strings (C,), ``split``, strings (N,), ``domain``, strings (N,), and further string or integer arrays (N,), which become
-columns. ``feature_names`` or ``columns``, strings (d,), are the names of the columns of feature vectors.
+An archive holds ``x`` (images: uint8 or uint16 (N, H, W, C); feature vectors: float (N, d)) and ``y`` (integers (N,)).
+It may hold ``classes`` (strings (C,)), ``split`` and ``domain`` (strings (N,)), and further string or integer arrays
+(N,), which become columns. ``feature_names`` or ``columns`` (strings (d,)) names the columns of feature vectors.
 """
 
 from __future__ import annotations

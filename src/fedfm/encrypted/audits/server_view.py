@@ -48,7 +48,7 @@ def examine(run: Run) -> Finding:
     if method.encryption == "clear":
         says += ' encryption = "clear" is a simulation: the server saw the rows.'
     elif rows or largest > SMALL:
-        says += " Updates travel in the clear without secure aggregation."
+        says += " Without secure aggregation, updates travel in the clear."
     promised = method.encryption == "ckks" and bool(rows)
     return Finding("server.view", QUESTION, float(largest), None, None, float(SMALL), rule, says, promised,
                    {"forms": dict(forms)})  # fmt: skip

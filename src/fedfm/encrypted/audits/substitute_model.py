@@ -90,7 +90,7 @@ class SubstituteModel(Audit):
         error, far = sum(inside) / len(inside), sum(outside) / len(outside)
         before = sum(few) / len(few)
         says = (
-            f"Blocks fitted from the pairs of one client's {len(own)} rows have a relative squared error of "
+            f"Blocks fitted from the states of one client's {len(own)} rows have a relative squared error of "
             f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 means a copy, 1 as good as no block). "
             f"If the blocks are fitted from {len(quarter)} rows, the error on the other rows is {before:.3f}."
         )

@@ -151,7 +151,7 @@ def measure_again(
 
     Returns:
         ``folder``, ``epochs`` (0), ``parameters``, ``measured`` (rows), ``seconds``, ``params_sha256``, and ``blocks``
-        as in a distillation. On held-out rows: ``judged`` (their number), ``accuracy`` (None with a new head),
+        as in a distillation. On held-out rows: ``judged`` (their number), ``accuracy`` (None for a new head),
         ``outside``, and ``without_numbers`` (number of rows whose features overflow). The last three also exist with
         the suffix ``_before``, for the old intervals.
 

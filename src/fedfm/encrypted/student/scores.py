@@ -46,7 +46,7 @@ def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
 
 
 def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]:
-    """Return ``accuracy`` (None with a new head), ``distance`` and ``outside``, as in :func:`compare`.
+    """Return ``accuracy`` (None if the head is new), ``distance`` and ``outside``, as in :func:`compare`.
 
     Args:
         theirs: the teacher's outputs on the same rows.

@@ -43,7 +43,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     with storage.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_app(folder, chosen, out=out, settable=True)
-    if known := chosen.server_only():  # Flower leaves files without a suffix out of the bundle
+    if known := chosen.server_only():  # Flower does not bundle the file below, since it has no suffix
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
         storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
