@@ -57,9 +57,9 @@ class ServerState:
 class BlindFed(HiddenModel, Planned, Method[ServerState]):
     """One encrypted forward pass of all rows through the server's frozen model, then FedAvg on the model's outputs.
 
-    There are two protocols. In "masked" (ours) a client gets the disclosed activations of its rows in the clear, and
-    its labels never leave the client. In "permuted" (the paper's) a client gets the activations of all tokens in secret
-    orders, and sends its labels encrypted. The secret orders leak, as ``fedfm audit`` shows.
+    There are two protocols. In "masked" (ours), a client gets the disclosed activations of its rows in the clear, and
+    its labels never leave the client. In "permuted" (the paper's), a client gets the activations of all tokens in
+    secret orders, and sends its labels encrypted. The secret orders leak, as ``fedfm audit`` shows.
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)

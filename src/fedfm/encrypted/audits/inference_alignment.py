@@ -1,4 +1,4 @@
-"""Undo the permutation of a batch: find for each state before a block the same sample's state after the block.
+"""Undo the permutation of a batch: for each state before a block, find the same sample's state after the block.
 
 BlindFed (arXiv:2502.01289) uses a new permutation of the batch's samples for each block. A residual block changes its
 input only a little, so a sample's state after the block is similar to its state before.
@@ -12,7 +12,7 @@ from fedfm.audits.inference.rates import Array
 
 
 def align(before: Array, after: Array) -> Array:
-    """Return for each sample before the block the position of its state after the block.
+    """Return, for each sample before the block, the position of its state after the block.
 
     The function computes the cosines of the centred states for all pairs, and finds the assignment with the largest
     sum of cosines.
@@ -35,7 +35,7 @@ def align(before: Array, after: Array) -> Array:
     from scipy.optimize import linear_sum_assignment
 
     if before.shape != after.shape or len(before) < 2:
-        raise ValueError(f"states of shapes {before.shape} and {after.shape}: expected two of one shape, n >= 2")
+        raise ValueError(f"states of shapes {before.shape} and {after.shape}: expected two states of one shape, n >= 2")
     a, b = (_directions(x) for x in (before, after))
     return np.asarray(linear_sum_assignment(a @ b.T, maximize=True)[1])
 
@@ -48,7 +48,7 @@ def shuffle(states: Array, seed: int) -> tuple[Array, Array]:
 
 
 def aligned_shares(mixed: Array, orders: Array) -> list[float]:
-    """Return for each block and the next one the fraction of the samples that :func:`align` matches: (L - 1,).
+    """Return the fraction of the samples that :func:`align` matches, for each pair of consecutive blocks: (L - 1,).
 
     Args:
         mixed, orders: from :func:`shuffle`.

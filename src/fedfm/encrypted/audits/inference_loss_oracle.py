@@ -20,7 +20,7 @@ def labels_by_loss(loss: Loss, count: int, classes: int, bits: int = 20) -> tupl
     """Return the labels (n,), and the number of queries that the attack took.
 
     Args:
-        loss: answers a query: it takes -log p (n, C) and returns the mean of the entries that the labels select.
+        loss: answers one query. It takes -log p (n, C) and returns the mean of the entries that the labels select.
         count: n, number of labels.
         classes: C >= 2, number of classes.
         bits: number of bits of the sum that one answer discloses.

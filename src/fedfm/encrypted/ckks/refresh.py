@@ -4,7 +4,7 @@ The server adds a mask r to the encrypted polynomial v; both have integer coeffi
 the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded, because slots are
 never decoded.
 
-*Guarantee*: the client decrypts v + r, where r is uniform over M integers. For one ciphertext the statistical distance
+*Guarantee*: the client decrypts v + r, where r is uniform over M integers. For one ciphertext, the statistical distance
 of v + r from r alone is at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
 distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale (Cauchy
 and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext discloses nothing more, because the

@@ -62,7 +62,7 @@ class Packing:
 
     @property
     def baby(self) -> int:
-        """Number of baby steps; there are tokens / baby giant steps."""
+        """Number of baby steps; the number of giant steps is ``tokens`` divided by this number."""
         return 1 << (self.tokens.bit_length() - 1) // 2
 
     @property

@@ -1,8 +1,8 @@
 """Encrypted inference between a key holder, who has the rows, and a model owner, without any engine or federation.
 
 *Protocol* (masked): the key holder sends encrypted rows. The model owner computes one block after another, asks the
-holder to refresh masked ciphertexts, and sends the disclosed activations of every block. Rows and secret key stay with
-the holder, weights with the owner. Both sides are semi-honest.
+holder to refresh masked ciphertexts, and sends the disclosed activations of every block. The rows and the secret key
+stay with the holder, and the weights stay with the owner. Both sides are semi-honest.
 
 *What the owner sends*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`; the ledger sums their statistical
 distance), and disclosed activations. The owner adds two things to each ciphertext of disclosed activations: an

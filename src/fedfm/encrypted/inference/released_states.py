@@ -99,7 +99,7 @@ class Released:
         return np.concatenate([first, *parts], axis=-2)
 
     def weights(self) -> dict[int, NDArray[np.float64]]:
-        """Return for each rotation j the factors (together, T), by which the tokens of the features are multiplied.
+        """Return, for each rotation j, the factors (together, T) by which the tokens of the features are multiplied.
 
         For each j, the weighted features are added, and their sum is rotated by j tokens. The ciphertext is the sum of
         the results over j.

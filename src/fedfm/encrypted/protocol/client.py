@@ -177,7 +177,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """Return the largest error of disclosed values compared with values in the clear, and the overflowed rows."""
+        """Return the largest difference of disclosed values from values in the clear, and the number of lost rows."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:

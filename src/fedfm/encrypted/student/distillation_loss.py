@@ -7,8 +7,8 @@ Three stages train one student, which starts as a copy of the teacher with centr
    After it, the functions' arguments are measured on the training rows, and polynomials replace the functions
    (:meth:`Distiller.swap`).
 1. *States*: match every block's scores (loss L_a) and outputs (loss L_h) with the tamed model's (equations 10 to 14).
-   The loss is L_a + L_h. Each of the two is a mean squared difference divided by the teacher's variance, summed over the
-   blocks.
+   The loss is L_a + L_h. Each of the two is a mean squared difference, divided by the teacher's variance and summed
+   over the blocks.
 2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
 The teacher's head may be new for these classes, e.g. because a backbone has no head. Then its logits are of no use, and

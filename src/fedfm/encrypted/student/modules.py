@@ -1,6 +1,6 @@
 """Softmax, LayerNorm and GELU as modules, which compute the exact function until they have a polynomial.
 
-Each module keeps the weights of the module that it replaces, under the same names. In training the module clamps the
+Each module keeps the weights of the module that it replaces, under the same names. In training, the module clamps the
 argument of its polynomial to the interval, and adds a penalty on arguments beyond 80 % of the interval. In evaluation
 it does not clamp, since encrypted values cannot be clamped, but counts the arguments outside the interval.
 """

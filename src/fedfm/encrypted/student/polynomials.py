@@ -110,7 +110,7 @@ class Exponential(Polynomial):
         return y
 
     def error(self) -> float:
-        """Return the largest relative error in the interval; it is at an end, since exp(-u) T_d(u) is decreasing."""
+        """Return the largest relative error; it is at an end of the interval, since exp(-u) T_d(u) is decreasing."""
         return max(abs(self.evaluate(_Number(x)).value / math.exp(x) - 1) for x in self.interval)
 
 
