@@ -43,8 +43,7 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Choose round(fraction n) of ``rows`` (n,) to hold out, at least one; return them in ascending order.
 
-    ``groups`` (n,) gives each row's group. The chosen rows have the groups' proportions. At least one row of each group
-    is not chosen, so that training has every class.
+    The ``groups`` (n,) of the rows keep their proportions, and each keeps a row, so that training has every class.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]

@@ -292,8 +292,8 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def validate(self) -> None:
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
             raise InputError(
-                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and the folder of a '
-                "finished run as trained",
+                'method.predict = true does not train; expected rounds = 0, protocol = "masked", and trained = the '
+                "folder of a finished run",
                 key="method.predict",
             )
         if self.protocol != "permuted":

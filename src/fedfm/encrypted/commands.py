@@ -56,7 +56,7 @@ a distillation:
 
 A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its attention scores, variances and row
 sums must stay in intervals where a polynomial of low degree is accurate. The first stage, tame, trains the model
-with the exact functions so that its values fit; an interval that is too wide is refused. The other stages train with
+with the exact functions so that these values fit; an interval that is too wide is refused. The other stages train with
 polynomials to match the teacher's states and outputs. The output folder has config.json with the polynomials and their
 intervals, model.safetensors, the image processor or tokenizer, and distil.json, which records how the student was made.
 The folder has no head if the teacher's head is new for these classes.

@@ -117,7 +117,7 @@ def cause(status: int) -> str:
 
 
 def watch_parent() -> None:
-    """End this process soon after the process with the id FEDFM_PARENT ends, even if that one becomes a zombie."""
+    """End this process soon after the process with the id FEDFM_PARENT ends or becomes a zombie."""
     parent = int(os.environ.get("FEDFM_PARENT", "0"))
 
     def watch() -> None:

@@ -131,7 +131,7 @@ def _endings(files: Sequence[str]) -> str:
 
 
 def _scans(files: Sequence[str]) -> str:
-    """A hint if some of these files are scans, which become images after the choice of a window (range of values)."""
+    """A hint if some of these files are scans, which become images only with a window (a range of values)."""
     if not any(file.lower().endswith(_SCANS) for file in files):
         return ""
     return "; convert DICOM and NIfTI files first, with a window of values (docs: how-to/own-data.md)"

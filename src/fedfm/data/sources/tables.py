@@ -51,7 +51,7 @@ def sheet_of(path: Path, task: str | None = None) -> Sheet:
     """The columns of a file.
 
     Args:
-        task: the name of a task, which may read plain text.
+        task: the name of a task; some tasks read plain text.
 
     Raises:
         InputError: the file is empty, damaged, or not of the kind that its ending names.

@@ -59,7 +59,7 @@ class Parameters:
                 f"are allowed"
             )
         if len(self.bits) < 2 or not all(20 <= b <= 49 for b in (*self.bits, self.special)):
-            raise InputError(f"primes of {self.bits} and {self.special} bits: expected two or more, each of 20 to 49")
+            raise InputError(f"primes of {self.bits} and {self.special} bits: expected at least two, of 20 to 49 bits")
         if self.special < max(self.bits) or not 16 <= self.scale_bits <= max(self.bits):
             raise InputError(f"special prime of {self.special} bits, scale 2^{self.scale_bits}: too small or too large")
 
