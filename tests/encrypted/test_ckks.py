@@ -251,8 +251,8 @@ def test_linear_layers():
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (lambda: EX * 0, "be readable without a key"),
-        (lambda: EX * float("nan"), "be readable without a key"),
+        (lambda: EX * 0, "is readable without a key"),
+        (lambda: EX * float("nan"), "is readable without a key"),
         (lambda: EX + EX * Ciphertexts(EY.limbs, 2.0**30, SERVER), "in one sum"),
         (lambda: EX.at(1) * EY, "no client can refresh values"),
         (lambda: EX.at(2).at(3), "refresh the ciphertexts"),
