@@ -148,7 +148,7 @@ def test_nobody_is_asked_for_scores_and_the_report_says_what_is_told(file, tmp_p
     assert result["accuracy"] == result["global_accuracy"] > 0.9
     report = (tmp_path / "run" / "report.html").read_text()
     assert "No client is asked for scores, which would disclose its number of rows" in report
-    assert "clients disclose neither which classes they withhold nor their rows" in report
+    assert "clients disclose neither which classes they withhold nor how many rows" in report
     assert not {"withheld_rows", "withheld_classes", "raw_feature_bytes"} & result["details"].keys()
     (found,) = (f for f in perform(tmp_path / "run", ["reconstruction"]) if f.name == "reconstruction")
     assert (found.verdict, found.detail["leaking_components"]) == ("holds", 0)

@@ -216,7 +216,7 @@ def test_values_that_are_not_finite_leave_a_gap(tmp_path):
     rounds[5] |= {"global_accuracy": None, "client_accuracy": {"c0": math.nan, "c1": None}}
     rounds[8]["client_accuracy"] = {"c0": math.nan, "c1": None}
     text = document(runs.make(tmp_path / "run", names=["c0", "c1"], rounds=rounds))
-    assert "1 value that is not finite left out" in words(text)
+    assert "Left out: 1 value that is not finite." in words(text)
     assert "c0 not a number" in words(text)
     first = next(s for s in svgs(text) if s.get("role") == "img")
     paths = [p for p in first.iter("path") if "s1" in p.get("class", "")]

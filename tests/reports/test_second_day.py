@@ -226,7 +226,7 @@ def test_a_report_claims_nothing_about_rows_that_only_a_silo_has_read(finished, 
     path.write_text(json.dumps(manifest))
     text = words(tmp_path / "run")
     assert f"{silent} no scores" in text
-    assert "1 without scores, left out of means" in text
+    assert "Left out of means: 1 without scores" in text
     assert "no test rows" not in text
     assert "This report names the clients and shows their rows per class" in before
     assert "This report names the clients; ask them" in text

@@ -68,7 +68,7 @@ def test_the_ledger_counts_by_hand(tmp_path):
     assert found["macs"] == 4 * 3 * 3 * n * 32
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"was reached in round {rounds}" in page
-    assert "32 multiply-accumulates per sample forward" in page
+    assert "32 multiply-accumulates in a sample's forward pass" in page
 
 
 def test_fedala_pays_for_its_weights(tmp_path):

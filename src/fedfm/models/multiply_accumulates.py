@@ -1,10 +1,10 @@
 """Multiply-accumulates (MACs) of the clients' training, after FedBaF's Appendix B (arXiv:2410.18352).
 
-TMAC = T E m n MACs, where T is the number of rounds to a target accuracy, E the number of epochs, m the number of
-clients per round, n the median number of training samples of a client, and MACs the count for one sample's forward
-pass. The paper's MACS_k covers all of a client's data and is multiplied by n once more; here a sample counts once. As
-in the paper's figures, the backward pass (about twice the forward pass) is not counted: ratios between runs do not
-depend on it.
+TMAC = T E m n MACs. T is the number of rounds to a target accuracy, E the number of epochs, m the number of clients per
+round, and n the median number of training samples of a client. MACs is the count for one sample's forward pass. In the
+paper, MACS_k already covers all of a client's data, and is multiplied by n once more; here a sample counts once. As in
+the paper's figures, the backward pass (about twice the forward pass) is not counted: ratios between runs do not depend
+on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Macs:
     """MACs of one sample's forward pass.
 
     Attributes:
-        training: MACs in each epoch.
+        training: MACs that are computed again in each epoch.
         once: MACs of a frozen backbone whose features are computed once (adaptation head); else 0.
     """
 
@@ -41,8 +41,8 @@ class Macs:
 def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
     """MACs of one row's forward pass: matrix products, convolutions and attention; None without rows.
 
-    A text row has the median length of the first 64. All layers count, even if a fast kernel skips them because
-    nothing below them is trained.
+    For texts, the row of median length among the first 64 is counted. All layers count, even if a fast kernel skips
+    them because nothing below them is trained.
 
     Args:
         rows: from :meth:`Model.prepare`, not encoded.
@@ -90,7 +90,7 @@ def _names(model: Model) -> int:
 
 
 class _Counter(TorchFunctionMode):
-    """Counts the products of a forward pass by function name.
+    """Counts the products of a forward pass; the name of each called function decides how.
 
     ``torch.utils.flop_counter`` also counts them, but loads the compiler (1.5 s) and does not count the fused attention
     of CPUs.
@@ -167,8 +167,9 @@ class Costs:
         """MACs of the rounds of these cohorts; a frozen backbone counts once for each client.
 
         Args:
-            extra_passes: for each round, passes over a client's rows in addition to the optimiser's epochs (FedALA
-                trains its weights W); a mean over the cohort, weighted like its updates.
+            extra_passes: for each round, the number of passes over a client's rows in addition to the optimiser's
+                epochs (FedALA makes such passes to train its weights W). It is a mean over the cohort, with the same
+                weights as the mean of the updates.
         """
         visits = sum(map(len, cohorts))
         more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, extra_passes, strict=False))

@@ -16,7 +16,7 @@ from fedfm.models.heads import output_maps, within
 from fedfm.models.quantised_maps import maps
 
 FEW = 0.05  # largest share of a model's parameters that may be new without a notice
-_DENSE = 2  # largest number of matrices before a head's last map in transformers: a dense layer's, and a pooler's
+_DENSE = 2  # largest number of matrices that a head of transformers has before its last map: a dense layer, a pooler
 
 
 def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
         name: the model's name, for messages.
 
     Raises:
-        InputError: more than a few per cent are new, even without the last maps and two dense layers before them.
+        InputError: more than a few per cent are new, even if the last maps and two dense layers do not count.
     """
     total, made = _numbers(module), {path: _numbers(module.get_submodule(path)) for path in new}
     count = sum(made.values())
@@ -68,7 +68,7 @@ def _leaves(module: nn.Module, new: Collection[str]) -> Iterator[tuple[str, nn.M
 
 
 def _numbers(module: nn.Module) -> int:
-    """Number of values of a module; quantised maps count after dequantisation."""
+    """Number of values of a module; a quantised map counts as many values as it has after dequantisation."""
     bits = [(m, m.in_features * m.out_features) for _, m in maps(module)]
     packed = sum(m.weight.numel() for m, _ in bits)
     return int(sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits))

@@ -30,7 +30,7 @@ def _whole(x: Tensor, _: Batch, __: int | None) -> Tensor:
 
 
 def _behind_last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
-    """The state one position later, for a decoder that reads its text shifted by one."""
+    """The state one position after the last token, for a decoder that reads its text shifted by one."""
     return _at(x, (_last_index(x, batch, pad) + 1).clamp(max=x.shape[1] - 1))
 
 
@@ -84,7 +84,7 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
         hook.remove()
     if not _agree(model, alone, logits[:1]):
         raise InputError(
-            f"model.name: {_of_padding(model)}, so that a text alone has no fixed features: expected another model, or "
+            f"model.name: {_of_padding(model)}, so that a text has no features of its own: expected another model, or "
             "a method and an adaptation that train through the whole model, such as fedavg with lora or full"
         )
     states = caught[0]

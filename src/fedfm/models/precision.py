@@ -52,6 +52,6 @@ def check_trainable(spec: ModelSpec) -> None:
     """
     if spec.dtype == "float16" and spec.adaptation and spec.adaptation.name not in ("head", "side_adapter"):
         raise InputError(
-            f'model.dtype: with adaptation "{spec.adaptation.name}" gradients pass through the network, and those of '
-            'float16 vanish below 6e-8: expected "bfloat16" or "float32"'
+            f'model.dtype: with adaptation "{spec.adaptation.name}", gradients pass through the network, and gradients '
+            'in float16 vanish below 6e-8: expected "bfloat16" or "float32"'
         )

@@ -66,8 +66,8 @@ def prepare(
 
     Args:
         task: the model's task; None means the task that the kind of the rows implies.
-        most: bytes that prepared images may take in memory; if they take more, each batch prepares its own. For None
-            see :mod:`.images`.
+        most: bytes that prepared images may take in memory; if they would take more, the images of a batch are
+            prepared when the batch is read. :mod:`.images` explains the value None.
         loaders: number of processes that compute deferred images in advance.
         check: called with tokens and the rows' indexes; it refuses tokens that the model does not know.
 
@@ -199,7 +199,7 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
 
 
 def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
-    """As :func:`texts`; in addition the tokenizer's other values for each token, by names of the model's arguments."""
+    """The tokens of :func:`texts`, and the tokenizer's other values for each token, by the model's argument names."""
     from fedfm.core.tokens import Tokens
 
     empty = [tokenizer.pad_token_id or 0]  # no model accepts a row of length 0

@@ -1,4 +1,4 @@
-"""Two invented texts for checks of a model. They do not depend on a client's rows, so all clients check the same."""
+"""Two invented texts for checks of a model. They do not depend on a client's rows: all clients check the same texts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ALONE, _WHOLE = "preprocessor_config.json", "processor_config.json"
 _NUMBERS = ("do_resize", "size", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "crop_size")
 _TABLES = ("position_embedding", "pos_embed", "relative_position_bias_table")
-_ANY_SIZE = ("dinov2",)  # published with position tables for another image size than its processor's
+_ANY_SIZE = ("dinov2",)  # model types whose files have positions for another image size than that of the processor
 
 
 def settings(path: Path | str) -> dict[str, dict[str, Any]]:
@@ -58,7 +58,7 @@ def of_other_size(image: Preprocess, module: nn.Module, config: Any, name: str) 
     if shape == sides:
         return []
     return [
-        f"model.name: images become {shape[1]} x {shape[0]} pixels by the image processor of {name!r}, and the model "
+        f"model.name: images become {shape[1]} x {shape[0]} pixels in the image processor of {name!r}, and the model "
         f"has positions for {sides[1]} x {sides[0]} (image_size of its config.json): set the size in its "
         "preprocessor_config.json to that of the model's training"
     ]

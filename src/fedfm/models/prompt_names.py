@@ -1,4 +1,4 @@
-"""Checks the names of classes for a text encoder: identifiers instead of words, names that it cannot tell apart."""
+"""Finds names of classes that are identifiers instead of words, or that a text encoder cannot tell apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARE = 0.2  # smallest share of the classes for a notice; there must be at lea
 
 
 def notices(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """A notice about names that begin with a number, have capitals instead of spaces, or contain folders."""
+    """A notice about names that begin with a number, have capitals instead of spaces, or look like paths of files."""
     found = [i for i, name in enumerate(classes) if _is_identifier(name)]
     if len(found) < max(2, _SHARE * len(classes)):
         return []
@@ -48,10 +48,10 @@ def read_alike(prompts: Prompts, classes: Sequence[str]) -> list[str]:
 
 
 def check_read(dual: DualEncoder, prompts: Prompts, name: str) -> None:
-    """Refuse a text encoder whose vector of a text does not depend on the class's name in it.
+    """Refuse a text encoder that computes the same vector for texts with different names of classes.
 
-    A CLIP takes the vector at the end token that its configuration states. If no text has this token, it takes the
-    vector at the first position, which is the same for all texts.
+    A CLIP takes the vector at the end token that its configuration states. If no text has this token, the CLIP takes
+    the vector at the first position, which is the same for all texts.
 
     Raises:
         InputError: two different prompts have the same vector.

@@ -1,16 +1,17 @@
 """Quantised bases: frozen linear maps in 4 or 8 bits, by bitsandbytes.
 
-QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers, Pagnoni, Holtzman, Zettlemoyer. NeurIPS 2023. arXiv:2305.14314:
 ``nf4``: each block of 64 weights has a scale, and each block of 256 scales has a scale itself (double quantisation).
-LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale. Dettmers et al. NeurIPS 2022. arXiv:2208.07339:
+QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers, Pagnoni, Holtzman, Zettlemoyer. NeurIPS 2023. arXiv:2305.14314.
+
 ``int8``: each output has a scale, and columns with outliers are multiplied in float16.
+LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale. Dettmers et al. NeurIPS 2022. arXiv:2208.07339.
 
 The experts of a mixture are parameters, not modules for linear maps. They can be quantised to nf4, but not to int8
 (:mod:`.quantised_experts`).
 
-Trained tensors are float32. Heads, embeddings, norms and modules that are new for the task keep ``model.dtype``, in
-which the quantised maps compute, too. PEFT's ``prepare_model_for_kbit_training`` would make all of these float32, so it
-is not used: for embeddings and a head of 128,000 tokens, float32 takes as much memory as the maps in 4 bits.
+Trained tensors are float32. Heads, embeddings, norms and modules that are new for the task keep ``model.dtype``. The
+quantised maps also compute in this dtype. PEFT's ``prepare_model_for_kbit_training`` is not used, because it would make
+heads, embeddings and norms float32: with 128,000 tokens, these would then take as much memory as the maps in 4 bits.
 """
 
 from __future__ import annotations

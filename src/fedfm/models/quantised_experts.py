@@ -127,7 +127,7 @@ def _unfold(kept: Any) -> Tensor:
 
 
 def pack(module: nn.Module) -> None:
-    """Quantise each experts' parameter whose size is a multiple of :data:`BLOCK`, also in PEFT's wrappers."""
+    """Quantise every parameter of experts that has a multiple of :data:`BLOCK` values, also in PEFT's wrappers."""
     found = {id(p) for p in stacks(module).values() if p.numel() % BLOCK == 0}
     for owner in list(module.modules()):
         own = {name: p for name, p in owner.named_parameters(recurse=False) if id(p) in found}

@@ -7,14 +7,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-# PEFT imports bitsandbytes if it is installed. It then warns about a CPU kernel that fedfm does not use, and about
-# rounding in 8-bit products.
+# PEFT imports bitsandbytes if it is installed. bitsandbytes then warns about a CPU kernel that fedfm does not use, and
+# about rounding in 8-bit products.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager: transformers logs only errors and draws no progress bars; afterwards both are as before."""
+    """Context manager: transformers logs only errors and draws no progress bars; its settings are restored."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

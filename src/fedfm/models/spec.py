@@ -59,11 +59,11 @@ class AdaptationSpec:
         None, 'lora: targets that are not adapted, by the end of a module\'s name, e.g. with targets = "all-linear"'
     )
     bias: str = setting(
-        "none", "lora: none; all and lora_only of PEFT, which train biases of the base, are refused", choices=BIASES
+        "none", "lora: none; PEFT's all and lora_only are refused: they train biases of the base", choices=BIASES
     )
     init_lora_weights: str = setting(
         "default",
-        "lora: initial values of A: default (true), which is PEFT's, or gaussian; B starts at zero; others are refused",
+        "lora: initial values of A: default (or true), as in PEFT, or gaussian; B starts at zero; others are refused",
         choices=STARTS,
         metadata={"true": "default", "false": "random"},
     )
@@ -121,8 +121,8 @@ class _Common:
     )
     quantization: str | None = setting(
         None,
-        "frozen linear maps in 4 bits (nf4, also experts) or 8 bits (int8), by bitsandbytes, extra [quantized]; their "
-        "products are computed in dtype",
+        "frozen linear maps in 4 bits (nf4, also experts) or 8 bits (int8), by bitsandbytes (install the extra "
+        "[quantized]); their products are computed in dtype",
         choices=QUANTIZATIONS,
     )
     gradient_checkpointing: bool = setting(

@@ -23,8 +23,8 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
     Args:
         leave_out: paths outside the forward pass, such as the vision tower of a model that reads texts.
     """
-    # A block of the simplest networks has one weight matrix, and so has an embedding's convolution with its norm. So
-    # entries with one matrix are tried only if no entry has two.
+    # A block of the simplest networks has one weight matrix, but an embedding's convolution with its norm also has one.
+    # So entries with one matrix are tried only if no entry has two.
     for matrices in (2, 1):
         if found := tuple(_within(module, "", frozenset(leave_out), matrices, inside=False)):
             return found
@@ -80,8 +80,8 @@ def _within(module: nn.Module, path: str, leave_out: frozenset[str], matrices: i
     """The blocks below a module.
 
     Args:
-        inside: whether the module is an entry of a list. Then a list below it counts only if its entries have one
-            class.
+        inside: whether the module is an entry of a list. If so, a list below the module counts only if all entries
+            of that list are of one class.
     """
     if isinstance(module, nn.ModuleList | nn.Sequential):
         entries = [(f"{path}.{name}", m) for name, m in module.named_children() if _numbers([m])]

@@ -103,7 +103,7 @@ def _state(stored: StoredWeights, key: str) -> dict[str, Any]:
 
 
 def _four(name: str, state: Mapping[str, Any], shape: Shape | None) -> dict[str, Shape]:
-    """The expected shapes of a 4-bit weight's tensors, from the weight's shape, or without a shape from its state."""
+    """The expected shapes of a 4-bit weight's tensors, from ``shape``; if it is None, from the shape in ``state``."""
     count = math.prod(state["shape"] if shape is None else shape)
     blocks = -(-count // state["blocksize"])
     out: dict[str, Shape] = {name: (-(-count // 2), 1), f"{name}.absmax": (blocks,), f"{name}.quant_map": (16,)}

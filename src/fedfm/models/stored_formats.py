@@ -33,7 +33,7 @@ def prepare(config: Any, name: str, *, random: bool) -> None:
         random: whether the weights are initialised at random instead of read.
 
     Raises:
-        InputError: transformers cannot dequantise this format, or not on this machine.
+        InputError: transformers cannot dequantise this format, or cannot do so on this machine.
     """
     stored = settings(config)
     if stored is None:
@@ -77,7 +77,7 @@ def check(stored: StoredWeights, name: str) -> None:
     lacking = [n for n in bare if not any(s.startswith((f"{n}_", f"{n.rpartition('.')[0]}.")) for s in scales)]
     if lacking:
         raise InputError(
-            f"model.name: {name} has {tensors(len(lacking))} in few bits without scales: {some(lacking)}",
+            f"model.name: {name} has {tensors(len(lacking))} of 8 or 4 bits without scales: {some(lacking)}",
             key="model.name",
         )
 

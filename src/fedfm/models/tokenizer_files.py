@@ -107,7 +107,7 @@ def _splits_otherwise(path: Path | str, tokenizer: Any, name: str) -> tuple[str,
         ours, theirs = ([stored.id_to_token(i) for i in ids if i not in unknown] for ids in found)
         if theirs != ours:
             return (
-                f"model.name: transformers makes a {own} of the tokenizer of {name!r}, which reads {phrase!r} as "
+                f"model.name: from the tokenizer of {name!r}, transformers makes a {own}, which reads {phrase!r} as "
                 f"{ours}, and its {_FILE} says {theirs}: the {own} is used, also in an export; if the model was "
                 f"trained with the file, correct tokenizer_config.json (such as do_lower_case), or set its "
                 f'tokenizer_class to "{PLAIN}", which follows the file',
@@ -155,8 +155,8 @@ def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
     if not others:
         return ()
     return (
-        f"model.template: {name!r} has {', '.join(others)}, which no tokenizer reads, and no chat template: name the "
-        f"template {_TEMPLATE}",
+        f"model.template: {name!r} has {', '.join(others)}, which no tokenizer reads, and no chat template: rename "
+        f"the file with the template to {_TEMPLATE}",
     )
 
 

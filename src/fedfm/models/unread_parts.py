@@ -29,7 +29,7 @@ _PARTS = "modules.json"  # lists the parts of a sentence-transformers model: tra
 def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = False) -> list[str]:
     """Notices about the parts of a model's folder that are not read.
 
-    For a hub id they are only about its code and its keys, and for random weights only about its keys.
+    For a hub id, the notices are only about its code and its keys; for random weights, only about its keys.
 
     Args:
         answers: whether the task generates answers.

@@ -108,7 +108,7 @@ def load(
         if "conversion of the weights" in str(error):
             named = some(sorted(_failed_tensors(error))) or "some of the model's tensors"
             raise InputError(
-                f"model.name: {path} lacks tensors, or has some of another shape, from which {named} would be made",
+                f"model.name: {path} lacks tensors from which {named} would be made, or has them in another shape",
                 key="model.name",
             ) from None
         raise refusal(path, spec.name, error) from None

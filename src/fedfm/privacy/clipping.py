@@ -16,8 +16,9 @@ _SHARE = 20  # the noise on the count has a standard deviation of a twentieth of
 class AdaptiveClip:
     """Each client reports in one bit whether its update is within the norm C; C adapts to the share of such updates.
 
-    A participating client adds b - 1/2 to the count, another client adds 0: the sensitivity is 1/2. The noise of the
-    updates is larger than z C, so that updates and count together spend the epsilon of noise z.
+    A client that takes part adds its bit minus 1/2 to the count, and a client that does not take part adds 0. So the
+    sensitivity is 1/2. The noise of the updates is larger than z C, so that updates and count together spend the
+    epsilon of noise z.
 
     Attributes:
         start: C of the first round.

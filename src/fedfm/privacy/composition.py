@@ -20,7 +20,7 @@ from fedfm.errors import InputError
 from fedfm.privacy import gaussian
 
 LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
-LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends dozens of epsilon
+LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends an epsilon of dozens
 WIDTH = 1e-3  # width of the search's last interval, in log z
 FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid gives an upper bound
 
@@ -41,7 +41,7 @@ class Releases:
 
 
 def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
-    """The smallest epsilon known for all releases together, an upper bound; infinite without noise.
+    """The smallest known upper bound on the epsilon of all releases together; infinite without noise.
 
     Raises:
         InputError: delta is not in (0, 1).
@@ -77,7 +77,7 @@ def _compose(spent: tuple[Releases, ...], delta: float, interval: float) -> floa
 
 
 def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: float = 1.0) -> float:
-    """The smallest z with which ``times`` releases spend at most ``epsilon``; under sampling up to 0.1 % larger.
+    """The smallest z with which ``times`` releases spend at most ``epsilon``; with sampling, up to 0.1 % more.
 
     Raises:
         InputError: epsilon is not positive, or delta not in (0, 1), or no z below 10,000 is enough.
@@ -101,7 +101,7 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
 
 
 def _smallest(epsilon_at: Callable[[float], float], epsilon: float, z: float) -> float:
-    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` spends no more.
+    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` is large enough.
 
     The computation of one epsilon takes up to seconds, and longer with less noise. So the search interpolates log
     epsilon, which is nearly linear in log z, and starts at large noise.
@@ -154,4 +154,4 @@ def noise_multiplier_for_concentrated(epsilon: float, delta: float, times: int =
         low, high = (low, middle) if enough else (middle, high)
     if high >= math.log(LARGEST) - 1e-9:
         raise InputError(f"epsilon = {epsilon:g} needs more noise than {LARGEST:g} times the sensitivity")
-    return math.exp(high) * (1 + 1e-9)  # above the rounding of the bound
+    return math.exp(high) * (1 + 1e-9)  # the factor covers the rounding of the bound

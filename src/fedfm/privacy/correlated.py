@@ -20,8 +20,8 @@ orthogonal (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurI
 found for (T, b) = (12, 3), (24, 6), (30, 5) and (16, 16).
 
 *No gain for b = 1*. Let 1_s be the indicator of the first s rounds. Then s = (1_s^T C^-1) (C 1_s) is at most the
-deviation of model s times the sensitivity, for every C. Independent noise attains s at s = T: if all clients
-are in every round, it is the best noise for the last model.
+deviation of model s times the sensitivity, for every C. With independent noise, this product is T if s is T.
+So if all clients are in every round, independent noise is the best for the last model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Strategy:
         return np.asarray(np.sqrt(np.cumsum(np.cumsum(self.inverse()) ** 2)))
 
     def last(self) -> float:
-        """Standard deviation of the last model, which is the largest of all models, at a sensitivity of 1."""
+        """Standard deviation of the last model at a sensitivity of 1; no earlier model has a larger deviation."""
         return float(self.deviations()[-1]) * self.sensitivity()
 
 

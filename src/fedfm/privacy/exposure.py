@@ -1,4 +1,4 @@
-"""The words for the data of a silo that a request exposes; see :mod:`fedfm.privacy.policy`."""
+"""The words that say which data of a silo a request exposes; see :mod:`fedfm.privacy.policy`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ MOST = 20.0  # largest plausible epsilon; beyond it, an attacker's odds may chan
 
 
 def of_delta(delta: float, count: int, what: str) -> str | None:
-    """A notice if delta is so large that a mechanism may satisfy it and publish what it should protect.
+    """A notice if delta is so large that a mechanism may publish the rows it protects and still satisfy the guarantee.
 
     A mechanism that publishes each of n rows with probability delta spends epsilon = 0 at this delta. It publishes
     n delta rows on average.

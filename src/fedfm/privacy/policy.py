@@ -63,12 +63,14 @@ class Requirements:
     unit: str | None = setting(None, "unit of the epsilon: client or record", choices=("client", "record"))
     mechanism: tuple[str, ...] = setting(
         (),
-        "accepted mechanisms: own (the method's, at the silo), distributed_gaussian, dp_sgd; gaussian: the server "
+        "accepted mechanisms: own (the method's own, at the silo), distributed_gaussian, dp_sgd; gaussian: the server "
         "adds the noise, and no silo can check that",
         choices=MECHANISMS,
     )
     largest_clip: float | None = setting(None, "largest clip_norm", gt=0)
-    least_noise_multiplier: float | None = setting(None, "smallest noise of a release, over its sensitivity", gt=0)
+    least_noise_multiplier: float | None = setting(
+        None, "smallest noise of a release, divided by its sensitivity", gt=0
+    )
     largest_epsilon: float | None = setting(None, "largest epsilon of a whole experiment", gt=0)
     largest_delta: float | None = setting(None, "largest delta of an experiment", gt=0, lt=1)
 

@@ -39,10 +39,10 @@ class PrivacySpec:
         return self != PrivacySpec(aggregator="secagg")
 
     def validate(self) -> None:
-        """Check the noise, by an epsilon or by a multiplier, and the clip.
+        """Check that the noise is given by an epsilon or by a multiplier, and that the mechanism allows the clip.
 
         Raises:
-            InputError: neither or both of the two are given, or the mechanism has no adaptive clip.
+            InputError: neither or both of epsilon and multiplier are given, or the mechanism has no adaptive clip.
         """
         faults = Faults()
         if (self.target_epsilon is None) == (self.noise_multiplier is None):

@@ -109,7 +109,8 @@ def _operations(run: RunFiles) -> str:
     if sample is None or each is None:
         return ""
     text = (
-        f" Computation: {number(sample)} multiply-accumulates per sample forward, {number(each)} per client and round"
+        f" Computation: {number(sample)} multiply-accumulates in a sample's forward pass, {number(each)} per client "
+        "and round"
     )
     text += " (median)."
     target, rounds = numeric(found.get("target_accuracy")), numeric(found.get("rounds_to_target"))

@@ -52,7 +52,7 @@ class Weights:
 
     @property
     def last(self) -> np.ndarray:
-        """(L, K, K): each client's row in the last round whose cohort it was in; zero if there was no such round."""
+        """(L, K, K): each client's row in the last round that had the client in its cohort; zero if there was none."""
         known = self.cohorts
         at = len(known) - 1 - known[::-1].argmax(0)  # (K,)
         return self.p[at, :, np.arange(len(self.clients))].swapaxes(0, 1)
@@ -216,7 +216,7 @@ def _own_by_layer(w: Weights) -> str:
     series = [_line(f"mean of {len(w.layers)} layers", w, map(_mean, own), 1)]
     for colour, layer in enumerate(shown, start=2):
         series.append(_line(w.layers[layer], w, map(_mean, own[:, layer]), colour))
-    text = "Mean over clients. The lower the line of a layer, the more it takes from other clients."
+    text = "Mean over clients. The lower the line of a layer, the more of this layer comes from other clients."
     if len(shown) < len(w.layers):
         text += f" {len(shown)} of {len(w.layers)} layers, evenly from the first to the last; all are in {FILE}."
     return note(esc(text)) + _plot(series, "Lines of a client's weight of itself, by layer and round.")

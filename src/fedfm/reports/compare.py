@@ -126,7 +126,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences about runs whose data differ, or may differ, from the first run's, by the fingerprint of all rows.
+    """Sentences about runs whose rows, according to their fingerprints, differ or may differ from the first run's.
 
     Under [privacy] each run computes its fingerprint with its own key, so two runs cannot be compared.
     """
@@ -180,7 +180,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
 
 
 def _curve_key(runs: Sequence[RunFiles]) -> str:
-    """The metric that the lines show. If possible, it is measured on the same rows in all runs, and in each round."""
+    """The metric that the lines show: if possible one that all runs measure on the same rows and in each round."""
 
     def has_curve(key: str) -> bool:
         counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)

@@ -193,7 +193,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
 
 
 def _rules(found: Sequence[Any]) -> str:
-    """The rules of the findings, each after the table's numbers of the findings to which it applies."""
+    """The rules of the findings; before each rule are the numbers, in the table, of the findings with this rule."""
     by_rule: dict[str, list[str]] = {}
     for i, f in enumerate(found, 1):
         if f.get("rule"):

@@ -102,8 +102,8 @@ def _components(info: Any, hidden: bool) -> str:
 def _withheld_note(info: Any, withheld: Any, hidden: bool) -> str:
     if hidden:
         return note(
-            "Counts are withheld: clients disclose neither which classes they withhold nor their rows. An absent class "
-            "has fewer rows than min_count; each of several components represents at least ten rows."
+            "Counts are withheld: clients disclose neither which classes they withhold nor how many rows. An absent "
+            "class has fewer rows than min_count; each of several components represents at least ten rows."
         )
     total = numeric(info.get("withheld_classes")) or sum(len(sequence(v)) for v in withheld.values())
     if not total:

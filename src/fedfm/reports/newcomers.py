@@ -20,5 +20,6 @@ def section(run: RunFiles) -> str:
         return ""
     head = ["newcomer", "its start", "its model", "alone", "made mostly of"]
     text = "Clients that joined after training. Three models are scored on a newcomer's own test rows: the model that "
-    text += "it starts from, this model after local training, and one that was trained as long without the federation."
+    text += "it starts from, this model after local training, and a model that was trained as long without the "
+    text += "federation."
     return note(esc(text)) + table(head, rows, "Newcomers", words=(4,))

@@ -98,7 +98,7 @@ def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Short unique names of the runs: their methods, else names, else directories, else paths, if these all differ."""
+    """Short unique names of the runs: their methods if these all differ, else names, else directories, else paths."""
     for of in (lambda r: r.method, lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
         out = [of(run) for run in runs]
         if len(set(out)) == len(out):

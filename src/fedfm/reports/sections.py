@@ -32,8 +32,8 @@ def curves(run: RunFiles) -> str:
     if ages := [r.number - t for r in rounds for t in numbers(r.scored.values())]:
         out.append(
             note(
-                "The rounds are asynchronous: in all but the first and the last, a client's scores are the last that "
-                f"it reported. They are of models that are up to {plural(int(max(ages)), 'round')} old."
+                "The rounds are asynchronous: in all rounds but the first and the last, a client's scores are the "
+                f"last that it reported. They are of models that are up to {plural(int(max(ages)), 'round')} old."
             )
         )
     measured = [r for r in rounds if r.values.get("perplexity") is not None]
@@ -84,7 +84,7 @@ def _plot(
     label = f"Lines over rounds {rounds[0].number} to {rounds[-1].number}. {text}."
     draw = figure(lambda w: lines(w, series, label, form, band, within))
     broken = sum(1 for s in series for _, y in s.points if y is not None and not finite(y))
-    gap = f"{plural(broken, 'value')} that {'is' if broken == 1 else 'are'} not finite left out."
+    gap = f"Left out: {plural(broken, 'value')} that {'is' if broken == 1 else 'are'} not finite."
     return legend(series, ends, "worst to best client" if band else "") + draw + (note(gap) if broken else "")
 
 
@@ -128,7 +128,7 @@ def clients(run: RunFiles) -> str:
         text += f": mean {percent(mean)}, worst {percent(min(known))}, best {percent(max(known))}, standard deviation "
         text += f"{100 * statistics.pstdev(known):.1f} points"
     if silent := sum(1 for v in final.values() if v is None):
-        text += f". {count(silent)} without scores, left out of means"
+        text += f". Left out of means: {count(silent)} without scores"
     many = len(rows) > MOST_BARS
     drawn = _group_bars([r for r in rows if finite(r.value)], form) if many else rows
     line = (mean, f"mean {form(mean)}") if mean is not None else None

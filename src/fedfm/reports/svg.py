@@ -82,7 +82,7 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[f
 
 
 def domain(values: Sequence[float], within: tuple[float, float] | None = None) -> tuple[float, float]:
-    """A range with round ends that contains the values and a margin; it stays inside ``within``, if given."""
+    """A range between two round numbers that contains the values and a margin; inside ``within``, if it is given."""
     least, most = within or (-math.inf, math.inf)
     low, high = min(values), max(values)
     margin = max((high - low) * 0.06, abs(high) * 0.01, 1e-2 if within else 1e-9)  # fractions are labelled to 0.1 %
@@ -299,7 +299,7 @@ def heat(
 
 
 def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
-    """Square cells; the nearer to ``high``, the darker. Values below 0 have a second colour; ``names`` may be empty."""
+    """Square cells, darkest for the value ``high``. Values below 0 have a second colour; ``names`` may be empty."""
     if not cells:
         return empty(width, label)
     left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0

@@ -12,12 +12,12 @@ from fedfm.config.experiment import Experiment
 from fedfm.models import derived_modules
 from fedfm.training import TrainsLocally
 
-_RISE = 1.05  # smallest ratio of the last test loss to the lowest one that does not count as noise
+_RISE = 1.05  # smallest ratio of the last test loss to the lowest test loss that counts as a rise, not as noise
 _FALL = 0.01  # smallest fall of the accuracy that does not count as noise
 
 
 def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
-    """Return a notice if by the lines of ``metrics.jsonl`` the test loss rose at the end while the accuracy fell."""
+    """Return a notice if, by the lines of ``metrics.jsonl``, the test loss rose at the end and the accuracy fell."""
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:
         return []
@@ -60,7 +60,7 @@ def outside(module: nn.Module) -> list[str]:
         return []
     return [
         f"{far:,} of {sum(total for _, total in counts):,} arguments of the model's polynomials were outside their "
-        "intervals; the activations of a row far outside overflow, and a head treats such a row as unknown; "
+        "intervals; if a row is far outside, its activations overflow, and a head treats the row as unknown; "
         "distil the model on rows like these"
     ]
 

@@ -63,9 +63,9 @@ class Newest:
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
-        """Record clients' scores of the start model, which the server asked for.
+        """Record clients' scores of the start model, for which the server asked.
 
-        With them all lines of metrics cover the same clients.
+        With these scores, all lines of metrics cover the same clients.
         """
         for client, found in told.items():
             if found:
@@ -94,7 +94,7 @@ class Newest:
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def rounds(self) -> dict[ClientId, int]:
-        """Return for each client the round of the model that it scored, without scores that are too old."""
+        """Return for each client the round of the model that it scored; clients with outdated scores are absent."""
         known = self._fed.memory.get(_NEWEST, {})
         return {c: told["round"] for c, told in known.items() if self._fed.round - told["round"] <= self._oldest}
 

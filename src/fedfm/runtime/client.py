@@ -79,8 +79,8 @@ class Silos:
             before aggregation on the client's own test rows.
         scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
             0 for no scores (see :mod:`fedfm.runtime.async_scores`).
-        reveal: whether the server receives the text of an error in a client half. The text may contain paths and
-            values. If not, the server receives the code, and a sentence that does not depend on the rows.
+        reveal: whether the server receives the text of an error in a client half, which may contain paths and values.
+            If False, the server receives the code, and a sentence that does not depend on the rows.
         transport: precision of the Params in messages, ``run.transport``.
         own: attributes of each :class:`~fedfm.core.client.Client` that come from a silo's file: ``smallest_cohort``,
             ``identity``, ``roster``, ``log``; None if the clients' rows are parts of the server's table.

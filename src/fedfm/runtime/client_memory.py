@@ -20,7 +20,7 @@ from fedfm.runtime import file_integrity
 from fedfm.runtime.file_integrity import SECRET, version_name, version_of
 
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # largest round and call that fit into a version's name
-BACK = 2  # a resume may go back this many rounds: to the newest checkpoint, or to the one before if that is damaged
+BACK = 2  # a resume may go back this many rounds: to the newest checkpoint or, if it is damaged, the one before
 
 FIRSTS, STORES = "+first", "+store"  # names that no party's folder can have, see LISTS in file_integrity
 
@@ -133,7 +133,7 @@ def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """A memory that is loaded on first use. :meth:`commit` writes it if it changed; after an error it is not called.
+    """A memory that is loaded on first use. :meth:`commit` writes a changed memory; it is not called after an error.
 
     A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. With an older version the
     run would continue from another state without any sign of it.

@@ -42,7 +42,7 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
     told = f"the largest client's round takes about {expected:,.0f} s here, {work[2]:,} steps of {seconds:.2g} s"
     if not spec.extend_timeout:
         if expected > spec.timeout:
-            notice(f"run.timeout = {spec.timeout:g}: {told}; later updates are discarded")
+            notice(f"run.timeout = {spec.timeout:g}: {told}; updates that arrive later are discarded")
         return spec.timeout
     most = spec.timeout + _SLACK * expected
     if _SLACK * expected > spec.timeout:

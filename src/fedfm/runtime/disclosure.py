@@ -1,4 +1,4 @@
-"""Facts about the rows in a run directory: fingerprint, counts and notices, in the manifest or the private folder.
+"""What a run directory states about the rows: fingerprint, counts and notices, in the manifest or the private folder.
 
 An epsilon bounds what a release discloses about one row. A published hash of the rows, or their exact numbers by client
 and class, would tell two candidate data sets apart at any epsilon. So a run with [privacy] computes the hash with a
@@ -133,7 +133,7 @@ def _private(run: Run) -> dict[str, Any]:
 
 
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
-    """Compare fingerprints with the fingerprints at the start of the run, except one whose key is lost.
+    """Compare fingerprints with those at the start of the run; a fingerprint whose key is lost is not compared.
 
     Args:
         why: reason why the run needs the same rows and model; the message ends with this text.

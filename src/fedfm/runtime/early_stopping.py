@@ -14,7 +14,7 @@ def best_round(run: Run) -> int | None:
 
 
 def patience_over(run: Run) -> bool:
-    """Whether the best round is ``run.patience`` rounds ago."""
+    """Whether the last round with a validation loss is ``run.patience`` rounds or more after the best round."""
     patience = run.experiment.run.patience
     lines = _complete(run) if patience else []
     best, last = logs.best_round(lines), logs.last_validated(lines)

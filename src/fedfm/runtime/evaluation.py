@@ -41,7 +41,7 @@ UNSCORED = "the client could not score the received model; its errors.log has th
 
 
 class Evaluation:
-    """Client half of the evaluation. A silo's policy may refuse each of its messages."""
+    """Client half of the evaluation. A silo's policy may refuse each of these messages."""
 
     def __init__(self, method: Method[Any]) -> None:
         self.method = method
@@ -114,7 +114,7 @@ class Evaluator:
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
-        """Return the final models that the server knows: one per client of a personal method, else one under ""."""
+        """Return the final models that the server knows: for a personal method one per client, else one under ""."""
         if personal(self._method):
             return {client: self._method.params_for(state, client) for client in self._fed.clients}
         return {"": self._method.params_for(state, "")}
@@ -143,8 +143,8 @@ class Evaluator:
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Return metrics of a state: of clients on their own test rows, and of the server's models on the global ones.
 
-        Between asynchronous rounds of a deployment clients are not asked. A client's metrics are then the last that it
-        reported; they belong to the model after round ``client_scored_round``.
+        Between the asynchronous rounds of a deployment, clients are not asked for scores. A client's metrics are then
+        the last that it reported; they belong to the model after round ``client_scored_round``.
 
         Args:
             thorough: whether to compute the costly metrics, too; only the last round has them.
@@ -259,7 +259,7 @@ def judge(
     ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
     client_scores: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
 ) -> Judge | None:
-    """Return a function for a method's metrics on the global test rows; None if there are no such rows.
+    """Return a function that computes a method's metrics on the global test rows; None if there are no such rows.
 
     In two cases the rows are evaluated in pieces, one for each client's test rows. This avoids computing rows twice:
 
@@ -270,11 +270,11 @@ def judge(
 
     All engines use the same pieces, so they compute the same bits.
 
-    Two kinds of rows are computed a second time, since the clients' scores do not determine the global scores. Running
-    text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes
-    at several clients without cached logits: ``balanced_accuracy`` and ``macro_f1`` are not means over rows, and
-    clients do not report logits. If there is only one client, its scores are the global scores, except for the counts
-    by class.
+    In two cases rows are computed a second time, since the clients' scores do not determine the global scores. With
+    running text, each client's texts are joined and cut into blocks, which differ from the blocks of all test texts.
+    With class labels, several clients and no cached logits, ``balanced_accuracy`` and ``macro_f1`` are not means over
+    rows, and clients do not report logits. If there is only one client, its scores are the global scores, except for
+    the counts by class.
 
     A task that trains only some classes adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
 

@@ -45,7 +45,7 @@ class Exposure:
     smallest_sum: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return values for the manifest, summed over all clients; only ``messages.jsonl`` has values by client."""
+        """Return the manifest's entries, summed over all clients; only ``messages.jsonl`` has values by client."""
         by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
         rows = []
         for t in self.traffic:

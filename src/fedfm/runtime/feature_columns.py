@@ -27,10 +27,10 @@ def _wide_column(table: Table) -> list[str]:
     wide = np.flatnonzero(widths > _WIDE * usual)
     if not len(wide):
         return []
-    more = f", and {len(wide) - 1} more columns of that size" if len(wide) > 1 else ""
+    more = f" (one of {len(wide)} columns of that size)" if len(wide) > 1 else ""
     return [
-        f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}, the median column up to "
-        f"{usual:.3g}{more}; the largest values alone determine the steps of training; use other units, or set "
+        f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}{more}, the median column up "
+        f"to {usual:.3g}; the largest values alone determine the steps of training; use other units, or set "
         f"data.scale"
     ]
 
@@ -66,7 +66,7 @@ def check_columns(table: Table) -> None:
     if widths[j] > MAX_NORM:
         raise InputError(
             f"{table.source}: column x[:, {j}] has values up to {widths[j]:.3g}, more than training in single "
-            f"precision allows ({MAX_NORM:g}); give it in other units, leave it out, or set data.scale"
+            f"precision allows ({MAX_NORM:g}); give the column in other units, leave it out, or set data.scale"
         )
 
 

@@ -1,4 +1,4 @@
-"""Recognises users' own language models; computes each row's loss, and answers if rows mark a prompt.
+"""Recognises users' own language models; computes the loss of each row and, if rows mark prompts, the model's answers.
 
 The outputs of such a model are logits over a vocabulary for each token, which a reader cannot use. So a row's result is
 its loss, and the text that the model writes after the prompt. Rows mark a prompt by targets of -100, as Hugging Face's
@@ -103,7 +103,7 @@ def evaluate(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
     prompts = [_prompt(batch) for batch in batches]
     why = _unable(given, prompts)
     if why and not known:
-        raise InputError(f"the rows have no target, so there is no loss, and no answers: {why}")
+        raise InputError(f"the rows have no target, so there is no loss, and there are no answers: {why}")
     return found | ({"warnings": [f"no answers: {why}"]} if why else _answers(given, prompts))
 
 

@@ -68,7 +68,7 @@ def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
 def _last_target(batch: Batch, alias: str) -> tuple[str, Tensor, Batch] | None:
     """The key of the words in the batch, the words (1, L) of the first row, and this row with only its last target.
 
-    None if the rows are not texts of which each word is predicted from the words before it.
+    None if the rows are not texts in which each word is predicted from the words before it.
     """
     target = batch.get("labels")
     if not isinstance(target, Tensor) or target.dim() != 2 or target.is_floating_point():

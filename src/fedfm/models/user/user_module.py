@@ -61,7 +61,7 @@ class Given:
         if loss is not None and objective is not None:
             raise InputError("loss and objective: give one of the two")
         if self.trainer is not None and (loss is not None or objective is not None or collate is not None):
-            raise InputError("loss, objective, collate: set them in the Trainer, or give its module in place of it")
+            raise InputError("loss, objective, collate: set them in the Trainer, or give only the Trainer's module")
         if logits is not None and objective is None:
             raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
@@ -353,7 +353,7 @@ class Given:
         for split, client, data in self._sets:
             if row < len(data):
                 where = f'{"clients" if split == "train" else split}["{client}"]' if client else split
-                raise InputError(f"{where}, row {row} holds NaN, and its loss is NaN: fill it, or leave the row out")
+                raise InputError(f"{where}, row {row} holds NaN, and its loss is NaN: fill the gap, or drop the row")
             row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedfm.privacy.crypto.masks import Words
 
-_BLOCK = 1 << 15  # entries at a time: they stay in the cache
+_BLOCK = 1 << 15  # number of entries that are encoded at a time: few enough to stay in the cache
 
 
 @dataclass(frozen=True)

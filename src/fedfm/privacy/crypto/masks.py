@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-_BLOCK = 1 << 17  # bytes of keystream at a time: they stay in the cache
+_BLOCK = 1 << 17  # bytes of keystream that are made at a time: few enough to stay in the cache
 _ZEROS = memoryview(bytes(_BLOCK))
 
 Words = NDArray[np.unsignedinteger[Any]]
