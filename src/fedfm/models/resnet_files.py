@@ -23,7 +23,7 @@ def load_resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, ki
     from fedfm.models.architectures import resnet
 
     if kind != "image":
-        raise InputError(f"model.name: {path} reads images, the data are of kind {kind}", key="model.name")
+        raise InputError(f"model.name: {path} reads images, but the data are of kind {kind}", key="model.name")
     if spec.options:
         raise InputError(
             f"model.options: {path} is one file of weights, which fixes the architecture; drop it", key="model.options"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """A language model's loss per predicted token, perplexity and accuracy.
 
-    For instructions only the answers' tokens count.
+    For instructions, only the tokens of the answers count.
     """
     found = of_tokens(count_tokens(model, rows, batch_size))
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}

@@ -79,7 +79,7 @@ def together(spent: Sequence[Spent]) -> Spent:
 
 
 class Accountant:
-    """The releases of a run, by its method and by its aggregation's mechanism.
+    """The releases that a run's method and its aggregation's mechanism make.
 
     Example:
         >>> accountant = Accountant()

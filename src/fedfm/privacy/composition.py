@@ -32,7 +32,7 @@ class Releases:
     Attributes:
         noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0 means no noise.
         times: number of releases.
-        rate: q in (0, 1], the probability that a unit is in a release, by an independent coin for each.
+        rate: q in (0, 1], the probability that a unit is in a release; each unit and release has its own coin.
     """
 
     noise_multiplier: float

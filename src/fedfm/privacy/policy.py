@@ -63,8 +63,8 @@ class Requirements:
     unit: str | None = setting(None, "unit of the epsilon: client or record", choices=("client", "record"))
     mechanism: tuple[str, ...] = setting(
         (),
-        "accepted mechanisms: own (the method's own, at the silo), distributed_gaussian, dp_sgd; gaussian: the server "
-        "adds the noise, and no silo can check that",
+        "accepted mechanisms: own (the method's own, applied at the silo), distributed_gaussian, dp_sgd; gaussian: the "
+        "server adds the noise, and no silo can check that",
         choices=MECHANISMS,
     )
     largest_clip: float | None = setting(None, "largest clip_norm", gt=0)

@@ -46,8 +46,9 @@ def reading(run: RunFiles) -> str:
     but = f", except with a probability of about {number(delta)}" if delta else ""
     if found["unit"] == "client":
         what = "all rows of one client"
-        more = "A person with rows at k clients spends k times as much as a person at one client "
-        more += f"(two clients: {twice})"
+        more = (
+            f"A person with rows at k clients spends k times as much as a person at one client (two clients: {twice})"
+        )
     else:
         what = "one given row"
         more = f"A person with k rows spends k times as much as a person with one row (two rows: {twice})"

@@ -240,7 +240,7 @@ class Evaluator:
         return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
 
     def _set_aside(self, call: Callable[[], T]) -> T:
-        """Make a call to clients; record clients that fail in ``missing``, not among the round's exclusions."""
+        """Make a call to clients; clients that fail are listed in ``missing``, not among the round's exclusions."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         found = call()
         self.missing += self._fed.excluded[len(excluded) :]

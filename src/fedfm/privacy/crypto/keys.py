@@ -37,7 +37,7 @@ def encode(*context: Context) -> bytes:
 
 
 def derive(secret: bytes, *context: Context) -> bytes:
-    """A key for one use of a uniform secret."""
+    """A key for one purpose, which the context names, derived from a uniform secret."""
     return HKDF(SHA256(), KEY, None, encode(*context)).derive(secret)
 
 
