@@ -58,8 +58,9 @@ def module_of(
 ) -> tuple[Read, Mapping[str, Tensor] | None]:
     """The module, and the checkpoint's weights if the module is quantised.
 
-    The fingerprint needs the original weights. For a large model these do not fit into memory next to the quantised
-    weights. They are read from the files one by one if the files use the module's names, as for most language models.
+    The fingerprint needs the original weights. The original weights of a large model do not fit into memory next to the
+    quantised weights. So they are read from the files one by one, if the files use the module's names, as the files of
+    most language models do.
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)

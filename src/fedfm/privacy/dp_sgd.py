@@ -73,7 +73,7 @@ class PrivateSteps:
     the same steps with the same noise. Another start of a recorded round is refused, and so is a round before the last
     recorded one. Either would release further sums with other noise, which are not accounted.
 
-    :attr:`Client.write_once` keeps the records. It has no versions, so neither a resume, nor a repeated message, nor
+    :attr:`Client.write_once` keeps the records. They have no versions, so neither a resume, nor a repeated message, nor
     the order of rounds undoes them. The client's memory has versions, and only stores where the search for the round's
     place begins.
 
@@ -117,8 +117,8 @@ class PrivateSteps:
         """
         if self._known.get("n", self._n) != self._n:
             raise RowsChanged(
-                "DP-SGD: the number of training rows changed during the run, and its noise was chosen for the first "
-                "number; start a new run"
+                "DP-SGD: the number of training rows changed during the run, and the noise was chosen for the "
+                "number at the start; start a new run"
             )
         t, of = self._client.round, self._known["of"]
         place: int = self._known.get("place", 0)
@@ -140,7 +140,7 @@ class PrivateSteps:
             if found["round"] > t:
                 raise _refusal(f"round {t} comes after round {found['round']}, which was trained already")
             place += found["steps"]  # an entry of an earlier round
-        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more would exceed them")
+        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more would exceed this number")
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Indexes of the rows of this round's step 0, 1, ...: each row by its own coin."""

@@ -1,8 +1,8 @@
 """The Gaussian mechanism, calibrated exactly.
 
 Balle, Wang: Improving the Gaussian Mechanism for Differential Privacy: Analytical Calibration and Optimal Denoising.
-ICML 2018. arXiv:1805.06530, Theorem 8 and Algorithm 1. Also the noise of FedPFT (Beitollahi et al. 2024, Theorem 4.1),
-with a numerical check of its guarantee.
+ICML 2018. arXiv:1805.06530, Theorem 8 and Algorithm 1. The module also has the noise of FedPFT (Beitollahi et al. 2024,
+Theorem 4.1), with a numerical check of its guarantee.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class Exposure:
         traffic: one entry for each handler, direction and form, the largest first.
         received: bytes for each party and form.
         smallest_sum: the smallest number of updates in a sum that the server saw. It is 1 if the server saw a single
-            client's reply, and None if it saw no reply computed from rows or the log does not assign replies to calls.
+            client's reply. It is None if the server saw no reply computed from rows, or if the log does not assign
+            replies to calls.
     """
 
     traffic: tuple[Traffic, ...]
