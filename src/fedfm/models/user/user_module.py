@@ -213,7 +213,7 @@ class Given:
                 raise InputError("the module returns no loss: give loss=(output, target) -> scalar")
             return found.loss, getattr(found, "logits", None)
         if "labels" not in batch:
-            raise InputError("loss: rows have no target; expected (input, target), or a dict, and labels=the key in it")
+            raise InputError("loss: rows have no target; expected (input, target), or a dict and labels=the target key")
         inputs = {k: x for k, x in arguments.items() if k != "labels"}
         output = module(*inputs.values()) if self._listed or len(inputs) == 1 else module(**inputs)
         return self._loss(output, batch["labels"]), output
