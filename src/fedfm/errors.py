@@ -17,8 +17,8 @@ class InputError(FedfmError, ValueError):
     The message is for people; programs read the fields.
 
     Attributes:
-        key: the invalid key with its tables, as ``a.b.c``; "" if only the message names it.
-        owners: the names whose table accepts this key, if the table's ``name`` does not.
+        key: the invalid key with its tables, as ``a.b.c``; "" if only the message contains it.
+        owners: if the table with its present ``name`` does not accept the key: the names with which it would.
         allowed: the accepted values in words, e.g. "a table"; "" if the key itself is not accepted.
         more: further faults that were found together with this one, in the order in which they were found.
     """
@@ -175,8 +175,8 @@ E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
 E_HELD = "E_HELD"  # the message refers to parameters that the client no longer has; the server then sends it in full
 E_VERSION = "E_VERSION"  # the client has another version of fedfm or another model
 
-# When a client half fails, the server reads only one of these sentences, which do not depend on any row. The details
-# are in the silo's errors.log.
+# When the client half of a method fails, the server reads only one of these sentences, which do not depend on any row.
+# The details are in the silo's errors.log.
 SENTENCES = {
     E_EXCEPTION: "the client half failed; see the site's errors.log",
     E_NONFINITE: "a number is NaN or infinity; see the site's errors.log",

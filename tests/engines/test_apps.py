@@ -376,7 +376,7 @@ def test_a_silo_with_rows_of_its_own_trains_on_all_its_classes(tmp_path):
     }
     demanded = Experiment.from_dict(tables)
     site, own = silo_site(tmp_path / "north", "north", demanded, data=str(rows), models=[str(model)])
-    with pytest.raises(InputError, match=r"model\.base_classes: silos with their own rows train on all of them"):
+    with pytest.raises(InputError, match=r"model\.base_classes: silos with their own rows train on all classes"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid({100: App(site, own)}))
 
 

@@ -544,8 +544,8 @@ def test_a_silo_says_why_it_cannot_connect_and_starts_no_node_before(tmp_path):
             0.0,
             "the server's certificate is of another federation; the authority in this kit's ca.crt did not sign it",
         ),
-        (out, 320.0, "behind the server's, which accepts at most 305 s; set it"),
-        (out, -20.0, "ahead of the server's, which accepts at most 5 s; set it"),
+        (out, 320.0, "behind the server's (allowed: at most 305 s); set the clock"),
+        (out, -20.0, "ahead of the server's (allowed: at most 5 s); set the clock"),
     ):
         with answering(kit_manifest.load(server / "server"), ahead):
             supervisor.start(kit, told.append, until(lambda says=says: any(says in line for line in told)))

@@ -13,7 +13,7 @@ class Vectors(dict[str, Params]):
     """A vector for each client.
 
     A sum or difference has the clients that both operands have, in the order of the right operand. Its vectors are
-    computed one by one, and :func:`keep_all` stores each before the next one.
+    computed one by one, and :func:`keep_all` stores each before the next one is computed.
 
     Example:
         >>> theta_bar = Vectors(a=Params({"w": torch.tensor([1.0])}), b=Params({"w": torch.tensor([2.0])}))

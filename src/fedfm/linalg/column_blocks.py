@@ -29,8 +29,8 @@ from fedfm.linalg.threads import one_thread, torch_threads
 
 BLOCK = 8192  # smallest number of columns in a block
 MOST = 1 << 15  # largest number of columns in a block: torch converts up to this many entries on one thread
-PIECE = 1 << 16  # columns of one read (256 KiB of a vector): a read of half the size would take the disk as long
-ENTRIES = 1 << 18  # entries in a block of few vectors: this many fit the caches
+PIECE = 1 << 16  # columns of one read (256 KiB of a vector): a read of half the size would take as much time
+ENTRIES = 1 << 18  # entries in a block of few vectors: this many fit into the caches
 STRETCH = 1 << 18  # columns in a stretch
 SHORT = 10**8  # multiplications; fewer take less time than the start of threads
 WINDOWS = 1 << 30  # largest number of bytes of all threads' windows: smaller windows would need more reads and waits
@@ -118,7 +118,7 @@ def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator
 
 
 def join_spans(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
-    """The entries of these names in as few spans as possible; with ``floating`` only floating-point entries."""
+    """The entries of the named tensors in as few spans as possible; with ``floating`` only floating-point entries."""
     runs = [Span(*layout.slots[n][:3]) for n in names]
     runs = [r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)]
     found: list[Span] = []
@@ -236,7 +236,7 @@ def in_files(*several: Rows) -> bool:
 
 
 def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
-    """Yield each window as its spans and the entries of all vectors there (K, n), in the buffer and in its dtype."""
+    """Yield each window as its spans and the entries of all vectors there (K, n): a part of the buffer."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:

@@ -28,7 +28,7 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
         The factors in float64; their product is exact up to the rounding of c_k U_k.
 
     Raises:
-        ValueError: no terms, or their sizes differ.
+        ValueError: there are no terms, or their sizes differ.
 
     Example:
         >>> one, two = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
@@ -70,9 +70,9 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
 
     Returns:
         The factors (left (m, r'), right (r', n)) and all singular values (k,), descending, in float64, with
-        r' = min(rank, k) and k = min(R, m, n). The left factor contains the singular values. The rows of the right one
-        are orthonormal. In each row, the first entry of largest absolute value is positive, so that the factors are
-        unique. The squared error is the sum of the squares of the singular values after the first r'.
+        r' = min(rank, k) and k = min(R, m, n). The left factor contains the singular values. The rows of the right
+        factor are orthonormal. In each row, the first entry of largest absolute value is positive, so that the factors
+        are unique. The squared error is the sum of the squares of the singular values after the first r'.
     """
     u, v = x[0].double(), x[1].double()
     q1, r1 = torch.linalg.qr(u)  # (m, min(m, R)), (min(m, R), R)
@@ -98,7 +98,7 @@ def pad(x: Factors, rank: int) -> Factors:
     """The same matrix with factors of this rank, padded with zeros.
 
     Raises:
-        ValueError: its rank is larger.
+        ValueError: the matrix has factors of a larger rank.
     """
     u, v = x
     more = rank - len(v)

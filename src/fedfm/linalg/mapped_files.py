@@ -23,7 +23,7 @@ from torch import Tensor
 from fedfm.linalg import pages
 
 PAGE = 4096  # bytes; a long vector begins at a page, because a write to a part of a page first reads the page
-UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: free pages after the copy
+UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14 frees the pages after the copy
 DIRECT = getattr(os, "O_DIRECT", 0)  # bypasses the page cache
 SECTOR = 512  # bytes: alignment of memory for O_DIRECT
 
@@ -91,7 +91,7 @@ class Stored(NamedTuple):
         at: the offset of the vector's first byte in the file.
         flags: the flags of each read and write.
         direct: a second descriptor, which bypasses the page cache and takes a third of the time. It needs complete
-            pages and sector-aligned memory. None: the file has no such descriptor.
+            pages and sector-aligned memory. None if the file has no such descriptor.
     """
 
     descriptor: int

@@ -1,7 +1,7 @@
 """All inner products of K parameter vectors, and weighted sums of them, as matrix products.
 
 A server that computes a model for each client needs K^2 inner products and K weighted sums of K vectors (FedBip,
-equations 3 to 6; FedAMP). Computed one by one, they read 2 K^2 vectors from memory. Here a block of columns of all
+equations 3 to 6; FedAMP). One by one, these computations would read 2 K^2 vectors. Here a block of columns of all
 vectors is multiplied at once, so that each vector is read once for the products and once for the sums.
 
 Vectors and results may be in files larger than memory (``fedfm.linalg.out_of_core``). The results have the same bits in

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 
-_BLOCK = 1 << 16  # entries that one float64 sum adds: they fit the cache, and norms of 10^8 entries are exact to 1e-15
+_BLOCK = 1 << 16  # entries of one float64 sum: they fit into the cache, and norms of 10^8 entries are exact to 1e-15
 
 
 class Layout:
@@ -66,7 +66,7 @@ _alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # the layouts 
 
 
 def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """The Layout of received entries. It is not put into the cache of :func:`layout_of`: a sender could fill it."""
+    """The Layout of received entries. It is not put into :func:`layout_of`'s cache, which a sender could fill."""
     return _alive.get(entries) or Layout(entries)
 
 
@@ -167,7 +167,7 @@ class Params(Mapping[str, Tensor]):
         """Check that names, their order, shapes and dtypes are the same as in a layout.
 
         Raises:
-            KeyError: names differ, or their order.
+            KeyError: the names or their order differ.
             ValueError: shapes or dtypes differ.
         """
         if self.layout is other:
@@ -213,8 +213,8 @@ class Params(Mapping[str, Tensor]):
 
     def is_finite(self) -> bool:
         """Whether no entry is NaN or infinite."""
-        # A finite sum proves that all entries are finite, and a sum is fast. If it is not finite, it may have
-        # overflowed: then check each entry.
+        # A finite sum proves that all entries are finite, and a sum is fast. If the sum is not finite,
+        # it may only have overflowed. Then each entry is checked.
         return all(
             math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
             for dtype, flat in self._flats.items()
@@ -241,7 +241,7 @@ class Params(Mapping[str, Tensor]):
 
     @classmethod
     def join(cls, **parts: Params) -> Params:
-        """One vector of several, with prefixed names: ``Params.join(w=w, c=c)``; :meth:`part` is the inverse."""
+        """One vector made of several, with prefixed names: ``Params.join(w=w, c=c)``; :meth:`part` is the inverse."""
         return cls({f"{prefix}/{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()})
 
     def part(self, prefix: str) -> Params:

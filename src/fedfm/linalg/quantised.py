@@ -1,15 +1,15 @@
 """Vectors in fewer bytes: float32 entries as bfloat16, or as eight bits with a step for each block.
 
-With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = max |x| / 127, and an entry is the nearest
-integer multiple of it (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is rounded
-to eight significant bits, half to even: the error is at most |x| / 256.
+With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = max |x| / 127, and an entry is rounded to
+the nearest multiple of s (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is
+rounded to eight significant bits, half to even: the error is at most |x| / 256.
 
 Steps for blocks are from: 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR
 2022. arXiv:2110.02861. A large entry increases the error in its own block only.
 
 A tensor may be coded as the difference to a start value that sender and receiver both have. The change by training is
-far smaller than the weights, and so is its error. Every operation is elementwise or a maximum, so that all machines
-compute the same bits.
+far smaller than the weights, and so is the error of coding it. Every operation is elementwise or a maximum, so that
+all machines compute the same bits.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def code(x: Params, name: str, start: Params | None = None) -> Coded:
 
     Other tensors stay as they are. Biases and norms take few bytes, and a model is sensitive to their values; an error
     could even make a running variance negative. If ``start`` has a tensor of the same name and shape, the difference is
-    coded, provided that its largest absolute value is below the tensor's.
+    coded, provided that its largest absolute value is below that of the tensor.
 
     Args:
         name: the code, ``bfloat16`` or ``int8``.
 
     Raises:
-        ValueError: it cannot be coded (see :func:`can_code`).
+        ValueError: the vector cannot be coded (see :func:`can_code`).
     """
     if not can_code(x.layout):
         raise ValueError("a vector without float32 matrices, or with coded ones, cannot be coded")
@@ -181,7 +181,7 @@ def _decode(coded: Tensor, steps: Tensor, base: Tensor | None) -> Tensor:
 
 
 def _base(name: str, shape: tuple[int, ...], start: Params | None) -> Tensor | None:
-    """The start's tensor of this name as a vector, if it has one of this shape."""
+    """The start's tensor of this name as a vector; None if it is absent or has another shape or dtype."""
     if start is None or start.layout.slots.get(name, (None,) * 4)[::3] != (torch.float32, shape):
         return None
     return start[name].view(-1)

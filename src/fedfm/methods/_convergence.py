@@ -13,7 +13,7 @@ _HEADS, _GRADIENT, _STEPS = "heads_not_converged", "head_gradient", "head_iterat
 
 @dataclass
 class Missed:
-    """The number of heads of one client or server that did not converge, their largest gradient and most iterations."""
+    """The number of heads of one client or server that did not converge; their largest gradient and iteration count."""
 
     heads: int = 0
     gradient: float = 0.0
@@ -41,7 +41,7 @@ def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
 
 
 def tell_mean(fed: Federation) -> None:
-    """Add such a notice if ``fed.metrics``, the weighted means of the clients' metrics, report heads that did not
+    """Add a notice if ``fed.metrics``, the weighted means of the clients' metrics, report heads that did not
     converge. Each client must have trained one head.
     """
     share = fed.metrics.get(_HEADS, 0.0)  # sum of the weights of the clients whose head did not converge

@@ -110,7 +110,7 @@ def class_sums(x: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:
 
 
 def as_heads(*heads: Params) -> Params:
-    """Pack several heads into one vector. Their names are numbers, since a client's name may contain a slash."""
+    """Pack several heads into one vector. The heads' names are numbers, since a client's name may contain a slash."""
     return Params.join(**{f"{i:06d}": head for i, head in enumerate(heads)})
 
 

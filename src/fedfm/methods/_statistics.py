@@ -1,4 +1,4 @@
-"""Average batch norm's running statistics, since a server's optimiser is for trained weights only."""
+"""Averages of the running statistics of batch norm, since a server's optimiser is for trained weights only."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CCVR(FedAvg):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
         sums = fed.mean(self.moments, like=like, w=w)
-        sums = fed.heard * sums  # the mean was unweighted; times the number of replies it is the sum
+        sums = fed.heard * sums  # the mean was unweighted; the sum is the mean times the number of replies
         count, mu, sigma = pool(sums["count"], sums["total"], sums["second"])
         seen = [c for c in range(classes) if count[c] > 0]
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
@@ -76,7 +76,7 @@ class CCVR(FedAvg):
 
     @on_client
     def moments(self, client: Client, w: Params) -> Update:
-        """Count, sum and sum of squares (or of outer products) of each class's features under w."""
+        """The count, sum and sum of squares (or of outer products) of each class's features under w."""
         client.model.load(w)
         return Update(Params(self._sums(*rows_of(client), len(client.model.classes))), 1.0)
 

@@ -1,4 +1,4 @@
-"""Centralised: one model trained on the pooled rows of all clients. An upper baseline, since silos may not pool rows.
+"""Centralised: one model trained on the pooled rows of all clients. An upper baseline: real silos may not pool rows.
 
 The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 with a single client.
 """

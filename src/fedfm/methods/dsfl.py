@@ -1,10 +1,10 @@
 """DSFL: Dynamic Sparsification for Federated Learning.
 
 Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. This is the variant of FedPFT's comparison (arXiv:2402.01862, Section
-6): each client sends the coordinates of its update that are largest in magnitude, by default half of them. It adds the
-others to its next update, as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599,
-Algorithm 1; with ``feedback = false`` it drops them. DSFL chooses each client's fraction by its connection; here all
-clients have the same ``keep``.
+6): each client sends the coordinates of its update that are largest in magnitude, by default half of them. The client
+adds the others to its next update, as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018,
+arXiv:1809.07599, Algorithm 1; with ``feedback = false`` it drops these. DSFL chooses each client's fraction by its
+connection; here all clients have the same ``keep``.
 
 Omitted entries are sent as zeros, because an aggregator can only hide a mean of dense vectors. ``bytes_up`` counts
 these zeros; ``details`` reports the bytes of the values and positions alone.

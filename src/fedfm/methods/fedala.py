@@ -24,7 +24,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import layers
 
-LOSSES = 10  # W has converged if this many last losses have a small standard deviation
+LOSSES = 10  # number of last losses; W has converged if their standard deviation is small
 MOST = 100  # largest number of passes over the rows; without a limit, the clipped W could oscillate forever
 
 

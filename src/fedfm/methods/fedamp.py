@@ -42,7 +42,7 @@ class Clouds:
 
 @dataclass(frozen=True)
 class FedAMP(Personal, Method[Clouds]):
-    """Attentive message passing: each client is pulled towards a mean of all models in which similar ones weigh more.
+    """Attentive message passing: each client is pulled towards a mean of all models, and similar models weigh more.
 
     A client that is not asked in a round keeps its w_i, which still enters the other clients' means.
     """

@@ -82,7 +82,7 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     logits = torch.from_numpy(a).requires_grad_(True)
     lambda_ = torch.softmax(logits, 0)
     square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
-    # A smaller square is a rounding error and counts as 0; its distance is a constant, since sqrt has no gradient at 0.
+    # A square below this is a rounding error and counts as 0; its distance is a constant: sqrt has no gradient at 0.
     least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)

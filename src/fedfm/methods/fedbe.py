@@ -4,7 +4,7 @@ Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round. Equation nu
 
 The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows. So the
 ensemble itself predicts the Bayesian mean of probabilities (eq. 5), the target of the paper's distillation. The result
-contains all heads of the ensemble: the clients' heads, their mean, and the heads drawn. ``members = "sampled"`` keeps
+contains all heads of the ensemble: the clients' heads, their mean, and the drawn heads. ``members = "sampled"`` keeps
 only the drawn heads, as in eq. (5). The server sees every client's head.
 """
 

@@ -2,8 +2,8 @@
 
 Singhal, Ponkshe, Vepakomma. ACL 2025. arXiv:2410.09432. Algorithm: average the factors, and add the residual.
 
-Clients keep nothing between rounds. They receive the averaged adapter, and the sum of all residuals so far as factors.
-So a client that was absent has the same weights as the others.
+Clients keep nothing between rounds. They receive the averaged adapter, and the factors of the sum of all residuals so
+far. So a client that was absent has the same weights as the others.
 """
 
 from __future__ import annotations

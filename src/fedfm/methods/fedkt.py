@@ -57,7 +57,7 @@ class FedKT(OwnHeads):
         "method.subsets": Paper(5),
     }
 
-    public: float = setting(0.1, "fraction of its rows whose features each client sends to all others", gt=0, le=1)
+    public: float = setting(0.1, "fraction of a client's rows whose features go to all other clients", gt=0, le=1)
     partitions: int = setting(2, "s, number of partitions of a client's rows; each trains one student", ge=1)
     subsets: int = setting(5, "t, number of subsets of each partition; each trains one teacher", ge=1)
 

@@ -25,7 +25,7 @@ __all__ = ["client", "server"]
 class ClientHostApp(ClientApp):  # type: ignore[misc]
     """Forwards every message to the client host, which knows the handlers and the silo's policy.
 
-    Flower's own dispatch needs all handler names when the app is imported, but then the experiment is not known yet.
+    Flower's own dispatch needs all handler names when the app is imported. The experiment is not known at that time.
     """
 
     def __call__(self, message: Message, context: Context) -> Message:

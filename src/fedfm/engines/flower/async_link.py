@@ -29,7 +29,7 @@ class FlowerStream(FlowerLink):
     """A link for asynchronous rounds: it yields replies as they arrive and keeps other requests in flight.
 
     Args:
-        outstanding: pending requests of an earlier server process; this process stores its own pending requests there.
+        outstanding: store of pending requests; it may contain those of an earlier server process, and gets new ones.
         settings: as in :class:`FlowerLink`.
     """
 
@@ -60,12 +60,12 @@ class FlowerStream(FlowerLink):
         self._restored = dict(awaited)
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """Deliver requests. Yield replies to these and to earlier requests of this kind as they arrive.
+        """Deliver requests, and yield each reply when it arrives. A reply may answer an earlier request of this kind.
 
         Each client has one reply in the result, and the iterator ends when no request is in flight. If a reply answers
-        an older request than ``again(name)``, its client gets the newer request while others are in flight. The
-        reply to the newer request belongs to the next call. A client that is absent, dies or is late gets a fault, and
-        may get another request.
+        an older request than ``again(name)``, the client gets this newer request at once, while other requests are in
+        flight. The next call yields the reply to the newer request. A client that is absent, dies or is late gets a
+        fault, and may get another request.
         """
         if self._stop():
             raise Interrupted
@@ -148,7 +148,7 @@ class FlowerStream(FlowerLink):
         self._probe({name: one for name, (one, _) in self._in_flight.items()})
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
-        """Send requests for :meth:`stream`; yield a fault for each that the SuperLink rejected."""
+        """Send requests for :meth:`stream`; yield a fault for each request that the SuperLink rejected."""
         waiting: dict[str, InFlight] = {}
         yield from self._push(sent, waiting, self._timeout)
         self._in_flight |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
@@ -206,7 +206,7 @@ class FlowerStream(FlowerLink):
         self._meet([reply])
 
     def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, SentRequest]) -> Iterator[Reply]:
-        """Fetch the clients' cached or unfinished replies; a client without one gets its request again."""
+        """Fetch the clients' cached or unfinished replies; a client without such a reply gets its request again."""
         for node, request in sent:
             before = known[request.client]
             body = last_reply.reference(before.name)

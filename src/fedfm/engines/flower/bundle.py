@@ -16,7 +16,7 @@ _UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError
 
 
 def check(content: bytes) -> None:
-    """Refuse a bundle that is not fedfm's app: it has further files or names another client app.
+    """Refuse a bundle that is not fedfm's app: it has further files, or its client app is a different one.
 
     Raises:
         InputError: the bundle is not fedfm's app.

@@ -137,7 +137,8 @@ class ClientHost:
     def _allowed_words(self) -> list[str]:
         """The words that the silo's policy allows.
 
-        If the policy has an epsilon, ``scores`` and ``reveal`` are left out, since the epsilon does not cover them.
+        If the experiment states an epsilon, ``scores`` and ``reveal`` are left out, since this epsilon does not cover
+        them.
         """
         allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)
         private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
@@ -166,9 +167,9 @@ class ClientHost:
         """Answer one message. Message and reply are given as head and data. An error becomes a reply with a fault."""
         round = call = 0
         name = str(client)
-        unsettled: Question | None = None  # if the answer fails, the ledger still counts it, because rows were read
+        unsettled: Question | None = None  # the ledger counts it even if the answer fails, because rows were read
         try:
-            known: Silos | None = self.__dict__.get("silos")  # None if loading was refused
+            known: Silos | None = self.__dict__.get("silos")  # None if they are not loaded
             message = payload.decode(head, data, None, most=None if known is None else known.room)
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
@@ -291,7 +292,7 @@ class ClientHost:
 
 
 def _check_number(value: Any, key: str, most: int) -> int:
-    """Check a round or a call number; both name versions of client memories."""
+    """Check the number of a round or a call; the two numbers identify a version of a client's memory."""
     number: int = conform(value, int, key)
     if not 0 <= number <= most:
         raise ClientFault(E_FIELD, f"{key} {number} is not in [0, {most}]")
@@ -317,7 +318,7 @@ def of_experiment(
 
 
 def of_folder(folder: Path) -> tuple[ClientHost, ClientId | int]:
-    """The client host that ``folder/site.json`` describes, and its client. The folder contains the memories, too.
+    """The client host that ``folder/site.json`` describes, and its client. The folder also contains the memories.
 
     Raises:
         InputError: the silo's own file is wrong.

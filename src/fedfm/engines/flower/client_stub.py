@@ -2,7 +2,7 @@
 
 Flower starts a new process for every message. If that process imported torch and loaded a model, each message would
 take 10 s and more. So the process only exchanges bytes with the client's worker process over a Unix socket, and starts
-the worker if it does not run. This module imports no large library.
+the worker if it is not running. This module imports no large library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
     It is below ``site`` of the node's configuration, or else below ``.fedfm`` in the folder of the silo's file.
 
     Raises:
-        ClientFault: the node's configuration has neither.
+        ClientFault: the node's configuration has neither ``site`` nor ``silo``.
     """
     if node.get("site"):
         root = Path(str(node["site"]))
@@ -64,15 +64,15 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
 
 
 def silo_folder(folder: Path) -> Path:
-    """The silo's own folder, for all runs, from the folder of one run."""
+    """The silo's own folder, which serves all runs. ``folder`` is the folder of one run."""
     return folder.parents[2]
 
 
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
     """Write ``site.json``, the worker's configuration, unless it exists, so that later messages cannot change it.
 
-    A deployment on loopback writes it for its own clients. Any other node writes it only if it has a silo's own file,
-    because that file limits what experiments may read.
+    A deployment on loopback writes it for its own clients. Any other node writes it only if the node has a silo's own
+    file, because that file limits what experiments may read.
 
     Raises:
         ClientFault: there is no experiment, or it is too long.
@@ -99,7 +99,7 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     It is a silo's folder, or one that a deployment on loopback has prepared.
 
     Raises:
-        ClientFault: there is no such folder, the experiment differs from the first message's, or the disk is full.
+        ClientFault: there is no such folder, the experiment is not that of the first message, or the disk is full.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):
@@ -136,7 +136,7 @@ def address(folder: Path) -> str:
 
 
 def running(folder: Path) -> bool:
-    """Whether the client's worker is running; a worker has its file locked until it ends."""
+    """Whether the client's worker is running; a worker keeps ``worker.lock`` locked until it ends."""
     return is_locked(folder / "worker.lock")
 
 
@@ -200,7 +200,7 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
         while running(folder) and time.monotonic() < deadline:
             time.sleep(0.01)
     what, how = "the client's worker ended during the message, and so did a second one", _ending(folder)
-    if _is_silo(folder):  # how it ended may depend on rows
+    if _is_silo(folder):  # how the worker ended may depend on rows
         complain(f"{folder}: {what}: {how}")
         raise ClientFault(E_DIED, what)
     raise ClientFault(E_DIED, f"{what}: {how}")
@@ -281,7 +281,7 @@ def _exactly(link: socket.socket, count: int) -> bytearray | None:
 
 
 def fault_halves(fault: ClientFault, head: str, data: bytes) -> tuple[str, bytes]:
-    """A reply with a fault, encoded without the wire format's module. It has the request's round and call."""
+    """A reply with a fault, encoded without the wire format's module. The reply has the request's round and call."""
     round, call = 0, 0
     # The envelope begins with two integers, in this order: see the wire format's head grammar.
     if re.match(r'\{"m":\{"round":"i","call":"i"[,}]', head) and len(data) >= 16:

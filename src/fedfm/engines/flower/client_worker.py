@@ -1,8 +1,8 @@
 """A client's worker: a process that keeps model and rows in memory and answers one message at a time.
 
 ``python -m fedfm.engines.flower.client_worker FOLDER`` serves the client that ``FOLDER/site.json`` describes, on a Unix
-socket that only its user can open. The worker ends after some idle time, on request, or when the process FEDFM_PARENT
-ends. Workers of several folders, for clients with parts of one table, share the memory of table and model.
+socket that only its user can open. The worker ends after some idle time, on request, or when the process with the id
+FEDFM_PARENT ends. Workers of several folders, for clients with parts of one table, share the memory of table and model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
 def _places(folder: Path, count: int) -> list[str | None]:
     """The visible GPUs of each worker if the model is on an accelerator, otherwise an empty list. None means all GPUs.
 
-    A process that has opened an accelerator cannot fork, so each worker is a separate program then.
+    A process that has opened an accelerator cannot fork, so each worker is then a separate program.
     """
     import torch
 
@@ -132,7 +132,7 @@ class _Post:
         return cls(folder, lock)
 
     def leave(self) -> None:
-        """Close lock and socket in this process; the copies of other processes stay open."""
+        """Close lock and socket in this process; the copies in other processes stay open."""
         self._lock.close()
         self._listener.close()
 

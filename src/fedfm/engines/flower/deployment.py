@@ -116,7 +116,7 @@ def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: P
 
 
 def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait until a SuperLink that is starting answers.
+    """Wait until the SuperLink, which may still be starting, answers.
 
     Raises:
         RunError: it does not answer in time.
@@ -139,7 +139,7 @@ def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Pr
 
 
 def _submit(run: Run, folder: Path, control: Control, *, loopback: bool = False) -> int:
-    """Submit the app to the SuperLink; returns the run's id."""
+    """Submit the app to the SuperLink, and return the run's id."""
     (run.path / server_app.OUTCOME).unlink(missing_ok=True)
     place = folder / "app"
     shutil.rmtree(place, ignore_errors=True)
@@ -187,7 +187,7 @@ class _Watch:
         Raises:
             _Lost: the SuperLink ended the run while the SuperLink or the ServerApp was away.
             InputError: the ServerApp refused the experiment.
-            RunError: the run failed, or a process that it needs ended.
+            RunError: the run failed, or a process on which it depends has ended.
             Interrupted: the user stopped the run.
         """
         try:

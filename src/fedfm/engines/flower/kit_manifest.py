@@ -25,7 +25,7 @@ class Kit:
     Attributes:
         name: the silo's name, or "server".
         server: host:port at which silos reach the server.
-        port: port of this kit's own process: of the SuperLink, or on loopback of the SuperNode.
+        port: port of this kit's own process: the SuperLink's, or, on loopback, the SuperNode's.
         loopback: whether the complete federation is on one machine.
         proxy: whether the server's process listens only on loopback, behind a proxy.
         folder: the kit's folder.
@@ -45,7 +45,7 @@ class Kit:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files of a complete kit. Only their owner can read those with keys or secrets."""
+        """Names of the files of a complete kit. Only their owner can read the files with keys or secrets."""
         of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
         return of_server if self.serves else ("ca.crt", "node.key")
 
@@ -81,7 +81,7 @@ def load(folder: Path) -> Kit:
         raise InputError(f"{path} cannot be read: {error}") from None
     known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}
     if not isinstance(manifest, dict) or manifest.pop("schema", None) != SCHEMA or manifest.keys() != known.keys():
-        raise InputError(f"{path}: another release wrote it, or it is damaged; this one reads schema {SCHEMA}")
+        raise InputError(f"{path}: another release wrote it, or it is damaged; this release reads schema {SCHEMA}")
     for key, kind in known.items():
         if type(manifest[key]) is not kind:
             raise InputError(f"{path}: {key} = {manifest[key]!r:.80} is not {kind.__name__}")

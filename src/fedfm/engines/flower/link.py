@@ -41,7 +41,7 @@ _PAUSED = 10.0  # seconds; a longer call of the Grid does not count towards a cl
 class FlowerLink:
     """Delivers requests as Flower messages and collects the replies in its own loop.
 
-    Each node first gets a hello. In its reply the node names its client.
+    Each node first gets a hello. In its reply the node gives the name of its client.
 
     Args:
         timeout: seconds that one client may take.
@@ -49,7 +49,7 @@ class FlowerLink:
         expected: names of the expected clients; if silos have their own rows, other names may come, too.
         identity: fingerprint of the server's model; a client with another model does not take part.
         most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
-        spare: whether the Grid is a SuperLink's. Then cached parameters are sent as their hash, and nodes have names.
+        spare: whether the Grid is a SuperLink's. If so, cached parameters are sent as their hash, and nodes have names.
         greeting: payload of the hello message to every client.
         slots: number of clients that run at the same time; 0 means all. The time limit grows with the queue.
         returns: whether a node may reconnect within the time limit; it then gets the request again.
@@ -147,7 +147,7 @@ class FlowerLink:
     def _assign_nodes(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
         """Find each request's node. Returns (node, request) pairs, and replies that are already known.
 
-        Such a reply is a stored reply, or a fault for a client that cannot be asked.
+        A known reply is a stored reply, or a fault for a client that cannot be asked.
         """
         if any(r.client not in self._members.nodes and r.client not in self._members.barred for r in requests):
             self._greet()
@@ -174,7 +174,7 @@ class FlowerLink:
             complete, self._resend = self._resend, []
             yield from self._deliver(complete, ended, process_died)
         begun = time.monotonic()
-        while ended:  # repeat the request until the process that replaces an ended one is ready
+        while ended:  # repeat requests until new processes have replaced those that ended
             retried, ended = ended, []
             patient = time.monotonic() - begun < _RESTART
             yield from self._deliver(retried, ended if patient else None, restarting)
@@ -203,7 +203,7 @@ class FlowerLink:
     def _push(
         self, sent: Sequence[tuple[int, Request]], waiting: dict[str, InFlight], patience: float
     ) -> Iterator[Reply]:
-        """Send requests and add them to ``waiting``; yield a fault for each that the SuperLink rejects."""
+        """Send requests and add them to ``waiting``; yield a fault for each request that the SuperLink rejects."""
         encoded: EncodedPayload | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
@@ -239,7 +239,7 @@ class FlowerLink:
             begun = time.monotonic()
             suspects, names = self._probes.suspects, [*waiting, *self._late, *self._probes.names]
             came = list(self._grid.pull_messages(names)) if names else []
-            # If the SuperLink did not respond for long, clients get this time in addition.
+            # If the SuperLink did not respond for a long time, clients get this time in addition.
             if (took := time.monotonic() - begun) > _PAUSED:
                 deadline += took
             for message in came:
@@ -288,8 +288,8 @@ class FlowerLink:
     def _take_lost(
         self, waiting: dict[str, InFlight], away: list[InFlight], suspects: Collection[str]
     ) -> list[tuple[int, Request]]:
-        """Remove and return the requests to send again: lost ones, and those of nodes that have reconnected without
-        them.
+        """Remove and return the requests to send again: those that were lost, and those that were sent before their
+        node reconnected.
 
         A client's memory is versioned by (round, call), so a second answer equals the first.
         """
@@ -330,7 +330,7 @@ class FlowerLink:
     def _gather(self, min_clients: int) -> None:
         """Wait for the expected nodes, or for enough nodes and a pause without new ones.
 
-        If the run was stopped before, also wait for the clients that took part then.
+        If the run is resumed after a stop, also wait for the clients that took part before the stop.
         """
         begun = changed = time.monotonic()
         count = -1

@@ -53,7 +53,7 @@ def loopback(
     stop: Callable[[], bool],
     silos: Mapping[str, Path] | None = None,
 ) -> Iterator[Fleet]:
-    """Context manager: SuperLink and executor, and for each client a SuperNode, an executor and a running worker.
+    """Context manager: run a SuperLink and its executor, and for each client a SuperNode, an executor and a worker.
 
     Args:
         folder: for keys, logs and the clients' folders.
@@ -160,7 +160,7 @@ def _workers(config: Mapping[str, str], children: Children, sites: Path, clients
 
 
 def end_workers(sites: Path) -> None:
-    """End workers that a ClientApp started after this process had ended its own ones; remove all sockets."""
+    """End workers that a ClientApp started after this process had ended its own workers; remove all sockets."""
     for lock in sites.glob("*/*/worker.lock"):
         if client_stub.running(lock.parent):
             with contextlib.suppress(ValueError, ProcessLookupError):
@@ -200,7 +200,7 @@ def reserve_port() -> Iterator[int]:
     """Reserve a port on loopback, so that no other program gets it before one of our servers listens on it.
 
     A socket is bound to the port but does not listen. On Linux a server can still listen on the port if both sockets
-    set SO_REUSEADDR. Elsewhere the port is only known to be free now, and another program may take it first.
+    set SO_REUSEADDR. On other systems the port is free at this moment, but another program may take it first.
     """
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The members of a run: nodes that answered a hello as one of its clients. Other nodes are listed with reasons."""
+"""The members of a run: the nodes that answered a hello as clients of the run. Other nodes are listed with reasons."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Members:
         return introduced
 
     def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
-        """Read a reply to a hello: the name that the node gives, or None; a fault if it cannot take part, or None."""
+        """Read a reply to a hello: the name that the node gives, or None; why the node cannot take part, or None."""
         if reply.fault is not None:
             return None, reply.fault
         try:

@@ -20,7 +20,7 @@ def fault_reply(request: Request, fault: ClientFault) -> Reply:
 
 
 def reply_of(message: Message, sent: InFlight, most: int | None) -> tuple[Reply, frozenset[str]]:
-    """Convert a Flower message to a Reply, and list the hashes that its client has cached.
+    """Convert a Flower message to a Reply, and list the hashes of the parameters that the client has cached.
 
     An invalid message becomes a fault.
     """
@@ -48,7 +48,7 @@ class InFlight(NamedTuple):
     request: Request
     nbytes: int  # bytes of the message with all its parameters
     spared: int  # how many of these bytes the client's cache saves
-    since: str = ""  # when its node connected, as the SuperLink gives it
+    since: str = ""  # when its node connected, according to the SuperLink
     name: str = ""  # name under which its client caches the reply, if replies are cached
 
 
@@ -67,7 +67,7 @@ class EncodedPayload:
         self._forms: dict[frozenset[str], tuple[Any, int, str]] = {}
 
     def without(self, there: frozenset[str]) -> tuple[Any, int, str]:
-        """The record, bytes saved and the request's name, for a client that has cached the parameters ``there``."""
+        """The record, the number of saved bytes, and the request's name, if the client has cached ``there``."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
             body = parameter_cache.with_references(self.payload, self._known, names) if names else self.payload

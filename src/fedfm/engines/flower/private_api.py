@@ -1,7 +1,7 @@
 """All uses of the private API of Flower and Ray, except those in :mod:`.private_programs`.
 
-Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, this check names
-the function of this module. The module imports torch and Flower only when they are needed.
+Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, the check tells
+which function of this module is affected. The module imports torch and Flower only when they are needed.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: fl
     """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray instance that is running.
 
     Args:
-        gpus: GPUs per actor; Ray makes only these visible to it.
+        gpus: GPUs per actor; Ray makes only these visible to the actor.
     """
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     app = ServerApp()
     app.main()(main)
-    # Flower passes these options to Ray. With them Ray restarts a dead actor; else all later messages to it fail.
+    # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": -1}
     run_simulation(app, client, nodes, backend_config={"client_resources": resources})
 

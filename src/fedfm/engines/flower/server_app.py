@@ -49,7 +49,7 @@ OUTCOME = "private/outcome.json"  # the ServerApp's error, for the process that 
 # File in the folder of the runs, with values that clients must not get. The bundle does not contain this file.
 SERVER_ONLY = "server-only"
 WAITING = "private/waiting.json"  # the silos for which the ServerApp waits; the process that submitted the run reads it
-LOCK = "private/server.lock"  # a ServerApp locks it while it writes the run; it names the process and the Flower run
+LOCK = "private/server.lock"  # locked while a ServerApp writes the run; has the ids of that process and Flower run
 
 
 class ProgressLines(Progress):
@@ -130,7 +130,7 @@ def host(
                 if experiment.attack is not None:
                     raise InputError("[attack]: silos with their own rows cannot be attackers; drop it")
                 if population.model.task.trained_classes is not None:
-                    raise InputError("model.base_classes: silos with their own rows train on all of them; drop it")
+                    raise InputError("model.base_classes: silos with their own rows train on all classes; drop it")
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
@@ -161,7 +161,7 @@ class _WaitingFile:
 
         Args:
             asked: nodes of the clients that were asked.
-            missing: clients that have not answered, and clients from before a stop that have not reconnected.
+            missing: clients that have not answered, and clients that took part before a stop and have not reconnected.
         """
         before = {name: self._nodes[name] for name in missing if name in self._nodes}
         record = {"asked": before | dict(asked), "missing": sorted(missing)}
@@ -172,7 +172,7 @@ class _WaitingFile:
 
 
 def serve(grid: Grid, context: Context) -> None:
-    """Main function of a ServerApp. ``out``/``run`` of the configuration is the run directory; an existing run is
+    """Main function of a ServerApp. The configuration's ``out`` and ``run`` give the run directory; an existing run is
     resumed.
 
     It raises an error for Flower, and also writes the error to :data:`OUTCOME` for the process that waits for the run.

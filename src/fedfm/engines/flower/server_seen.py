@@ -1,4 +1,4 @@
-"""Check the server from a silo's machine: address, certificate and clock. A problem is one line."""
+"""Check the server from a silo's machine: address, certificate and clock. A problem is reported in one line."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def clock_problem(ahead: float | None) -> str:
     if ahead is None or -BEHIND < ahead < AHEAD + _GRAIN:
         return ""
     way, most = ("ahead of", AHEAD) if ahead > 0 else ("behind", BEHIND)
-    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's, which accepts at most {most:g} s; set it"
+    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's (allowed: at most {most:g} s); set the clock"
 
 
 class Lookout:

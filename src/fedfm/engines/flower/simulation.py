@@ -84,9 +84,9 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 def shares(each: float | None, device: str) -> tuple[float, list[str]]:
-    """GPUs of each actor, and the list of this machine's GPUs; (0, []) if the run uses none.
+    """The number of GPUs per actor, and the list of this machine's GPUs; (0, []) if the run uses none.
 
-    If an actor had no number of GPUs, Ray would make all GPUs visible to it, and all actors would use the first.
+    Without this number Ray would make all GPUs visible to each actor, and all actors would use the first GPU.
 
     Raises:
         InputError: an actor needs more GPUs than there are.
@@ -231,7 +231,7 @@ def _sweep() -> None:
 
 @contextlib.contextmanager
 def _our_signals() -> Iterator[Callable[[], None]]:
-    """Keep our signal handlers, since Ray replaces that of SIGTERM. Yields a function that restores them."""
+    """Keep our signal handlers, since Ray replaces the one for SIGTERM. Yields a function that restores them."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

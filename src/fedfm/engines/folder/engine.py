@@ -109,7 +109,7 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
         raise InputError(f"run.roster: {spec.roster}: \"{SERVER}\" cannot be a silo's name; it is the server's")
     posts, begun = {}, bool(run.metrics())
     if begun and sorted(roster) != run.manifest["clients"]:
-        raise InputError(f"run.roster: {spec.roster} has other silos than this run began with; put them back")
+        raise InputError(f"run.roster: {spec.roster} has other silos than this run began with; put the old roster back")
     for name, public in roster.items():
         try:
             key = shared_key(private, public)

@@ -1,9 +1,9 @@
-"""A letter: one message in one file, encrypted for its receiver and authenticated by its sender. It uses no pickle.
+"""A letter: one message in one file, encrypted for its receiver and authenticated by its sender. No pickle is used.
 
 The file has a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
 kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
 encrypted by ChaCha20-Poly1305 with a key that sender and receiver derive from their permanent keys (X25519). The header
-and the piece's position are authenticated with it. So a file of another sender, run, direction or position cannot be
+and the piece's position are authenticated, too. So a file of another sender, run, direction or position cannot be
 opened, and neither can a file with a changed byte or a missing piece. Only sender and receiver can make a file that the
 other side can open.
 """
@@ -113,7 +113,7 @@ class Letter:
     """
 
     def __init__(self, path: Path) -> None:
-        # Refuse links and pipes: other users of the folder could choose what is read, or block this process.
+        # Refuse links and pipes: with them other users of the folder could choose what is read, or block this process.
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:

@@ -26,7 +26,7 @@ _QUIET = 5.0  # the operator gets a line after this many seconds of waiting
 _AGAIN = 600.0  # the operator gets the same line again after this many seconds
 # Largest number of bytes of a letter's content without its data: the head in UTF-8, and the front.
 _AROUND = MAX_HEAD * 4 + (1 << 16)
-_NAMED = 10  # largest number of silos that a notice names
+_NAMED = 10  # largest number of silos that are listed in a notice
 
 
 @dataclass
@@ -174,7 +174,7 @@ class FolderLink:
         return None
 
     def _ensure_written(self, post: Post, one: _Open) -> None:
-        """Write the letter unless it is there unchanged: the disk may be new, or the file damaged."""
+        """Write the letter unless the folder has it unchanged: the disk may be a new one, or the file damaged."""
         path = post.out.file(self._run, one.number)
         if one.stamp is not None and stamp_of(path) == one.stamp:
             return

@@ -136,7 +136,7 @@ class Mailbox:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """A file's time, size and inode, of which one changes with its content; None if the file does not exist."""
+    """A file's time, size and inode; a change of the file changes at least one of them. None if there is no file."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The server's requests to one silo, and its replies of the current round, on disk for a resumed run."""
+"""The server's requests to one silo, and the silo's replies of the current round, on disk for a resumed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestRecord:
     """The server's record for one silo in one run.
 
     Args:
-        folder: contains all records of the run, in its ``private/``.
+        folder: the folder in the run's ``private/`` with the records of all silos.
         key: the key that server and silo share; replies are stored encrypted with it.
         begun: whether the silo has been asked before, so that a record must exist.
 

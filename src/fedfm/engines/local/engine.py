@@ -71,7 +71,7 @@ class LocalLink:
         timeout: seconds that one client may take. Only worker processes can be stopped.
         wire: whether to serialise and decode every message as Flower would.
         stop: called between clients; True raises :class:`Interrupted`.
-        spawn: starts the worker with this number as a separate program; if None, workers are forked.
+        spawn: given a worker's number, starts this worker as a separate program; if None, workers are forked.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LocalLink:
             self._scored = weakref.ref(asked), found
 
     def last_scores(self, w: Params) -> dict[ClientId, dict[str, Any]]:
-        """The clients' scores of the last evaluation if it was of this same object ``w``; otherwise empty."""
+        """The clients' scores of the last evaluation if it evaluated this same object ``w``; otherwise empty."""
         of, found = self._scored
         return found if of() is w else {}
 
@@ -148,7 +148,9 @@ class LocalLink:
             raise Interrupted
 
     def judge(self, w: Params) -> dict[ClientId, Tensor]:
-        """Logits of all pieces of the global test rows. The worker that evaluated a piece for its client computes them.
+        """Logits of all pieces of the global test rows.
+
+        The worker that evaluated a piece for its client has cached results, so it computes the logits of this piece.
 
         Raises:
             Interrupted: the user stopped the run.
@@ -207,8 +209,8 @@ def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
 def processes(workers: int, device: torch.device) -> int:
     """Number of forked processes for ``run.workers``; on a CPU, 0 means one per core.
 
-    With a model on an accelerator it is 1: a child process cannot use an accelerator that its parent has opened. On
-    GPUs workers are spawned instead, see :func:`seats`.
+    If the model is on an accelerator, the number is 1: a child process cannot use one that its parent has opened.
+    On GPUs workers are spawned instead, see :func:`seats`.
 
     Raises:
         InputError: several processes are requested on an accelerator that is not a GPU.

@@ -29,7 +29,7 @@ _LINE = 64  # data begin at a multiple of this many bytes, so that tensors can b
 class Payloads:
     """The payloads of one exchange, each encoded once into a memory file.
 
-    A payload that only one request has is removed with its reply.
+    A payload of only one request is removed when the reply to that request is read.
 
     Attributes:
         files: descriptor of each payload's file, by the payload's number; -1 if the file is closed.
@@ -142,7 +142,10 @@ class Outbox:
         self._free += boxes
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
-        """Write the pieces. Returns the file's number, -1 if only they are in it, and the descriptor of a new file."""
+        """Write the pieces. Returns the file's number, and the file's descriptor if it is new.
+
+        The number is -1 if the file contains only these pieces.
+        """
         size = sum(map(len, pieces))
         turn, fds = self._room(size)
         if turn < 0:

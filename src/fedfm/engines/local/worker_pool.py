@@ -3,8 +3,8 @@
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files; nothing is pickled. A worker whose clients take milliseconds
 gets its next chunk in advance, since the server may wait longer than that for a core. Workers are child processes, so
-the pool notices at once when one ends, with its signal, and sends its chunk again. This is safe: a client's memory is
-versioned by (round, call), so a repeated request finds the same state.
+the pool notices at once that a worker has ended, and by which signal. It then sends the worker's chunk again. This is
+safe: a client's memory is versioned by (round, call), so a repeated request finds the same state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.runtime.client import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
-_FDS = 64  # most descriptors in one control message; Linux allows 253
+_FDS = 64  # largest number of descriptors in one control message; Linux allows 253
 _QUICK = 0.005  # a worker that takes fewer seconds per client gets a second chunk, which may run after a stop
 _SHORT = 0.001  # clients that take fewer seconds get chunks of double length, since messages cost time
 
@@ -75,7 +75,7 @@ class _Exchange:
     stop: Callable[[], bool]
     places: dict[ClientId, int]  # slot of each client's worker
     help: bool  # whether idle workers take chunks of other workers
-    suspects: set[ClientId] = field(default_factory=set)  # clients that a worker ran alone when it died
+    suspects: set[ClientId] = field(default_factory=set)  # each was the only client of a worker that died
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process
@@ -102,7 +102,7 @@ class Pool:
         """Deliver requests and yield replies; after ``stop`` no further chunk starts.
 
         Args:
-            again: send each request to the worker that last answered for the client, since it has cached results.
+            again: send each request to the worker that last answered for the client, as it has cached results.
         """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
@@ -177,8 +177,8 @@ class Pool:
     def _feed(self, slot: int, selector: selectors.BaseSelector, now: _Exchange, helps: bool) -> None:
         """Send the slot's worker its next chunk, or the part of it that fits into one control message.
 
-        A fast worker gets two chunks. With ``helps`` an idle worker takes a chunk of another worker; its clients still
-        belong to the other one.
+        A fast worker gets two chunks. With ``helps`` an idle worker takes a chunk of another worker; the chunk's
+        clients still belong to that other worker.
         """
         while len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not now.stop():
             mine = (i for i, chunk in enumerate(now.waiting) if now.places[chunk[0].client] == slot)
@@ -297,7 +297,7 @@ class Pool:
         status = 1
         try:
             ours.close()
-            # Close the sockets of all pools: other workers would not notice their end while a copy is open.
+            # Close these copies of the server's ends: otherwise other workers would not notice the end of the server.
             for inherited in list(_ours):
                 inherited.close()
             die_with(parent)  # otherwise an orphan could write client memories during a resumed run

@@ -49,7 +49,7 @@ def lease(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised vector (count,) on the CPU. A large one begins at a cache line, if possible in huge pages."""
+    """An uninitialised vector (count,) on the CPU. A large vector begins at a cache line, if possible in huge pages."""
     nbytes = count * dtype.itemsize
     if nbytes < LARGE:
         return torch.empty(count, dtype=dtype)
@@ -83,7 +83,7 @@ def keep_all_freed() -> bool:
 
 
 def like(x: Tensor) -> Tensor | None:
-    """A buffer for the result of an operation on the vector ``x``. None for a small ``x``: torch then allocates it."""
+    """A buffer for the result of an operation on the vector ``x``. None for a small ``x``: torch then allocates one."""
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 

@@ -51,7 +51,7 @@ def compile_cached(function: Callable[..., Any], maths: set[str] = MATHS, signat
 
 
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Compile a function that is inlined into compiled functions, as a call would count references to its arrays."""
+    """Compile a function that is inlined into compiled functions, since a call would count references to arrays."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
@@ -61,7 +61,7 @@ def compile_part(function: Callable[..., Any]) -> Any:
 
 
 def aligned_empty(*shape: int, dtype: Any = np.float32) -> Any:
-    """An uninitialised array that begins at a cache line; so does each row of a multiple of 16 float32 entries."""
+    """An uninitialised array that begins at a cache line; so do rows whose length is a multiple of 16 float32s."""
     entries, size = math.prod(shape), np.dtype(dtype).itemsize
     block = np.empty(entries + 64 // size, dtype)
     at = -block.ctypes.data % 64 // size

@@ -20,7 +20,7 @@ WIDE = 2 if WHOLE_REGISTERS else 1  # values of type Lanes in a row of a tile; a
 def _tile(lanes: int) -> Any:
     """Make the intrinsic for a tile of ``ROWS`` rows, each of ``lanes`` values of type ``Lanes``.
 
-    It writes sum_k a[p + i row + k step] b[q + k under + j] to ``out[o + i down + j]``, or adds it there with ``add``.
+    It writes sum_k a[p + i row + k step] b[q + k under + j] to ``out[o + i down + j]``, or adds it there if ``add``.
     If fewer than ``ROWS`` rows are left, the last row is computed several times.
     """
 
@@ -77,7 +77,7 @@ def product(
     out: Any, o: int, down: int, width: int, add: bool, a: Any, p: int, row: int, step: int, rows: int, b: Any, q: int,
     under: int, n: int,
 ) -> None:  # fmt: skip
-    """Write the product of two matrices to ``out``, or add it to the entries of ``out`` with ``add``.
+    """Write the product of two matrices to ``out``, or add it to the entries of ``out`` if ``add`` is true.
 
     Shapes: (rows, n) times (n, width) gives (rows, width). ``rows`` is at least 1, ``width`` a multiple of 16. Entries:
 

@@ -141,7 +141,7 @@ def _step(
 ) -> Any:  # fmt: skip
     """One step: ``to_w`` = ``keep`` ``to_w`` + ``scale`` gradient, and ``to_b`` likewise with ``keep_b``.
 
-    It is the gradient of a batch's summed cross-entropy at ``wt`` and ``bt``. Returns this sum.
+    The gradient is that of a batch's summed cross-entropy at ``wt`` and ``bt``. Returns this sum.
     """
     d, m, width = x.shape[1], len(rows), len(bt)
     for i in range(m):

@@ -82,9 +82,9 @@ class FedBaF(Comparable, Around):
     def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
         """tau_t / tau_0, where tau_t = ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1) by line 9.
 
-        tau_0 is the value of the first round in which the direction changed. ``cap`` limits the numerator to that of
-        this round. In the paper the numerator has no limit, so it grows if local training changes the model strongly.
-        One malicious client can cause this, and then w_{t+1} is pulled completely to w_pre.
+        tau_0 is the value of the first round in which the direction changed. ``cap`` limits the numerator to its
+        value in that round. In the paper the numerator has no limit, so it grows if local training changes the model
+        strongly. One malicious client can cause this, and then w_{t+1} is pulled completely to w_pre.
         """
         length = direction_distance(w, w_t, fed.model.live())
         if not math.isfinite(length):
@@ -92,7 +92,7 @@ class FedBaF(Comparable, Around):
         if "reference" not in fed.memory:
             if length <= STILL:  # tau_0 would be 0, and the result divides by tau_0
                 return 0.0
-            # Only the server may read this. Its memory is stored in private/, as the key is.
+            # Only the server may read this. The server's memory is stored in private/, as the key is.
             fed.memory["reference"] = {"length": length, "t": t}
         reference: dict[str, Any] = fed.memory["reference"]
         if self.cap == "reference":
@@ -154,7 +154,7 @@ class FedBaF(Comparable, Around):
         return self.noise * fed.initial.only(live).norm() / math.sqrt(sum(x.numel() for x in live.values()))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """The base method without a foundation model, and the base method that sends it to all clients as the start."""
+        """The base method without a foundation model, and the base method with that model as the start."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 

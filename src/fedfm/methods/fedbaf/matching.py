@@ -1,8 +1,8 @@
 """Read the server's foundation model and match its tensors with those of the federation's model.
 
 FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
-Section 3. Tensors of equal name and shape match. In a deeper foundation model the blocks with the same index from the
-input match. In a wider foundation model the first entries of each layer match. The paper takes them from the flattened
+Section 3. Tensors of equal name and shape match. In a deeper foundation model the blocks match by their index from the
+input. In a wider foundation model the first entries of each layer match. The paper takes them from the flattened
 layer, which scrambles rows and columns; here they are the leading slice of every dimension.
 """
 

@@ -68,8 +68,8 @@ def _squares(u: Tensor, w: Tensor) -> Iterator[list[float]]:
 def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | Tensor]) -> Params:
     """(u + a p) / (1 + a) in the regions of the pieces, u elsewhere: FedBaF, Algorithm 1, line 11.
 
-    Computed as u/(1 + a) + p a/(1 + a) in float64 and rounded to u's dtype. Integer entries, and entries with a = 0,
-    keep u's bits.
+    The result is computed as u/(1 + a) + p a/(1 + a) in float64 and rounded to u's dtype. Integer entries, and entries
+    with a = 0, keep u's bits.
 
     Args:
         pieces: the entries to mix in, by parameter name.
@@ -78,7 +78,7 @@ def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | 
 
     Raises:
         KeyError: u has no parameter of that name.
-        ValueError: a region exceeds its tensor, p or a has another shape, or a is negative, infinite or NaN.
+        ValueError: a region exceeds its tensor, ``p`` or ``a`` has another shape, or ``a`` is negative or not finite.
 
     Example:
         >>> u = Params({"w": torch.tensor([3.0, 4.0, 7.0])})

@@ -42,7 +42,8 @@ class Around(ServerModel, Method[Any]):
     )
     identical: tuple[str, ...] = setting(
         (),
-        '"labels", "vocabulary": those with the same indices in both models; tensors of the others are not mixed',
+        '"labels", "vocabulary" or both, if the indices mean the same in both models; otherwise the tensors of '
+        "labels or vocabulary are not mixed",
         choices=DECLARED,
     )
 

@@ -82,10 +82,12 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         choices=GRANULARITIES,
     )
     similarity: str = setting(
-        "cosine", "similarity g: cosine, pearson, or l2, 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
+        "cosine", "similarity g: cosine, pearson, or l2 (1/(1 + d/median d))", choices=("cosine", "pearson", "l2")
     )
     negative: str = setting(
-        "clip", "transform of g: clip, max(0, g); raw; softmax, exp(g/temperature)", choices=("clip", "raw", "softmax")
+        "clip",
+        "how g is transformed: clip (max(0, g)), raw (unchanged) or softmax (exp(g/temperature))",
+        choices=("clip", "raw", "softmax"),
     )
     temperature: float = setting(0.3, "temperature of softmax", gt=0)
     weights_from: str = setting(
@@ -105,7 +107,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     )
     absent: str = setting(
         "cached",
-        "task vectors in the sums: present (of clients that the round asks) or cached (also the others' last ones)",
+        "task vectors in the sums: present (only of the round's clients) or cached (also other clients' last ones)",
         choices=("cached", "present"),
     )
     transport: str = setting(
@@ -147,7 +149,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         return Update(tau.cast(self.wire_layout(tau.layout)), 1.0, client.metrics)
 
     def wire_layout(self, layout: Layout) -> Layout:
-        """Layout of a task vector in a message. bfloat16 keeps cosines of task vectors, but not those of weights."""
+        """Layout of a task vector in a message. In bfloat16 task vectors keep their cosines; weights do not."""
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(
@@ -285,15 +287,15 @@ def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float = 1.0) -> np.ndarray:
-    """Weights p of equation 4 (L, K, K) over the entries that count; a row is NaN if its similarities sum to too
-    little.
+    """Weights p of equation 4 (L, K, K) over the entries that count; a row is NaN if the sum of its similarities is
+    too small.
     """
     if negative == "softmax":
         g = np.exp((g - 1) / temperature)
     elif negative == "clip":
         g = np.maximum(g, 0)
     g = g * counts
-    total = g.sum(2, keepdims=True)  # with clip and softmax at least 1: it includes g_ii or an equal vector's 1
+    total = g.sum(2, keepdims=True)  # at least 1 with clip and softmax: the 1 of g_ii or of an equal vector is included
     return np.asarray(np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST))
 
 

@@ -55,7 +55,7 @@ class Entries:
     def mix(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """onto_i + sum_k p_ik tau_k, or with ``whole`` sum_k p_ik theta_k, and the truncated fraction, which is 0 here.
+        """onto_i + sum_k p_ik tau_k (if ``whole``, sum_k p_ik theta_k); and the truncated fraction, which is 0 here.
 
         Args:
             p: (L, M, K).

@@ -1,4 +1,4 @@
-"""Sparsely activated LoRA of FedMS: the rule that unfreezes a layer (equation 5, Figure 2), and the rows it uses."""
+"""Sparsely activated LoRA of FedMS: the rule that unfreezes a layer (equation 5, Figure 2), and the rule's rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def split(client: Client) -> tuple[Rows, Rows]:
 
 
 def with_rows(client: Client, rows: Rows) -> Client:
-    """A copy of the client with these training rows; both share their memory and metrics."""
+    """A copy of the client with these training rows; the copy shares the client's memory and metrics."""
     return dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
 
 

@@ -109,7 +109,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     )
     gate: str = setting(
         "adapter",
-        "trained part of the gate: adapter; last, its last layer; all, also an image block",
+        "trained part of the gate: adapter, last (its last layer) or all (also an image block)",
         choices=("adapter", "last", "all"),
     )
     gate_backbone: str = setting(
@@ -137,7 +137,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The result is complete after the first round of stage two: before it, clients have no expert and no gate."""
+        """The result is complete after the first round of stage two. Before, clients have no expert and no gate."""
         return Traits(complete_from=self.global_rounds + 1 if self.local_rounds else 0)
 
     def init(self, fed: Federation) -> MSState:
@@ -343,8 +343,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
             )
         if self.local.micro_batch:
             raise InputError(
-                "method.local.micro_batch: the gate's batch norm mixes the rows of a batch, so the results of its "
-                "parts do not "
-                "add up to those of the batch; drop it",
+                "method.local.micro_batch: the gate's batch norm mixes the rows of a batch, so the results of "
+                "micro-batches do not add up to those of the batch; drop this setting",
                 key="method.local.micro_batch",
             )

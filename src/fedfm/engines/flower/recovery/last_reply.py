@@ -1,4 +1,4 @@
-"""After a restart the server fetches a client's cached reply by request hash.
+"""After a restart the server fetches a client's cached reply by the hash of the request.
 
 A message belongs to one Flower run, and a resumed run is a new Flower run. So the SuperLink drops replies that the
 former ServerApp did not pull, and rejects later ones. In buffered asynchronous rounds one training may take many
@@ -91,5 +91,5 @@ class LastAnswer:
 
 
 def missing() -> ClientFault:
-    """The fault of a client host that has no such reply."""
+    """The fault of a client host that does not have the requested reply."""
     return ClientFault(E_HELD, "this client has no cached reply to that request")

@@ -1,7 +1,7 @@
 """Find requests or replies that were lost on the way. Flower counts them as delivered and does not report them.
 
-A SuperNode takes its next message only after its reply to the one before. So if a node answers a hello while an earlier
-request has no reply, that request or its reply is lost.
+A SuperNode takes its next message only after it has replied to the previous one. So if a node answers a hello while an
+earlier request has no reply, that request or its reply is lost.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ class Probes:
         return sorted(due)
 
     def enter(self, hellos: Mapping[str, InFlight]) -> None:
-        """Record the sent hellos; they follow the requests of the last call of :meth:`due`."""
+        """Record the sent hellos; they were sent after the requests that the last call of :meth:`due` received."""
         for name, hello in hellos.items():
             self._sent[name] = hello, [n for n, silence in self._silent.items() if silence.one.node == hello.node]

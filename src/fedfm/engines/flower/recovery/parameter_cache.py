@@ -1,9 +1,9 @@
 """Send a hash instead of parameters if the client host already has them, e.g. from the evaluation before a round.
 
-A client host caches the parameters of its last message, and the model's initial parameters. Each reply lists the
-SHA-256 hashes of the parameters that the host has cached. The server sends a hash in place of listed parameters. A host
-that has lost them answers E_HELD, and gets the complete message again. The hash covers names, dtypes, shapes and bytes,
-so the client computes with the same bits.
+A client host caches the parameters in the latest message to it, and the model's initial parameters. Each reply lists
+the SHA-256 hashes of the parameters that the host has cached. The server sends a hash in place of listed parameters. A
+host that has lost these answers E_HELD, and gets the complete message again. The hash covers names, dtypes, shapes and
+bytes, so the client computes with the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ParameterCache:
     """The parameters that a client host has cached.
 
     Args:
-        start: returns the model's initial parameters, before the first message; None if there is no model.
+        start: called before the first message; returns the model's initial parameters, or None without a model.
     """
 
     def __init__(self, start: Callable[[], Params | None]) -> None:
@@ -78,7 +78,7 @@ def refuse_references(body: Any) -> Any:
     """Check that a message's body has no references to cached parameters, and return it.
 
     Raises:
-        ClientFault: E_HELD, the body has one.
+        ClientFault: E_HELD, the body has such a reference.
     """
 
     def refuse(part: Any) -> None:

@@ -7,9 +7,10 @@ that uses its reply is committed. So the previous request and its reply stay, to
 request, which happens after that commit. Thus a run that continues after a stop finds all replies that its last
 checkpoint lacks.
 
-A request has two hashes. By the hash of the complete payload the server recognises a request that it has sent before.
-By the hash of the message as it was sent, in which hashes may stand for parameters, the client host finds its reply. A
-reply's file, too, is named after this second hash, since ``underway.json`` is out of date if the disk was full.
+A request has two hashes. The server uses the hash of the complete payload to recognise a request that it has sent
+before. The client host uses the hash of the message as it was sent, in which hashes may stand for parameters, to find
+its reply. A reply's file is also named after this second hash, since ``underway.json`` is out of date if the disk was
+full.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class SentRequest:
 
 
 class PendingRequests:
-    """Stores the last request to each client with its reply, and the request before if it has a reply.
+    """Stores the last request to each client with its reply, and the previous request if that one has a reply.
 
     Args:
         folder: the run's folder ``private``.
@@ -78,7 +79,7 @@ class PendingRequests:
         return [one[client] for one in (self._sent, self._before) if client in one]
 
     def at_work(self) -> dict[int, ClientId]:
-        """The clients, by node, from which this server has no reply yet."""
+        """For each node that has not yet replied to this server, its client."""
         return {sent.node: client for client, sent in self._sent.items() if not self._file(client, sent).exists()}
 
     def enter(self, requests: Mapping[ClientId, SentRequest]) -> None:
@@ -96,7 +97,7 @@ class PendingRequests:
             client: asdict(sent) | ({"before": asdict(self._before[client])} if client in self._before else {})
             for client, sent in sorted(self._sent.items())
         }
-        with contextlib.suppress(RunError):  # if the disk is full, a client only trains again after a stop
+        with contextlib.suppress(RunError):  # if the disk is full, a client trains again after a stop
             storage.write_atomic(self._path, json.dumps(record, indent=1).encode(), 0o600, sync=False)
 
     def keep(self, client: ClientId, reply: Reply) -> None:
