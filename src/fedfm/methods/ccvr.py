@@ -108,7 +108,7 @@ def _head_names(model: Model) -> list[str]:
 
 
 def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (C,), means (C, d) and covariances over all clients. Diagonal covariances are (C, d), others (C, d, d).
+    """The counts (C,), means (C, d) and covariances over all clients. Diagonal covariances: (C, d), others (C, d, d).
 
     Equations (3) and (4) pool the clients' means and unbiased covariances. Multiplied out, they give
     (N_c - 1) Sigma_c = sum x x^T - N_c mu_c mu_c^T, so the sums suffice. A class with one row has covariance 0.

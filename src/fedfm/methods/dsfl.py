@@ -33,7 +33,7 @@ class DSFL(FedAvg):
     needs: ClassVar[Needs] = Needs("head", ("head",))
 
     keep: float = setting(0.5, "fraction of the coordinates that are sent", gt=0, le=1)
-    feedback: bool = setting(True, "add the coordinates that are not sent to the client's next update")
+    feedback: bool = setting(True, "add the unsent coordinates to the client's next update")
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:

@@ -44,7 +44,7 @@ class FedALA(KeepingFedAvg):
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)
     share: float = setting(0.8, "fraction of a client's rows on which W is learnt, drawn anew each round", gt=0, le=1)
     threshold: float = setting(
-        0.1, "in its second round a client learns W until the last 10 losses have a smaller std", gt=0
+        0.1, "in its second round a client learns W until the std of the last 10 losses is below this", gt=0
     )
 
     def init(self, fed: Federation) -> Params:

@@ -27,7 +27,7 @@ class FedDPA(Personal, FedAvg):
     """FedAvg of a global adapter. Each client also trains a local adapter under the frozen global one, and keeps it.
 
     For a row x the output is W x + (1 - a) times the global adapter's output + a times the local adapter's output.
-    Training uses a = 1/2. Afterwards a depends on the row's similarity to the client's training rows. More
+    Training uses a = 1/2. Afterwards the share a depends on the row's similarity to the client's training rows. More
     settings are in ``[method.local]`` with ``name = "dual_adapter"``.
     """
 

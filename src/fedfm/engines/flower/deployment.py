@@ -43,7 +43,7 @@ _LOOK = 5.0  # seconds between two checks for missing silos
 def start(
     run: Run, stop: Callable[[], bool], progress: Progress, silos: Mapping[str, Path] | None = None
 ) -> dict[str, Any]:
-    """Run to the end, on the SuperLink that the experiment names or on a new one.
+    """Run to the end, on the experiment's SuperLink or on a new one.
 
     Args:
         silos: names and files of the silos at a new SuperLink; None means the experiment's clients.
@@ -104,7 +104,7 @@ class _Lost(Exception):
 
 
 def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait until all silos of the kit are connected, for at most ``wait`` s; without some silos results differ."""
+    """Wait until all silos of the kit are connected, for at most ``wait`` s; the results differ if silos are missing."""
     deadline, missing = time.monotonic() + wait, Missing(progress.notice)
     while time.monotonic() < deadline:
         with contextlib.suppress(RunError):

@@ -23,7 +23,7 @@ class Members:
 
     Attributes:
         nodes: node of each client that takes part.
-        barred: for each client that may not take part, the reason.
+        barred: the reason for each client that may not take part.
         absent: the reasons for the clients in ``barred``, and for all nodes that are not clients.
         own_data: whether the silos have their own rows, rather than parts of the server's table.
     """

@@ -24,7 +24,7 @@ _MOST = 80  # longest name in a message, in characters
 
 
 class Registry:
-    """Names by node.
+    """The registered names of the nodes.
 
     Args:
         tells: whether the Grid knows the names, as a SuperLink's Grid does.
@@ -60,7 +60,7 @@ class Registry:
         return self._tells and any(self.name(node) is None for node in nodes)
 
     def refusals(self, claims: Mapping[int, ClientId], taken: Mapping[ClientId, int]) -> dict[int, ClientFault]:
-        """For each node that may not use the name that it claims, the reason.
+        """The reason for each node that may not use the name that it claims.
 
         Args:
             claims: claimed names by node.

@@ -79,7 +79,7 @@ class PendingRequests:
         return [one[client] for one in (self._sent, self._before) if client in one]
 
     def at_work(self) -> dict[int, ClientId]:
-        """For each node that has not yet replied to this server, its client."""
+        """The client of each node that has not yet replied to this server."""
         return {sent.node: client for client, sent in self._sent.items() if not self._file(client, sent).exists()}
 
     def enter(self, requests: Mapping[ClientId, SentRequest]) -> None:
