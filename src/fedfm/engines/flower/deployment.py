@@ -104,7 +104,7 @@ class _Lost(Exception):
 
 
 def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait until all silos of the kit are connected, for at most ``wait`` s; the results differ if silos are missing."""
+    """Wait until all silos of the kit are connected, for at most ``wait`` s. Missing silos change the results."""
     deadline, missing = time.monotonic() + wait, Missing(progress.notice)
     while time.monotonic() < deadline:
         with contextlib.suppress(RunError):
