@@ -276,7 +276,7 @@ def test_an_audit_repeats_it(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"method": {"name": "scaffold"}}, 'method "scaffold" needs the answers of a full cohort to the same model'),
+        ({"method": {"name": "scaffold"}}, 'method "scaffold" requires a full cohort to answer to the same model'),
         ({"method": {"fraction": 0.5}}, "method.fraction = 0.5 asks fewer"),
         ({"run": {"asynchronous": {"buffer": 0}}}, "run.asynchronous.buffer"),
         ({"run": {"asynchronous": {}}}, "run.asynchronous.buffer"),

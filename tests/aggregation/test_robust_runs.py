@@ -105,7 +105,7 @@ def test_too_few_updates_in_a_round_stop_the_run(tmp_path):
                 "method": {"name": "fedpft", "pooled": True, "components": 1},
                 "privacy": {"unit": "record", "target_epsilon": 1.0, "delta": 1e-5},
             },
-            r"\[privacy\] is accounted for the mean",
+            r"the accounting of \[privacy\] assumes the mean",
         ),
     ],
 )

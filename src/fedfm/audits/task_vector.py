@@ -34,11 +34,11 @@ EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= boun
 
 
 class TaskVector(Audit):
-    """Infers labels and rows from a task vector, and similar clients from the weights. Also computes a client's vector
-    from everything that the other clients know.
+    """Infers labels and rows from a task vector, and similar clients from the weights between clients. Also computes a
+    client's vector from everything that the other clients know.
 
     It reads runs of methods whose clients return the change of the vector that they received, and whose server needs
-    single replies.
+    each client's own reply.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedbip", "fedamp", "fedawa")
@@ -92,11 +92,10 @@ def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: M
     by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
     mean, (low, high) = float(by_client.mean()), rates.mean_interval(by_client)
     pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
-    says = f"The logit of a class that a client has rises more than that of a class it lacks with chance {mean:.3f} "
+    says = f"The logit of a class that a client has rises more than that of a class it lacks, with chance {mean:.3f} "
     says += f"{interval(low, high)} (mean of {plural(len(mixed), 'client')}, from their first message; 0.5 is "
-    says += (
-        f"guessing); its sign alone is right for {100 * float(np.mean(pushed)):.0f} % of the pairs of client and class."
-    )
+    says += f"guessing). For {100 * float(np.mean(pushed)):.0f} % of the pairs of client and class "
+    says += "the sign of the change alone is right."
     detail = {"clients": len(mixed), "right_by_sign": float(np.mean(pushed))}
     return Finding(name, LABELS, mean, low, high, NOTABLE, ABOVE, says, False, detail)
 
@@ -108,7 +107,7 @@ def _proportions(replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, 
     if not isinstance(local, SGD) or local.momentum or local.weight_decay:
         why = "Only plain SGD moves a bias by a known step; with this optimiser the audit cannot compute shares."
     elif names.bias is None or not eye.predicted:
-        why = "Without a head with a bias, and rows of the server's own, the audit cannot compute shares."
+        why = "To compute shares, the audit needs a head with a bias, and rows that the server has itself."
     if why:
         return nothing(name, SHARES, why)
     assert isinstance(local, SGD) and names.bias is not None  # noqa: S101, PT018 - above
@@ -164,8 +163,8 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
         g_mean, g_low, g_high = by_gradients.interval(EACH)
     of = "of its classes " if any(s.members.labels is not None for s in scored.values()) else ""
     says = f"Scored by the fall of its loss over all rounds, a training row of a client is above a row {of}that nobody "
-    says += f"trained on with chance {mean:.3f} [{low:.3f}, {high:.3f}]; scored by the cosine of its gradient with the "
-    says += f"client's last task vector, with chance {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
+    says += f"trained on, with chance {mean:.3f} [{low:.3f}, {high:.3f}]; scored by the cosine of its gradient with "
+    says += f"the client's last task vector, with chance {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
     detail: dict[str, Any] = {"clients": len(scored), "cells": len(drops)}
     detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
     detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}
@@ -232,7 +231,8 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
     """Return (words for what clients of a group have in common, the group of each client).
 
-    If several clients share a value in the partition's column, the group is this value, otherwise the largest class.
+    If several clients share a value in the partition's column, a client's group is this value, otherwise its largest
+    class.
     """
     table, spec = replay.population.federated.table, replay.run.experiment.data
     clients = replay.population.federated.clients

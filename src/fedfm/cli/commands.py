@@ -65,7 +65,7 @@ def audit(args: Namespace) -> int:
         result["not_run"] = list(done.left_out)
         rest = command(args.run, done.left_out)
         tell(
-            f"fedfm: the time limit was reached; the rest, about {duration_text(done.seconds)} more: {rest}", sys.stderr
+            f"fedfm: the time limit was reached; the rest takes about {duration_text(done.seconds)}: {rest}", sys.stderr
         )
     if args.dossier:
         result["dossier"] = str(dossier.write(args.run, unfit))

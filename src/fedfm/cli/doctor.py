@@ -63,10 +63,10 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
-    """Yield for each requirement in a package's metadata: name, requirements of its own extras, versions, extra.
+    """Yield (name, packages that its extras in brackets install, versions, extra that asks for it) of each requirement.
 
     Args:
-        deep: whether to look up the packages that the requirements' extras install; a package may name its own extras.
+        deep: whether to look up the packages that extras in brackets install; a package may name extras of its own.
     """
     for text in requires(package) or ():
         wanted, _, condition = text.partition(";")

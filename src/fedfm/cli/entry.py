@@ -53,7 +53,7 @@ def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if "torch" not in sys.modules and not isinstance(error, OSError):
-        return None  # the libraries that raise their own errors for such an error are not loaded
+        return None  # without torch, no library is loaded that raises its own errors about files
     from fedfm.core import storage
     from fedfm.runtime import row_cache
 
@@ -64,7 +64,7 @@ def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
 
 
 def _whole(argv: Sequence[str]) -> list[str]:
-    """Join a value that begins with a minus to its flag, because argparse would read the value as another flag."""
+    """Join flag and value by "=" if the value begins with a minus, because argparse would read it as another flag."""
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):

@@ -62,10 +62,11 @@ pretrain.json, which records how the model was made. An experiment with other cl
 Secrets, memories (the state that clients and server keep between rounds) and checkpoints have checksums, and a list
 names the files that must exist. If one is damaged or missing, resume ends with exit code 2 and names the file: restore
 a copy. If only the newest checkpoint is damaged, the one before it is used.
-With --accept-loss the run continues. A lost secret is drawn again, which releases the data that it protects a second
-time. A lost memory is replaced by the version before it, or by an empty memory. Without any checkpoint the run starts
-over. "lost" in the manifest and the result names the files, and the report shows them. If lines of metrics.jsonl or
-messages.jsonl are lost, only a run with run.patience is refused; notices and the report list the lost lines.
+With --accept-loss the run continues. A lost secret is drawn again, and the data that it protects are then released a
+second time. A lost memory is replaced by the version before it, or by an empty memory. Without any checkpoint the run
+starts over. "lost" in the manifest and the result names the files, and the report shows them. If lines of
+metrics.jsonl or messages.jsonl are lost, resume refuses only a run with run.patience; notices and the report list
+the lost lines.
 """,
     "audit": """examples:
   fedfm audit runs/mine                                run all attacks that fit and take seconds; findings: report.html
@@ -143,10 +144,10 @@ prints the perplexity, too.
   fedfm predict runs/mine file.csv --client north
   fedfm export runs/mine --client north --to peft --out adapter
 
-FedBip compares the newcomer's task vector with the task vectors of the other clients, and starts from a mean in which
-similar clients have more weight. Methods with one model for all clients start from that model. The output has three
-accuracies on the newcomer's test rows: of its model, of the start weights, and of a model after the same number of
-local passes without the federation.
+FedBip compares the newcomer's task vector with the task vectors of the other clients, and starts from a mean over these
+clients, in which similar clients have more weight. Methods with one model for all clients start from that model. The
+output has three accuracies on the newcomer's test rows: of its model, of the start weights, and of a model after the
+same number of local passes without the federation.
 """,
     "list": """examples:
   fedfm list                                           list all kinds

@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _late(place: str) -> Callable[[Any], Any]:
-    """Return a function that imports ``module:name`` of this folder only when it is called, and calls it."""
+    """Return a function that calls ``module:name`` of this folder, and imports the module only then."""
 
     def call(args: Any) -> Any:
         module, _, name = place.partition(":")
@@ -102,7 +102,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
     run.add_argument("--seeds", help="comma-separated seeds: run each, and report mean and interval")
     run.add_argument("--baselines", action="store_true", help="also run the method's baselines")
-    run.add_argument("--tune", help="comma-separated learning rates; the run uses the best on validation rows")
+    run.add_argument("--tune", help="comma-separated learning rates; the best one on validation rows is used")
 
     pretrain = command("pretrain", "commands:pretrain", "train a foundation model on one machine", json=True)
     training_arguments(pretrain, "pretrain")

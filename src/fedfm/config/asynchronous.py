@@ -23,7 +23,7 @@ def not_late(method: type[Method[Any]], name: str) -> str:
     if _accepts_stale_updates(method):
         return ""
     names = quote_names(name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name)))
-    return f'run.asynchronous: method "{name}" needs the answers of a full cohort to the same model; expected {names}'
+    return f'run.asynchronous: method "{name}" requires a full cohort to answer to the same model; expected {names}'
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:
@@ -47,7 +47,7 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
             key=WHERE,
         )
     if e.privacy is not None:
-        raise InputError(f"{where} [privacy] is accounted for rounds of full cohorts; drop one of the two", key=WHERE)
+        raise InputError(f"{where} the accounting of [privacy] assumes full cohorts; drop one of the two", key=WHERE)
     if e.aggregation.transport.form != "plain":
         raise InputError(f"{where} a hidden sum needs clients that answer together; drop one of the two", key=WHERE)
     if fraction < 1:

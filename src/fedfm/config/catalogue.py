@@ -17,10 +17,10 @@ from fedfm.errors import InputError, close
 SCHEMAS = ("experiment", "pretrain", "distil", "silo", "federation")  # files that have a JSON Schema
 _PARTITIONS = {
     "iid": "rows assigned evenly at random",
-    "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
+    "dirichlet": "the clients' shares of each class are drawn from Dir(alpha); small alpha = skewed",
     "by_class": "every client holds classes_per_client classes",
     "by_column": "one client per value of a column; with clients = N each value's rows are split evenly",
-    "flower": "a partitioner of flwr-datasets by its class, with its options",
+    "flower": "a partitioner of flwr-datasets, named by its class, with its options",
 }
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",

@@ -16,7 +16,7 @@ from fedfm.errors import InputError, close
 
 
 def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
-    """Refuse an experiment that needs more clients than the federation has, or names a client that it does not have.
+    """Refuse an experiment that needs more clients than the federation has, or names a client that is not in it.
 
     Args:
         names: all possible clients.
@@ -77,7 +77,7 @@ def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
 
 def _cure(least: int, clients: int) -> str:
     if clients < least:
-        return f"give it at least {least} silos"
+        return f"give the federation at least {least} silos"
     return f"a method.fraction of at least {math.ceil(1000 * least / clients) / 1000:g} asks that number"
 
 

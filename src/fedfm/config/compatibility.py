@@ -63,7 +63,7 @@ def check_as_asked(e: ExperimentParts) -> None:
         )
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
-            f'data.classes: a server without rows needs silos with rows, run.engine = "deployment", not "{run.engine}"',
+            f'data.classes: then only silos have rows, which needs run.engine = "deployment", not "{run.engine}"',
             key="data.classes",
         )
     if e.data.augment:
@@ -201,5 +201,5 @@ def check_as_run(e: ExperimentParts) -> None:
             raise InputError(f"{where} {method} takes no mean; drop it", key="aggregation.name")
         if e.privacy is not None:
             raise InputError(
-                f"{where} [privacy] is accounted for the mean; drop one of the two", key="aggregation.name"
+                f"{where} the accounting of [privacy] assumes the mean; drop one of the two", key="aggregation.name"
             )

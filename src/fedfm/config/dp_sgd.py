@@ -24,7 +24,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) ->
     faults = Faults()
     if privacy.unit != "record":
         faults.say(
-            f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; for clients drop mechanism',
+            f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; to protect clients, drop mechanism',
             key="privacy.unit",
         )
     if privacy.clip_norm is None:

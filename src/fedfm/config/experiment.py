@@ -220,9 +220,9 @@ class Experiment(ExperimentParts):
 
     @property
     def silos_own_rows(self) -> bool:
-        """Whether silos have their own rows, so that no partition assigns any."""
+        """Whether silos have their own rows, so that no partition assigns rows."""
         silos = self.data.clients is not None or self.data.classes is not None or self.run.engine == "folder"
-        # A SuperLink's nodes without silo files share one table. An experiment that sets a partition splits it.
+        # A SuperLink's nodes without silo files share one table. An experiment that sets a partition splits this table.
         return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
 
     def to_display(self) -> dict[str, Any]:

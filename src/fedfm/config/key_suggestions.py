@@ -137,7 +137,7 @@ def _question(key: str, path: str, rest: str = "") -> str:
 
 
 def _example(key: str, guess: str) -> str:
-    """Text with an example value, if the value of the wrong key means something else; otherwise ""."""
+    """Text with an example value, if the wrong key's value would mean something else there; otherwise ""."""
     found, value = _INSTEAD.get(key.lower(), ("", None))
     return f", e.g. {json.dumps(value)}" if found == guess else ""
 

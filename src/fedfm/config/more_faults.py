@@ -71,7 +71,7 @@ def _is_own(table: Tables, fault: InputError) -> bool:
 
 
 def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
-    """Remove the keys of the faults; return whether one was present and the rest can be read without it."""
+    """Remove the keys of the faults; return whether at least one was removed, so that the rest can be read again."""
     removed = False
     for fault in faults:
         if (place := _owner(table, fault)) is None:

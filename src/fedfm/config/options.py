@@ -63,7 +63,7 @@ def check_transport(e: ExperimentParts, method: str) -> None:
     statistics = not locals_of(e.method) and not any(isinstance(v, HeadSpec) for v in vars(e.method).values())
     if statistics or not any({Params, Update} & set(get_type_hints(half).values()) for half in halves):
         raise InputError(
-            f"{where} {method} sends no trained values but statistics or predictions; drop it", key="run.transport"
+            f"{where} {method} sends statistics or predictions, and no trained values; drop it", key="run.transport"
         )
 
 
@@ -90,7 +90,7 @@ def check_own_code(e: ExperimentParts, method: str) -> None:
                 )
     if "local" not in {f.name for f in dataclasses.fields(e.method)}:
         raise InputError(
-            f'{method} has no client optimiser that trains a module; expected one that has, e.g. "fedavg"',
+            f'{method} has no client optimiser that trains a module; expected a method that has one, e.g. "fedavg"',
             key="method.name",
         )
 
@@ -103,7 +103,9 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
     """
     adaptation = e.model.adaptation
     if e.in_memory:
-        raise InputError("data.augment: the module's own data set changes its rows; drop it", key="data.augment")
+        raise InputError(
+            "data.augment: with rows from Python, your data set changes its images; drop it", key="data.augment"
+        )
     if adaptation is not None and adaptation.name in ("head", "side_adapter", "prompt"):
         raise InputError(
             f'data.augment: with model.adaptation.name = "{adaptation.name}" the frozen backbone reads each image '
@@ -113,7 +115,7 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
     if not all(m.traits.rows_by_optimiser for m in _all(e.method)):
         raise InputError(
             f"data.augment: the clients of {method} read their images outside the local optimiser, too, and would see "
-            "them unchanged; drop it, or take a method whose clients read rows only in it, e.g. fedavg",
+            "them unchanged; drop it, or take a method whose clients read rows only there, e.g. fedavg",
             key="data.augment",
         )
     if e.privacy is not None and e.privacy.mechanism == "dp_sgd":

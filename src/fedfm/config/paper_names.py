@@ -12,7 +12,7 @@ _SETTINGS = {
     "dora": _FEDAVG + 'model.adaptation = { name = "lora", dora = true }',
     "rslora": _FEDAVG + 'model.adaptation = { name = "lora", rslora = true }',
     "fedbuff": _FEDAVG + "run.asynchronous = { buffer = 4 }",
-    "fedsgd": _FEDAVG + "method.local = { epochs = 1, batch_size = N }, N the largest number of a client's rows",
+    "fedsgd": _FEDAVG + "method.local = { epochs = 1, batch_size = N }, N = the rows of the largest client",
     "dpfedavg": _FEDAVG + '[privacy] unit = "client"',
     "dpsgd": _FEDAVG + '[privacy] unit = "record", mechanism = "dp_sgd"',
     "dpftrl": _FEDAVG + '[privacy] mechanism = "correlated_gaussian"',
