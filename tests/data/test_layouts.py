@@ -241,7 +241,7 @@ def test_half_a_character_is_replaced_and_its_row_is_named(tmp_path: Path) -> No
     for name, place in (("a.jsonl", "line 2"), ("a.json", "object 2")):
         table = read(tmp_path / name, test_fraction=0)
         assert table.inputs == ["fine \U0001f600 \\ud83d", "cut \ufffd here"] * 2
-        assert sum(f"{place} and in 1 more rows: half a character" in n for n in table.notices) == 1
+        assert sum(f"{place} (and 1 more): half a character" in n for n in table.notices) == 1
 
 
 def test_metadata_of_an_image_folder_in_every_form(tmp_path: Path) -> None:

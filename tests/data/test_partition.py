@@ -302,7 +302,7 @@ def test_summary_by_hand() -> None:
     [
         (spec(clients=9), r"data\.partition\.clients: 9 clients and 8 training rows"),
         (spec("by_class", classes_per_client=5, clients=3), r"classes_per_client: 5 classes per client, .* have 4"),
-        (spec("by_class", classes_per_client=1, clients=3), r"at most 3 of 4 classes.*raise it to 2, or clients to 4"),
+        (spec("by_class", classes_per_client=1, clients=3), r"at most 3 of 4.*raise the key to 2, or clients to 4"),
         (
             spec("by_column", column="sight"),
             r'toy: no column "sight" \(data\.partition\.column\); found "site" \(did you mean "site"',

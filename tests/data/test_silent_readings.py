@@ -175,7 +175,7 @@ def test_a_label_among_the_features_is_told() -> None:
     x, y = vectors()
     assert "column x[:, 5] alone tells the class of each row:" in told(np.column_stack([x, y]), y)
     image = np.array([7.5, -2, 3])[y]
-    assert "column x[:, 5] alone tells the class of each row, and so do 1 more" in told(
+    assert "column x[:, 5] alone tells the class of each row, as do other columns (1)" in told(
         np.column_stack([x, image, y]), y
     )
     assert "columns x[:, 5] to x[:, 7] alone tell the class" in told(np.column_stack([x, np.eye(3)[y]]), y)

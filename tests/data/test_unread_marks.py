@@ -48,8 +48,8 @@ def said(path: Path, task: str | None = None, **more: Any) -> str:
         ("site_id", lambda i: i % 3, "seems to name 3 clients"),
         ("client", lambda i: i, ""),
         ("site", lambda i: "one", ""),
-        ("patient_id", lambda i: f"p{i // 4}", "test rows were drawn without it"),
-        ("Speaker", lambda i: i % 40, "test rows were drawn without it"),
+        ("patient_id", lambda i: f"p{i // 4}", "test rows were drawn without regard to it"),
+        ("Speaker", lambda i: i % 40, "test rows were drawn without regard to it"),
         ("patient_id", lambda i: i, ""),
     ],
 )

@@ -25,7 +25,7 @@ _BASES = {
     "attacks": "fedfm.attacks.attack:Attack",
     "aggregation": "fedfm.aggregation.base:Aggregator",
 }
-_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds whose classes a dict lists, instead of a folder
+_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds whose classes are listed in a dict, not in a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
 _WINGS = {  # kind -> its modules in other parts of fedfm (wings): files, or folders with only files of this kind
@@ -36,7 +36,7 @@ _NOT_NAMED = {"attacks": ("attack", "attackers"), "aggregation": ("base", "priva
 
 
 def available(kind: str) -> dict[str, str]:
-    """The module or entry point of each name of a kind, e.g. "methods": fedfm's own, then installed entry points."""
+    """The names of a kind, e.g. "methods", each with its module or entry point: fedfm's own names come first."""
     if kind in _HELD:
         return {name: place.partition(":")[0] for name, place in _attribute(_HELD[kind]).items()}
     found: dict[str, str] = {}
@@ -46,7 +46,7 @@ def available(kind: str) -> dict[str, str]:
 
 
 def _modules_in(place: str, without: Sequence[str]) -> dict[str, str]:
-    """The module of each name in a folder (or of a single file), found without an import except of fedfm itself."""
+    """The module of each name in a folder (or of a single file); the search imports nothing but fedfm itself."""
     root, *parts = place.split(".")
     folder = files(root).joinpath(*parts)
     if not folder.is_dir():
@@ -147,7 +147,7 @@ def admit(kind: str, name: str, where: str) -> None:
     try:
         points = [point for point in _points(kind) if point.name == name]
         cls = points[0].load() if points else _attribute(name)
-    except Exception as error:  # the module's own code ran
+    except Exception as error:  # the import runs the module's own code, which may raise any error
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not (isinstance(cls, type) and issubclass(cls, base) and is_dataclass(cls)):
         raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}', key=where)

@@ -15,7 +15,7 @@ TRACKERS = ("mlflow", "tensorboard", "wandb")
 class AsynchronousSpec:
     """Buffered asynchronous rounds: see :mod:`fedfm.aggregation._asynchronous`."""
 
-    buffer: int = setting(0, "K, updates in a server update; later updates are in the next one", required=True, ge=1)
+    buffer: int = setting(0, "K, updates per server update; later updates go into the next one", required=True, ge=1)
     staleness: float = setting(
         0.5, "a: an update that began tau server updates ago is weighted by (1 + tau)^-a", ge=0, finite=True
     )
@@ -39,8 +39,8 @@ class RunSpec:
     )
     kernels: str = setting(
         "exact",
-        "exact, or fast: packed cohorts, equal within a tolerance; fast_bf16 also multiplies in bfloat16, which is "
-        "fast on some processors only (see `fedfm doctor`)",
+        "exact, or fast: clients are computed together, with equal results within a tolerance; fast_bf16 also "
+        "multiplies in bfloat16, which is fast on some processors only (see `fedfm doctor`)",
         choices=("exact", "fast", "fast_bf16"),
     )
     workers: int = setting(
@@ -48,8 +48,8 @@ class RunSpec:
     )
     loader_workers: int = setting(
         0,
-        "processes that decode images ahead for each training client, if they do not fit in memory; the results "
-        "do not depend on it",
+        "processes that decode images in advance for each training client, if the images do not fit in memory; the "
+        "results do not depend on it",
         ge=0,
     )
     gpus_per_client: float | None = setting(

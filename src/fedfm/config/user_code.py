@@ -34,7 +34,7 @@ def admit_function(name: str, where: str) -> Callable[[], Any]:
         found = import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # the module's own code ran
+    except Exception as error:  # the import runs the module's own code, which may raise any error
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not callable(found):
         raise InputError(

@@ -75,7 +75,7 @@ class Reporter:
 
 
 class Personal:
-    """Every client ends with its own model: ``params_for`` differs by client, or clients keep a part of it.
+    """Every client ends with its own model: ``params_for`` differs by client, or clients keep a part of their model.
 
     Caller: evaluation, which then scores one model per client.
     """
@@ -97,7 +97,7 @@ class Personal:
         return {}
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Check a client's own model, if its tensors differ from the federation's model.
+        """Check a client's own model; override this if own models have other tensors than the federation's model.
 
         Raises:
             ClientFault: a tensor differs; the message names the first such tensor.
@@ -146,7 +146,7 @@ class Private(ABC):
 
     @abstractmethod
     def spend(self, accountant: Accountant) -> None:
-        """Add the privacy that a finished run has spent to the accountant; nothing if the method claims nothing."""
+        """Tell the accountant the privacy that a finished run has spent; nothing if the method claims nothing."""
 
 
 class Joinable(ABC):
@@ -281,7 +281,7 @@ ROLES: tuple[type, ...] = (
 
 
 def check_roles(method: type) -> None:
-    """Check that a class derives from the role of each of its members; otherwise the member would never be called.
+    """Check that a class derives from each role whose members it has; otherwise a member would never be called.
 
     Handlers and settings may have such a name.
 
@@ -295,6 +295,6 @@ def check_roles(method: type) -> None:
             if is_member and not name.startswith("_"):
                 raise InputError(
                     f"{method.__qualname__}.{name} is a member of the role {role.__name__}, and nobody would call it: "
-                    f"derive from it, class {method.__name__}({role.__name__}, ...), import it from "
+                    f"derive from the role, class {method.__name__}({role.__name__}, ...), imported from "
                     f"{role.__module__}, or choose another name"
                 )

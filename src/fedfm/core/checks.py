@@ -62,7 +62,7 @@ def _checker(hint: Any, most: float) -> Check:
     raise TypeError(f"a handler's annotation {hint!r} cannot be checked")
 
 
-_MANY = 8  # from this number of values on, one check of all is faster
+_MANY = 8  # from this number of values on, one check of all values is faster
 _SCALARS = (int, float, str, bool)
 
 
@@ -258,7 +258,7 @@ def match(value: Params, like: Layout, path: str = "reply") -> None:
     """Check that names, dtypes and shapes equal those of ``like``.
 
     Raises:
-        ClientFault: E_TENSORS, E_DTYPE or E_SHAPE with the first tensor that differs, expected and got.
+        ClientFault: E_TENSORS, E_DTYPE or E_SHAPE; the message has the first tensor that differs, and both versions.
     """
     if value.layout is like:
         return

@@ -102,10 +102,10 @@ class Client:
         seed: seed of this client in this round, from which all random streams derive.
         metrics: metrics of the client optimiser's last pass, e.g. ``loss``.
         secret: returns 32 bytes for a name, from the operating system's entropy, the same in the whole run; never sent.
-        write_once: stores a value under a name and returns the first value stored in this run. Unlike :attr:`memory`, a
-            resume or a repeated message does not undo it.
-        store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
-            them. Never sent.
+        write_once: stores a value under a name and returns the first value stored in this run. A resume or a repeated
+            message does not undo this, unlike a change of :attr:`memory`.
+        store: bytes by name. An assignment returns when they are on the disk, and neither a resume nor a repeated
+            message undoes it. Never sent.
         private: settings of DP-SGD for the client optimiser; None without DP-SGD. With DP-SGD a client half can only
             count the training rows in ``data``.
         trained: last result of the client optimiser: the client's model before aggregation.
@@ -115,8 +115,8 @@ class Client:
         identity: the silo's own Ed25519 key, 32 bytes; None if the silo has no permanent key.
         roster: the other silos' public keys by name, exchanged without the server; None if they were not exchanged.
         log: writes a line into the silo's log.
-        smallest_cohort: by the silo's policy, the smallest number of clients in a sum with its update; if 0, the
-            protocol decides.
+        smallest_cohort: by the silo's policy, the smallest number of clients in a sum that contains its update; if
+            0, the protocol decides.
         span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.

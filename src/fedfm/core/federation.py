@@ -84,14 +84,14 @@ class Federation:
         notices: messages of this round for the user.
         heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
-        client_metrics: metrics of this round's updates by client, if they have scores on the client's own rows and the
-            server sees single updates.
+        client_metrics: metrics of this round's updates by client, if they include scores on the client's own rows and
+            the server sees single updates.
         secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
-        underway: (round, call) by client of requests in flight, whose reply may come in a later round; see ``first`` of
-            :meth:`exchange`.
+        underway: by client, (round, call) of its request in flight; the reply may come in a later round, see ``first``
+            of :meth:`exchange`.
         began: for each client that answered the last call with ``first``, the round of its request.
         memory: the server's private memory at the last commit.
-        store: bytes by name, on the disk when an assignment returns, so that a resume within a round finds them.
+        store: bytes by name. An assignment returns when they are on the disk, where a resume within a round finds them.
         process_memory: an aggregation's state while this process runs; a resumed run starts without it.
     """
 
@@ -132,7 +132,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
-        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> its request sent again, if it was
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> its new request, or None
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 
@@ -171,7 +171,7 @@ class Federation:
     def sample(self, fraction: float) -> Sequence[ClientId]:
         """A cohort S_t of max(floor(C K), 1) clients, drawn without replacement, in order of names.
 
-        Under [privacy] the mechanism may choose it instead, e.g. by secret coins: then it may be empty.
+        Under [privacy] the mechanism may choose the cohort instead, e.g. by secret coins: then the cohort may be empty.
 
         Raises:
             RunError: the privacy accounting assumes another fraction.

@@ -124,7 +124,7 @@ def setting(
     """A field of a settings dataclass.
 
     Args:
-        default: value if the key is absent; a class is called for each instance.
+        default: value if the key is absent; if it is a class, each settings object calls it to make its value.
         help: the key's meaning in one line.
         required: whether None and "" are refused.
         of: values of the field ``name`` that accept this key; others refuse it.

@@ -1,7 +1,7 @@
 """Turn a library's errors about a user's model, rows or settings into one-line errors of fedfm.
 
 An error raised in fedfm's own code is a defect, and passes with its traceback. The place where an error was raised
-shows which of the two it is.
+shows whether it is a defect or an error of a library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A torch DataLoader of deferred rows: processes that compute batches before they are needed.
 
-One process computes each batch, from that batch's rows alone. So its bits do not depend on the number of processes.
+Each batch is computed by one process, from its own rows alone. So its bits do not depend on the number of processes.
 """
 
 from __future__ import annotations

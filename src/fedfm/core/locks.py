@@ -54,7 +54,7 @@ class Lock:
                 if not self._folder or error.errno not in _UNKNOWN:
                     os.close(descriptor)
                     raise
-            if _is_at(descriptor, self.path):  # else its last owner removed it, and others lock a new file
+            if _is_at(descriptor, self.path):  # else the last owner removed this file, and others lock a new one
                 self._descriptor = descriptor
                 _TAKEN.add(self)
             else:
@@ -81,7 +81,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _forget() -> None:
-    """Release the locks in a forked child, since they would outlive a killed parent there."""
+    """Release the locks in a forked child, since the child's copies would outlive a killed parent."""
     for lock in list(_TAKEN):
         lock.release()
 

@@ -11,7 +11,7 @@ from fedfm.errors import ClientFault
 
 
 class Request(NamedTuple):
-    """One message to one client: a call of ``handler`` (kind and wire name, ``train.FedAvg_train``) with ``payload``.
+    """One message to one client: a call of ``handler`` (kind and name, as in ``train.FedAvg_train``) with ``payload``.
 
     (round, call) identifies the request: the reply repeats the pair, and the client's memory has a version for it.
     """

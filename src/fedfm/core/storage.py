@@ -116,7 +116,7 @@ def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> Non
         for one in list(path.iterdir()) if last is not None and path == last.parent else (path,):
             if one != last:
                 remove(one)
-    with contextlib.suppress(OSError):  # they contain other files
+    with contextlib.suppress(OSError):  # a folder contains other files
         if last is not None:
             last.unlink(missing_ok=True)
             last.parent.rmdir()
@@ -219,7 +219,7 @@ def refuse_pipes(folder: Path) -> None:
 def refuse_pipe(path: Path) -> None:
     """Refuse one pipe or device, as :func:`refuse_pipes` does."""
     if is_endless(path):
-        raise InputError(f"{path} is a pipe or a device, and no file; remove it")
+        raise InputError(f"{path} is a pipe or a device, not a file; remove it")
 
 
 def is_endless(path: Path) -> bool:
@@ -330,7 +330,7 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
 
     The value is checked against ``hint``: with Any all values must be finite, with None nothing is checked. Tensors are
     memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and with ``mapped`` always. Passes over
-    mapped tensors release their pages (:mod:`fedfm.linalg.pages`). Writing to them does not change the file.
+    mapped tensors release their pages (:mod:`fedfm.linalg.pages`). To write to a tensor does not change the file.
     """
     try:
         if (found := _read_checked(path)) is None:

@@ -55,7 +55,7 @@ class TaskFacts(Protocol):
 
     @property
     def trained_classes(self) -> int | None:
-        """Number of classes with training rows, which are the first in order; None means all."""
+        """How many classes have training rows: these are the first classes in order. None means all."""
 
     @property
     def mixes_rows(self) -> str:

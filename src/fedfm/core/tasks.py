@@ -1,6 +1,7 @@
 """The tasks by name: one for each file of ``fedfm/tasks``.
 
-Packages that the tasks import read a task's properties here. This module names the folder of the tasks, but no task.
+A package that the tasks themselves import reads a task's properties here. This module names the folder of the tasks,
+but no task.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """Number of classes with training rows by the [model] table, which are the first in order; None means all."""
+    """How many classes have training rows by the [model] table: the first classes in order. None means all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 

@@ -132,7 +132,8 @@ _LONGEST = 255  # largest number of bytes of a file name
 
 
 def safe_name(text: str) -> str:
-    """A file name for an untrusted text, e.g. a client's name: without separators, not only dots, unique per text.
+    """A file name for an untrusted text, e.g. a client's name. It has no separators and not only dots, and
+    differs by text.
 
     A name that is too long for a file system is cut and ends with "+" and a hash; no other file name contains "+".
     """

@@ -12,8 +12,8 @@ from fedfm.errors import InputError
 
 _DEEPEST = 32  # largest number of parts of a dotted key in an experiment
 _ENDS = frozenset("\n=,{}[]")  # characters that end a key, outside of quotes
-# Quoted texts and comments, in which dots and these characters have no meaning. Each alternative matches up to the end
-# of a text even if the closing quotes are missing, so that no character is read twice.
+# Quoted texts and comments, in which dots and the characters of _ENDS have no meaning. Each alternative matches up to
+# the end of a text even if the closing quotes are missing, so that no character is read twice.
 _QUOTED = re.compile(
     r"""\"{3}(?:[^"\\]|\\.|\"{1,2}(?!\"))*\"{0,5}
     | '{3}(?:[^']|'{1,2}(?!'))*'{0,5}

@@ -18,7 +18,7 @@ class Crossing(NamedTuple):
         handler: ``kind.Class_function``. The server sees ``train`` replies in the aggregation's form, and each single
             ``query`` reply; ``aggregate`` belongs to the aggregation, ``scores`` and ``reveal`` to evaluation.
         nbytes: size of the message in Flower's serialised records, the same on every engine.
-        form: form for the receiver: plain, masked or encrypted.
+        form: what the receiver sees: plain, masked or encrypted values.
         counted: whether the message counts as the method's own. Hellos, evaluation and messages to a client that trains
             alone are listed, but do not count.
         call: number of the call in its round; all replies to one call go into the same mean.
@@ -49,7 +49,7 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Transcript:
-    """Crossings since the last commit, and totals since the start; a run appends them to ``messages.jsonl``."""
+    """Crossings since the last commit, which a run appends to ``messages.jsonl``, and totals since the start."""
 
     pending: list[Crossing] = field(default_factory=list)
     bytes_up: int = 0

@@ -66,7 +66,7 @@ class Coding:
         return replace_parts(value, lambda x: self._encode(x, report) if isinstance(x, Params) else None)
 
     def rebuild(self, value: Any, report: Callable[[Error], None] = lambda error: None) -> Any:
-        """The inverse; a value without coded Params is returned unchanged.
+        """The inverse of :meth:`encode`; a value without coded Params is returned unchanged.
 
         Raises:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;

@@ -36,8 +36,8 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         mine, theirs = _form(table), _form(tables[first])
         if mine != theirs:
             raise InputError(
-                f"data.clients: {name} ({table.source}) holds {mine} and {first} ({tables[first].source}) {theirs}: "
-                "all clients' rows must have the same form"
+                f"data.clients: {name} ({table.source}) holds {mine} and {first} ({tables[first].source}) holds "
+                f"{theirs}: all clients' rows must have the same form"
             )
     classes = unite([table.classes for table in tables.values()])
     code = {name: index for index, name in enumerate(classes)}

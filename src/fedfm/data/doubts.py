@@ -167,7 +167,7 @@ def _misspelling(table: Table) -> str | None:
         if not 0 < n <= _TYPED or len(name) < _LETTERS or not name.isalpha():
             continue
         if like := [other for other in common if other.isalpha() and _one_letter_apart(name, other)]:
-            return f'the class "{name}" has {n} rows and differs by one letter from "{like[0]}": is it the same class?'
+            return f'the class "{name}" (rows: {n}) differs by one letter from "{like[0]}": is it the same class?'
     return None
 
 

@@ -38,7 +38,7 @@ def _missing_values(table: Table) -> str | None:
     column = x[:, j]
     rest = column[~np.isin(column, marks)]
     rows = int(np.isin(column, marks).sum())
-    more = f", and {len(found) - 1} more columns are like it" if len(found) > 1 else ""
+    more = f", and likewise in other columns ({len(found) - 1})" if len(found) > 1 else ""
     return (
         f"{table.source}: column x[:, {j}] is {' or '.join(f'{m:g}' for m in marks)} in {rows} of {len(column)} rows, "
         f"and otherwise from {rest.min():.4g} to {rest.max():.4g}{more}: if that marks a missing value, replace it, or "
@@ -90,7 +90,7 @@ def _label_columns(table: Table) -> str | None:
         return None
     single = [j for j in columns if len(np.unique(x[first, j])) == len(of)]
     which = f"column x[:, {single[0]}]" if single else f"columns x[:, {columns[0]}] to x[:, {columns[-1]}]"
-    more = f", and so do {len(single) - 1} more" if len(single) > 1 else ""
+    more = f", as do other columns ({len(single) - 1})" if len(single) > 1 else ""
     return (
         f"{table.source}: {which} alone tell{'s' if single else ''} the class of each row{more}: if the label is among "
         "the features, remove it, since a result then says nothing"

@@ -1,4 +1,4 @@
-"""Partitions: assign each training row to exactly one client, and test rows for each client's own model.
+"""Partitions: assign each training row to exactly one client, and choose test rows for each client's own model.
 
 iid        random rows; sizes differ by at most one.
 dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to integers by
@@ -15,8 +15,8 @@ validation rows of each class are divided in proportion to the clients' training
 """
 
 # flwr-datasets also has partitioners for the first four rules (its Dirichlet partitioner has the same distribution if
-# self_balancing is off). But its import takes 2 s. It partitions one list of rows, so validation rows would get other
-# shares and clients. It cannot split the rows of one value between several clients.
+# self_balancing is off). But its import takes 2 s. A partitioner divides one list of rows, so validation rows would get
+# other shares and clients. It cannot split the rows of one value between several clients.
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _by_rule(
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients
     if clients > len(train):
         raise InputError(
-            f"data.partition.clients: {clients} clients and {len(train)} training rows: at most one client per row",
+            f"data.partition.clients = {clients}: there are {len(train)} training rows, and at most one client per row",
             key="data.partition.clients",
         )
     labels, named = table.labels, (("train", train), ("val", val))
@@ -200,7 +200,7 @@ def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int)
     if each * clients < len(classes):
         raise InputError(
             f"{key}: {clients} clients of {each} classes have at most {each * clients} of {len(classes)} classes, and "
-            f"every row belongs to a client: raise it to {-(-len(classes) // clients)}, "
+            f"every row belongs to a client: raise the key to {-(-len(classes) // clients)}, "
             f"or clients to {-(-len(classes) // each)}",
             key=key,
         )

@@ -253,7 +253,7 @@ def _top(values: np.ndarray, mode: str) -> int:
         kind = "floating-point numbers" if mode == "F" else "whole numbers"
         raise ValueError(
             f"its grey values are {kind} from {low:g} to {high:g}, and only the range 0..65535 can be scaled: apply a "
-            "window, and save it with 8 or 16 bits"
+            "window, and save the image with 8 or 16 bits"
         )
     return next(top for top in _TOPS if high <= top)
 
@@ -277,7 +277,6 @@ def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tup
 
     The images are uint8 (N, H, W, C) if ``items.decoded`` is true, all have one size and they fit into memory;
     otherwise they are unchanged.
-
 
     Args:
         items: N paths or encoded images.

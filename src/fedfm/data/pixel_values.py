@@ -29,5 +29,5 @@ def notices(table: Table, images: np.ndarray | None) -> tuple[str, ...]:
             f"{count} of {of} have no value above {top} (of 255) and look black to a model: scale them to 0..255"
         )
     if (count := int(one_colour.sum())) >= _MANY * len(ends):
-        found.append(f"{count} of {of} have one colour alone: there is nothing to see on them")
+        found.append(f"{count} of {of} have only one colour: there is nothing to see on them")
     return tuple(found)

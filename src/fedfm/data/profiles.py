@@ -29,9 +29,10 @@ _LOOKED_AT = 2000  # largest number of feature vectors that are examined
 _COLUMNS = 4096  # largest number of columns whose ranges are recorded separately
 _TAIL = 0.02  # share of the values below a range, and of the values above it
 _CELLS = 8  # a range is rounded to a grid of at least this many steps
-_FEW, _MANY = 8, 20  # smallest numbers of rows for a comparison; some comparisons need the second number
+_FEW, _MANY = 8, 20  # smallest numbers of rows for a comparison; some comparisons need the larger number
 _OUTSIDE = 0.35  # share of values outside the training range above which there is a notice
-_ALL_WIDER, _WIDER = 8.0, 50.0  # ratio of two ranges' widths above which there is a notice: median of columns, one
+# Largest ratio of two ranges' widths without a notice: for the median column, and for a single column
+_ALL_WIDER, _WIDER = 8.0, 50.0
 _COMPARED = 20  # largest number of clients that are compared
 _SIGNS = 0.4  # difference of the shares of negative values above which there is a notice
 _SHADE = 0.35  # difference of brightness (from 0 to 1) above which there is a notice
@@ -133,7 +134,7 @@ def between_clients(table: Table) -> list[str]:
 
 
 def _shared_class(table: Table, one: str, other: str) -> int | None:
-    """The class of which both clients have the most rows; None if one of them has few rows of every class.
+    """The class with the most rows at that client which has fewer of them; None if no class has enough rows at both.
 
     Rows are compared within one class, since clients also differ in their shares of classes.
     """
@@ -243,7 +244,7 @@ def _other_ranges(trained: Profile, table: Table) -> str | None:
         return None
     j = int(np.argmax(np.where(apart, away / np.where(width > 0, width, 1.0), -np.inf)))
     name = f' ("{table.names[j]}")' if table.names else ""
-    more = f", and {apart.sum() - 1} more columns are like it" if apart.sum() > 1 else ""
+    more = f", and likewise in other columns ({apart.sum() - 1})" if apart.sum() > 1 else ""
     return (
         f"{table.source}: column x[:, {j}]{name} is usually from {now[0, j]:.3g} to {now[1, j]:.3g}, and in the "
         f"training rows from {known[0, j]:.3g} to {known[1, j]:.3g}{more}: is it in other units, or is it another "

@@ -1,4 +1,4 @@
-"""Find test and validation rows that are also training rows, exactly or stored or written differently.
+"""Find test and validation rows that are also training rows: equal ones, and ones stored or written differently.
 
 Equal rows are found in every table. Texts count as the same if they differ only by case, white space, invisible
 characters or the Unicode form of characters. Images and feature vectors count as the same if they are much closer to a
@@ -58,11 +58,11 @@ def of_training_rows(table: Table) -> str | None:
     return f"{'; '.join(said)}: on them a result only shows what was memorised" if said else None
 
 
-_WORDING = "equal training rows up to case, spaces or Unicode forms"
+_WORDING = "are equal to training rows except for case, spaces or Unicode forms"
 _HOW = {
     "text": _WORDING,
     "image": "look the same as a training image (stored in another format, size or compression)",
-    "features": "equal training rows up to the last digits",
+    "features": "are equal to training rows except for the last digits",
 }
 
 
@@ -166,7 +166,7 @@ def _thumbnail(item: Any) -> np.ndarray:
 
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
-    """The rows among ``rows`` that are closer to a training row than ``share`` times these rows' usual distance."""
+    """The rows among ``rows`` nearer to a training row than ``share`` times the usual distance of training rows."""
     if len(train) < _LEAST:
         return rows[:0]
     centre = views[train].mean(axis=0, dtype=np.float64)

@@ -66,7 +66,7 @@ def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> s
     if not many:
         return ""
     first = many[0]
-    more = f", and {len(many) - 1} more pairs of clients have rows in common" if len(many) > 1 else ""
+    more = f", as do other pairs of clients ({len(many) - 1})" if len(many) > 1 else ""
     return (
         f"{first[0]} and {first[1]} have {common[first]} training rows in common{more}: is one file given twice, or "
         "one patient or customer at several clients?"
@@ -90,8 +90,8 @@ def shared_groups(table: Table, chosen: str | None) -> str | None:
         if count >= _MANY * len(test) and _TWICE * len(set(values.tolist())) <= len(values):
             return (
                 f'{count} of {len(test)} test rows of {table.source} have a value of column "{name}" that training '
-                "rows have, too: test rows were drawn without it, and rows of one person or document are alike, so a "
-                'result may be too good; a column "split" can assign such rows to one split'
+                "rows have, too: test rows were drawn without regard to it, and rows of one person or document are "
+                'alike, so a result may be too good; a column "split" can assign such rows to one split'
             )
     return None
 

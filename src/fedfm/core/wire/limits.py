@@ -59,8 +59,8 @@ def count_keys(head: str) -> int:
     """Total number of keys in the JSON objects of a head, counted without parsing and without recursion.
 
     Raises:
-        ClientFault: E_SIZE, more values and keys than :data:`MAX_VALUES`, or more objects or lists than values may
-            have; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
+        ClientFault: E_SIZE, more values and keys than :data:`MAX_VALUES`, or more objects or lists than a head
+            within the limits can have; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
     """
     if "\\" in head:  # an escaped quote does not end a text
         head = head.replace("\\\\", "").replace('\\"', "")

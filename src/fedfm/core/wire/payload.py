@@ -122,7 +122,7 @@ def _cannot_travel(kind: type) -> TypeError:
 
 
 def _too_deep() -> TypeError:
-    return TypeError("a value that is nested too deep, or in itself, cannot be sent")
+    return TypeError("a value that is nested too deep, or that contains itself, cannot be sent")
 
 
 def _eight_bytes(value: int) -> int:
@@ -258,7 +258,7 @@ def decode(
 
     Args:
         data: bytes, which are copied, or an array (n,) of uint8, of which the value's tensors are views.
-        trusted: whether this program wrote it, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
+        trusted: whether this program wrote the payload; then the limits of :mod:`fedfm.core.wire.limits` do not apply.
         most: largest number of bytes of data, as in :func:`fedfm.core.wire.limits.check_size`.
 
     Raises:

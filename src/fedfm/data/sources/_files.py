@@ -1,4 +1,4 @@
-"""Functions that all sources use to read files; their errors describe what a file holds instead."""
+"""Functions that all sources use to read files; their errors say what a file holds in place of what is expected."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
 def read_bytes(path: Path, holds: str) -> bytes:
     """The content of a file; raises an InputError if it is empty. ``holds`` describes the expected content."""
     if path.is_dir():
-        raise InputError(f"{path} is a folder, and {holds} is a file")
+        raise InputError(f"{path} is a folder; expected {holds}")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -140,7 +140,7 @@ def decode(data: bytes, path: Path, holds: str) -> str:
 
 
 def str_array(values: Sequence[str]) -> np.ndarray:
-    """Strings as an array (N,). If one is long, its dtype is object: a fixed width would pad all to the longest."""
+    """Strings as an array (N,). If one is long, the dtype is object: a fixed width would pad all to the longest."""
     if values and max(map(len, values)) > 100:
         array = np.empty(len(values), dtype=object)
         array[:] = values

@@ -10,7 +10,7 @@ from fedfm.data.pictures import Pictured
 from fedfm.errors import InputError
 
 _LOOK = 20  # number of values of a column that are examined
-WAY = "fedfm.federate with a Trainer or a module of your own trains them (docs: how-to/hugging-face-script.md)"
+WAY = "fedfm.federate with a Trainer or a module of your own trains such rows (docs: how-to/hugging-face-script.md)"
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -42,7 +42,7 @@ def other_task(columns: Columns, label: str) -> str | None:
     elif not names and label in some and all(isinstance(v, bool) for v in some[label]) and "completion" in some:
         names, what = ("completion", label), "answers, each of which is good or bad (KTO)"
     elif not names and label in some and len(texts) == 2:
-        names, what = texts, "two texts per row (pairs of texts; joined in one column they would be one text)"
+        names, what = texts, "two texts per row (pairs; if you join the texts in one column, a model reads them as one)"
     if not names:
         return None
     return f"columns {listing(names)} hold {what}, a task that experiment files do not support; {WAY}"
@@ -89,5 +89,5 @@ _FORMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_has("bbox", "boxes"), "boxes around objects (object detection)"),
     (_has("sampling_rate"), "sound"),
     (_languages, "a text in several languages (translation)"),
-    (_numbers, "lists of numbers (series; as feature vectors they go into an npz)"),
+    (_numbers, "lists of numbers (time series; if they are feature vectors, store them in an npz file)"),
 )

@@ -46,7 +46,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int]
     """
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in keys}
-    more = f" and in {len(repairs) - 1} more rows" if len(repairs) > 1 else ""
+    more = f" (and {len(repairs) - 1} more)" if len(repairs) > 1 else ""
     note = (
         f"{at(repairs[0])}{more}: half a character (a lone surrogate, from a text that was cut) is replaced by "
         "U+FFFD, the mark of an unreadable character"

@@ -92,8 +92,8 @@ def calls_of(value: Any, at: str) -> list[dict[str, Any]]:
             raise InputError(f'{at} has "{CALLS}" {call!r:.40}: calls are expected, each like {_LIKE_CALL}')
         if not isinstance(_parse(of.get("arguments")), dict):
             raise InputError(
-                f"{at} calls {of['name']!r:.40} with arguments {of.get('arguments')!r:.40}: an object is expected, or "
-                "one in JSON"
+                f"{at} calls {of['name']!r:.40} with arguments {of.get('arguments')!r:.40}: expected an object, or "
+                "an object as JSON text"
             )
         found.append(call if of is not call else {"type": "function", "function": of})
     return found

@@ -55,7 +55,7 @@ def notices_of_marks(columns: Mapping[str, Sequence[Any]], spec: DataSpec, sourc
 
 
 def _split_notice(name: str, values: Sequence[Any], spec: DataSpec, source: str) -> str | None:
-    """A notice about a column that marks test rows under another name than ``data.split``, or numbers folds."""
+    """A notice about a column that marks test rows, not named by ``data.split``, or that has the numbers of folds."""
     if _numbers_folds(name, values):
         return (
             f'column "{name}" of {source} seems to number parts of the rows, as for cross-validation, and is not '
@@ -66,8 +66,8 @@ def _split_notice(name: str, values: Sequence[Any], spec: DataSpec, source: str)
         return None
     return (
         f'column "{name}" of {source} seems to mark training and test rows, and is not read: other test rows are '
-        f'drawn; if it does, name it "{spec.split}" or set data.split = "{name}"; its values must be train, val '
-        "and test"
+        f'drawn; if it does mark them, name it "{spec.split}" or set data.split = "{name}"; its values must be train, '
+        "val and test"
     )
 
 
@@ -80,7 +80,7 @@ def _client_notice(name: str, values: Sequence[Any], source: str) -> str | None:
         return None
     return (
         f'column "{name}" of {source} seems to name {len(found)} clients, and is not read to assign rows to clients; '
-        f'data.partition = {{ name = "by_column", column = "{name}" }} makes a client of each'
+        f'data.partition = {{ name = "by_column", column = "{name}" }} makes each of them a client'
     )
 
 

@@ -68,7 +68,7 @@ def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
 
 
 def _and_more(rows: list[int]) -> str:
-    return f", and {len(rows) - 1} more rows are like it" if len(rows) > 1 else ""
+    return f" (further rows of this kind: {len(rows) - 1})" if len(rows) > 1 else ""
 
 
 def _mark_of(head: str) -> str:
@@ -148,7 +148,7 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
                 'close it, and write a quote inside a field as ""'
             ) from None
         raise InputError(
-            f"{where}: {error}: put a field with a {_NAMES[mark]} or a quote between quotes, and double quotes inside"
+            f"{where}: {error}: put a field with a {_NAMES[mark]} or a quote between quotes, and inner quotes twice"
         ) from None
     finally:
         csv.field_size_limit(limit)
@@ -171,7 +171,7 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
             what = f"{len(row)} field{'s' if len(row) != 1 else ''}" if row else "an empty line"
             raise InputError(
                 f"{where}: {what} where row 1 names {len(names)} ({listing(names, 6)}): "
-                f"quote fields that hold {_NAMES[mark]}s, fill or remove the row"
+                f"put fields with {_NAMES[mark]}s in quotes, or fill or remove the row"
             )
 
     def at(index: int) -> str:
