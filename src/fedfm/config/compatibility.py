@@ -73,7 +73,7 @@ def check_as_asked(e: ExperimentParts) -> None:
     tasks.check_keys(e.model, tasks.task_named(e.model.task))
     if tasks.trained_classes(e.model) is not None and (run.engine == "folder" or e.data.classes is not None):
         raise InputError(
-            "model.base_classes chooses among the server's rows, and here silos train on their own rows; drop it",
+            "model.base_classes selects rows of the server, and here silos train on their own rows; drop it",
             key="model.base_classes",
         )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:

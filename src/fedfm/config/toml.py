@@ -225,7 +225,7 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
 
 
 def kind_of(cls: Any) -> str:
-    """The registry's kind of a class, which a table chooses by name; "" if the registry has no classes of this base."""
+    """The kind under which the registry lists a class, e.g. "methods"; "" if it lists no classes of this base."""
     kinds = {"optimisers": Local, "methods": Method, "attacks": Attack, "aggregation": Aggregator}
     return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 

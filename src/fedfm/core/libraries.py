@@ -23,7 +23,7 @@ _OURS = Path(__file__).resolve().parents[1]
 def refuse(where: str) -> Iterator[None]:
     """Context manager: an error of a library becomes an InputError that begins with ``where``.
 
-    Errors of the system and of memory are not about the input, and pass.
+    Errors of the system and of memory are not about the input, and pass unchanged.
 
     Raises:
         InputError: a library raised an error. The message has the error's first line, and the error is its cause.

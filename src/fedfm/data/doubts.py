@@ -18,7 +18,7 @@ from fedfm.data.table import Table, inputs_of
 
 _TRUTH = {"true", "false", "yes", "no"}
 _DATES = 2  # smallest number of different dates for a notice
-_MIXED = 2  # smallest number of numbers, and of names, among the classes for a notice
+_MIXED = 2  # a notice needs at least this many numbers, and this many names, among the classes
 _LONG_NAME = 200  # characters; a longer class name is probably a text
 _MANY = 20  # 20 or more different numbers look like a quantity; among 20 or more rows, labels should recur
 _MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell

@@ -25,7 +25,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
 
 _SMALL = 1 << 16  # longest head that is cached
-_MANY = 8  # smallest number of numbers or texts that are read together
+_MANY = 8  # from this count on, numbers of one type, or texts, are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 

@@ -13,7 +13,7 @@ _NO = {"false", "no", "0", "0.0", "rejected", "bad", "down"}
 _YES = {"true", "yes", "1", "1.0", "accepted", "good", "up"}
 _GRADES = re.compile(r"(?:human[_ ]?|overall[_ ]?)?(?:rating|score|stars|quality|reward|grade)")
 _VALUES = re.compile(r"(?:score|rating|reward)s?[_ ](chosen|rejected)|(chosen|rejected)[_ ](?:score|rating|reward)s?")
-_AGAINST = 0.05  # smallest share of rows whose worse answer has the higher score, for a notice
+_AGAINST = 0.05  # a notice needs at least this share of rows whose worse answer has the higher score
 
 
 def of_answers(columns: Mapping[str, Sequence[Any]], used: set[str], source: str) -> tuple[str, ...]:

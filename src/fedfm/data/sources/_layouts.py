@@ -1,7 +1,7 @@
 """Recognise common layouts of instructions with other column names, if only one reading is possible.
 
-These are ShareGPT's conversations, prompt and completion, and Dolly's context and response. A name that the user set
-is never replaced.
+The layouts are ShareGPT's conversations; prompt and completion; and Dolly's context and response. A name that the user
+set is never replaced.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def other_task(columns: Columns, label: str) -> str | None:
     elif not names and label in some and all(isinstance(v, bool) for v in some[label]) and "completion" in some:
         names, what = ("completion", label), "answers, each of which is good or bad (KTO)"
     elif not names and label in some and len(texts) == 2:
-        names, what = texts, "two texts per row (pairs; if you join the texts in one column, a model reads them as one)"
+        names, what = texts, "two texts per row (pairs of texts; a model would read two joined texts as one)"
     if not names:
         return None
     return f"columns {listing(names)} hold {what}, a task that experiment files do not support; {WAY}"

@@ -46,7 +46,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
-    """The sheet of a TSV file. If reading quotes as marks around fields fails, quotes are read as text.
+    """The sheet of a TSV file. Quotes are read as marks around fields or, if that fails, as text.
 
     Raises:
         InputError: as :func:`sheet_of`.
