@@ -193,7 +193,7 @@ def test_contradictions_are_refused(change, said, tmp_path):
     [
         ({"method": {"name": "kd"}}, "looks at replies of single clients"),
         ({"method": {"name": "fedper"}, "model": {"name": "nano-vit"}}, "its own model"),
-        ({"aggregation": {"name": "median"}}, "accounted for the mean"),
+        ({"aggregation": {"name": "median"}}, "assumes the mean"),
         ({"run": {"local_scores": True}}, "local_scores"),
     ],
 )
