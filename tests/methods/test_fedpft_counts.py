@@ -182,7 +182,7 @@ def test_a_comparison_of_clients_estimates_counts_as_the_documents_say(file, tmp
     ("method", "said"),
     [
         ({"covariance": "full"}, r'method\.covariance = "full": the rank'),
-        ({"verify": True}, r"method\.verify: with it clients send their numbers of rows"),
+        ({"verify": True}, r"method\.verify: it makes clients send their numbers of rows"),
         ({"min_count": 1}, r"method\.min_count = 1: a class of one row"),
         ({"topology": "chain"}, r"method\.samples"),
     ],

@@ -127,7 +127,7 @@ class TestAnyFamily:
     def test_a_wrapper_is_named(self, checkpoint, name, tmp_path):
         prefix = "module." if "bert" in name else "_orig_mod."
         wrapped = {prefix + k: v for k, v in tensors_of(checkpoint(name)).items()}
-        with pytest.raises(InputError, match=f"Its names have the prefix '{prefix}' before the model's"):
+        with pytest.raises(InputError, match=f"Its names are the model's names with the prefix '{prefix}'"):
             classifier(changed(checkpoint(name), tmp_path, wrapped), name)
 
     def test_heads_may_lack_or_be_of_another_shape(self, checkpoint, name, tmp_path):
@@ -140,7 +140,7 @@ class TestAnyFamily:
 def test_a_pooler_that_the_checkpoint_has_none_of_is_new_and_named(checkpoint, tmp_path):
     name = "masked bert"
     assert classifier(checkpoint(name), name).notices == (
-        f"model.name: {checkpoint(name)} has no bert.pooler.dense, which is therefore new and untrained",
+        f"model.name: {checkpoint(name)} has no bert.pooler.dense: the model has new, untrained values there",
         f"model.name: 5 % of the parameters of {str(checkpoint(name))!r}, 323 of 5,971, are new here and untrained: "
         "bert.pooler.dense, classifier",
     )

@@ -114,7 +114,7 @@ def test_a_map_that_its_owner_reads_without_calling_it_is_no_target(place):
     model = model_of(place("siglip"), AdaptationSpec("lora", targets=("all-linear",)))
     assert not any(inside in name for name in model.names)
     assert any("layers.0.self_attn.out_proj" in name for name in model.names)
-    with pytest.raises(InputError, match=f"reads the weight of clip.{inside} .*add it to exclude_modules"):
+    with pytest.raises(InputError, match=f"reads the weight of clip.{inside} .*add clip.{inside} to exclude_modules"):
         model_of(place("siglip"), AdaptationSpec("lora", targets=("out_proj",)))
     excluded = AdaptationSpec("lora", targets=("out_proj",), exclude_modules=("head.attention.out_proj",))
     assert model_of(place("siglip"), excluded).names == tuple(n for n in model.names if "out_proj" in n)

@@ -293,6 +293,6 @@ def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, ad
 )
 def test_the_part_of_a_new_head_that_head_leaves_as_it_was_drawn_is_said(folder, family, adaptation, rest):
     model = load(folder(family), table_for(family), adaptation)
-    found = [text for text in model.notices if "keeps its random start" in text]
+    found = [text for text in model.notices if "stay random; lora" in text]
     assert len(found) == bool(rest)
-    assert all(f" {rest} before it" in text for text in found)
+    assert all(f"the new values in {rest} stay" in text for text in found)

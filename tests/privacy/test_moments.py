@@ -145,7 +145,7 @@ def test_no_exact_count_leaves(relation, covariance):
 
 def test_under_replace_counts_are_public_and_an_empty_class_is_left_out():
     assert release(rows(20), Plan("replace"), KEY, "c").count == 20
-    with pytest.raises(InputError, match="leave it out"):
+    with pytest.raises(InputError, match="leave that class out"):
         release(np.zeros((0, 4)), Plan("replace"), KEY, "c")
 
 

@@ -251,5 +251,5 @@ def test_a_plan_that_promises_nothing_is_refused(fields, said):
 
 
 def test_an_empty_class_has_no_mean():
-    with pytest.raises(InputError, match="leave it out"):
+    with pytest.raises(InputError, match="leave that class out"):
         Plan("replace").sigma(0)

@@ -47,8 +47,8 @@ class FedNCM(OneShot):
 
 
 def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:
-    """W (C, d) and b (C,) from counts (C,) and sums (C, d) with a common factor; a class without rows is never
-    chosen.
+    """W (C, d) and b (C,) from counts (C,) and sums (C, d), which may have a common factor; a class without rows is
+    never chosen.
     """
     mu = total / torch.where(count > 0, count, 1.0)[:, None]
     if distance == "cosine":

@@ -46,7 +46,7 @@ class FedPGP(Joinable, KeepingFedAvg):
 
     needs: ClassVar[Needs] = Needs(adaptation="prompt", adaptations=("prompt",), tasks=("zero_shot",))
 
-    rank: int = setting(8, "b, rank of U_i V_i; with 0 every client has the global prompt", ge=0)
+    rank: int = setting(8, "b, rank of U_i V_i; if it is 0, every client has the global prompt", ge=0)
     mu: float = setting(0.5, "weight of the contrastive loss", ge=0, finite=True)
     tau: float = setting(0.5, "temperature of the contrastive loss", gt=0, finite=True)
     local: Local = setting(SGD(learning_rate=0.001, epochs=2), "client optimiser: E, B, eta")
@@ -70,7 +70,7 @@ class FedPGP(Joinable, KeepingFedAvg):
         return Params({name: DEVIATION * torch.randn(shape, generator=rng) for name, shape in shapes.items()})
 
     def local_pass(self, client: Client, w: Params, low_rank: Params) -> tuple[Params, Params]:
-        """E epochs of p_G, U_i and V_i together on the loss of the rows + mu times :func:`contrastive`.
+        """Train p_G, U_i and V_i together for E epochs on the loss of the rows + mu times :func:`contrastive`.
 
         Returns:
             the client's p_G, and its U_i and V_i.

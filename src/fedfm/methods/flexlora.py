@@ -67,7 +67,7 @@ class FlexLoRA(ExactLora[Cut]):
         return state.w
 
     def details(self, state: Cut, judge: Judge | None) -> dict[str, Any]:
-        """The last truncation's squared Frobenius error by rank, and its share of Delta W's squared norm."""
+        """The last truncation's squared Frobenius error by rank, and the error's share of Delta W's squared norm."""
         share = {r: e / state.energy if state.energy else 0.0 for r, e in state.error.items()}
         return {"cut": {"squared_error": dict(state.error), "share": share}}
 
@@ -83,8 +83,8 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
         r = len(a)
         x, values = low_rank.truncate(dW[path], r)
         u, v = low_rank.pad(x, r)
-        # Delta W of a cohort of small ranks may have fewer than r rows. Fill A with orthonormal rows, since zero rows
-        # of A and zero columns of B would never train.
+        # If the cohort's ranks are small, Delta W may have a rank below r. Fill A with orthonormal rows, since zero
+        # rows of A and zero columns of B would never train.
         if (k := len(x[1])) < r:
             whole = torch.linalg.qr(torch.cat([x[1].T, a.double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]

@@ -34,7 +34,7 @@ Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 
 @dataclass(frozen=True)
 class KD(OneShot):
-    """Clients form a chain, in which each client's head teaches the next one's."""
+    """Clients form a chain, in which each client's head teaches the next client's head."""
 
     asks: ClassVar[tuple[str, ...]] = ("learn",)
     paper: ClassVar[Mapping[str, Paper]] = {  # settings of FedPFT's comparison
@@ -49,7 +49,7 @@ class KD(OneShot):
     local_epochs: int = setting(100, "epochs of training on the labels alone", ge=1)
     epochs: int = setting(50, "epochs of distillation", ge=1)
     learning_rate: float = setting(0.001, "learning rate of Adam; 0.0001 in FedPFT's comparison", gt=0)
-    batch_size: int = setting(64, "batch size of both", ge=1)
+    batch_size: int = setting(64, "batch size of training and of distillation", ge=1)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         teacher: list[Params] = []
@@ -105,7 +105,7 @@ class KD(OneShot):
 def distillation(z: Tensor, y: Tensor, target: Tensor, T: float, alpha: float) -> Tensor:
     """(1 - alpha) cross-entropy of the labels + alpha T^2 KL(teacher || student), both softened by T (eq. 1).
 
-    T^2 compensates the gradients of soft targets, which shrink by 1/T^2.
+    The gradients of soft targets shrink by 1/T^2; the factor T^2 compensates for this.
     """
     p, q = torch.log_softmax(target / T, 1), torch.log_softmax(z / T, 1)
     soft = F.kl_div(q, p, log_target=True, reduction="batchmean")

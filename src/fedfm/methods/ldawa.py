@@ -20,7 +20,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class LDAWA(FedAvg):
-    """w_l = 1/K sum_k cos(w_kl, w_l) w_kl: a tensor whose direction differs from the shared model's counts less.
+    """w_l = 1/K sum_k cos(w_kl, w_l) w_kl: the more a tensor turns from w_l, the less it counts.
 
     A client knows both vectors of its cosine, so it sends cos(w_kl, w_l) w_kl, and the server only needs a mean.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedfm.models.stored_files import StoredWeights
 
 _FIRST = 3  # number of names that a message lists
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # prefixes of torch: parallel, compiled, sharded
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of parallel, compiled and sharded modules of torch
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a block in a name
 _TRIED = 20  # number of missing names to look up under another prefix
 
@@ -194,7 +194,7 @@ class Difference:
         """Whether a part that the checkpoint lacks may be new.
 
         It may be new if the checkpoint has none of the part's tensors, and if one of two conditions is true: the
-        checkpoint's own class has no such part, or the base can be built without it, as without a pooler.
+        checkpoint's own class has no such part, or the part is a pooler and the base can be built without a pooler.
         """
         own = {n for n in self.module.state_dict() if within(n, unit) and _is_weight(self.module, n)}
         if self._bases == ("",) or not own <= self.missing:
@@ -232,14 +232,14 @@ class Difference:
         total = sum(n in own for n in self.module.state_dict())  # does not count the scales of quantised weights
         text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {some(names)}"
         if prefix := self._prefix(names):
-            text += f". Its names have the prefix {prefix!r} before the model's: save the module inside that wrapper"
+            text += f". Its names are the model's names with the prefix {prefix!r}: save the module inside that wrapper"
         return [text]
 
     def _prefix(self, names: list[str]) -> str:
         """The prefix under which the checkpoint has at least half of the missing names; "" if there is none.
 
-        The search cannot find names that transformers changes while loading. If it fails, a prefix of one of torch's
-        wrappers is still found if all extra names begin with it.
+        The search cannot find names that transformers changes while loading. If the search fails, the result
+        is the prefix of one of torch's wrappers, provided that all extra names begin with this prefix.
         """
         tried = names[:_TRIED]
         found = Counter(
@@ -258,7 +258,7 @@ class Difference:
         if not new:
             return []
         parts = sorted({name.rpartition(".")[0] for name in new})
-        return [f"model.name: {self.path} has no {some(parts)}, which is therefore new and untrained"]
+        return [f"model.name: {self.path} has no {some(parts)}: the model has new, untrained values there"]
 
     def _guessed_heads(self) -> list[str]:
         """A notice about tensors that are left out although the checkpoint names no other class than the module's."""
@@ -305,7 +305,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _without_pooler(base: Any) -> frozenset[str]:
-    """Names of the tensors of a base that is built without its pooler; all names if it always has one."""
+    """Names of the tensors of a base that is built without its pooler; all names if the base always has one."""
     if "add_pooling_layer" not in inspect.signature(type(base).__init__).parameters:
         return frozenset(base.state_dict())
     with torch.device("meta"):

@@ -1,6 +1,6 @@
 """Gradient checkpointing: keep the input of each block, and compute the block again in the backward pass.
 
-Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang, Guestrin. 2016. arXiv:1604.06174. Memory then has the
+Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang, Guestrin. 2016. arXiv:1604.06174. Memory then holds the
 activations of one block instead of all blocks, and the computation takes a third longer. transformers' own
 checkpointing is active only in training mode, which would switch on the foundation model's dropout.
 """
@@ -25,7 +25,7 @@ def check(parts: Parts, adaptation: str) -> None:
     """Raise an InputError if checkpointing would do nothing."""
     if adaptation in ("head", "side_adapter"):
         raise InputError(
-            f'model.gradient_checkpointing: with adaptation "{adaptation}" no gradient passes the blocks; drop it'
+            f'model.gradient_checkpointing: no gradient passes the blocks with adaptation "{adaptation}"; drop it'
         )
     if not any(parts.encoders):
         raise InputError("model.gradient_checkpointing: the blocks of this architecture are unknown; drop it")

@@ -1,8 +1,8 @@
 """torch.compile of a model's blocks, one by one: blocks of the same shape share the compiled code.
 
-Fused operations round differently: results agree with uncompiled ones up to rounding, not bit by bit. A method shifts a
-block's weights by a hook. A compiled block notices a new hook only if torch's option ``skip_nnmodule_hook_guards`` is
-off.
+Fused operations round differently: results agree with uncompiled ones up to rounding, not bit by bit. A method may
+shift a block's weights by a hook. A compiled block notices a new hook only if torch's option
+``skip_nnmodule_hook_guards`` is off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(spec: ModelSpec, parts: Parts) -> None:
         raise InputError("model.compile: the blocks of this architecture are unknown; drop it")
     if spec.gradient_checkpointing:
         raise InputError(
-            "model.compile: compiled blocks keep their own activations; drop it or model.gradient_checkpointing"
+            "model.compile: compiled blocks keep their own activations; drop this key or model.gradient_checkpointing"
         )
 
 

@@ -11,7 +11,7 @@ from fedfm.models import quantised_maps, refusals
 from fedfm.models.locate import ADAPTER, PREACT_RESNET, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
-# The settings of what a forward pass returns.
+# The settings that decide what a forward pass returns.
 _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
@@ -60,7 +60,7 @@ def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) 
     """Write the names of the classes and the kind of the head into the configuration.
 
     The checkpoint's configuration may state that its head was a regression, or that its classes have independent
-    probabilities. Without a change transformers' pipelines would interpret the new head in the same way.
+    probabilities. Otherwise transformers' pipelines would treat the new head as such a head.
 
     Args:
         problem_type: transformers' name for the kind of the head, e.g. ``single_label_classification``; None removes
@@ -74,8 +74,8 @@ def keep_weights(config: Any) -> None:
     """Stop the model from rescaling its own weights.
 
     Before an evaluation, RWKV divides some of its weights in place, so that float16 does not overflow. It does not
-    divide the values that an adapter adds to them. A program that loads the divided weights would divide them again.
-    The outputs are the same without the division.
+    divide the values that an adapter adds to these weights. A program that loads the divided weights would divide them
+    again. The outputs are the same without the division.
     """
     if getattr(config, "rescale_every", 0):
         config.rescale_every = 0

@@ -44,7 +44,7 @@ def visible_to_processes(gpus: list[str], each: float) -> list[str]:
 
     Args:
         gpus: names of the GPUs.
-        each: the GPUs that a process takes: a share of one GPU if it is below 1, else a number of complete GPUs.
+        each: number of GPUs for each process; a number below 1 is a share of one GPU, others are complete GPUs.
 
     Raises:
         InputError: a process takes more GPUs than there are.

@@ -72,7 +72,7 @@ def hinge(modules: Collection[Bounded]) -> None:
 
 
 def penalties(modules: Collection[Bounded]) -> Tensor:
-    """The sum of penalties since :func:`hinge`, a scalar; the modules drop it with its autograd graph."""
+    """The sum of penalties since :func:`hinge`, a scalar; the modules drop their penalties and autograd graphs."""
     found = [module.penalty for module in modules if module.penalty is not None]
     for module in modules:
         module.penalty = None

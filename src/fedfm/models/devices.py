@@ -51,7 +51,7 @@ def about(device: torch.device) -> dict[str, Any]:
 
 
 def make_deterministic() -> None:
-    """Make this process use deterministic algorithms; from now on an operation that has none raises an error."""
+    """Make this process use deterministic algorithms; an operation without such an algorithm then raises an error."""
     os.environ.setdefault(_CUBLAS, ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

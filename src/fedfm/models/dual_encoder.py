@@ -243,7 +243,7 @@ def install(model: Model, w: Params) -> Iterator[DualModel]:
 
 
 def _mode(model: DualModel, train: bool) -> Any:
-    """Context manager: evaluation mode, or training mode with ``train``."""
+    """Context manager: training mode if ``train``, else evaluation mode."""
     if not train:
         return model.evaluating()
     if not any(module.training for module in model.train_too):

@@ -185,13 +185,13 @@ def _save_tools(model: Model, folder: Path) -> None:
                 tool = copy.copy(tool)
                 tool.model_max_length = model.tools.max_length  # as in training: `truncation=True` cuts there
                 if model.task.answers:
-                    _pad(tool, "left")  # as `fedfm predict`: an answer follows its prompt
+                    _pad(tool, "left")  # as in `fedfm predict`: an answer follows its prompt
                 elif not model.task.is_language_model:  # a language model keeps padding before its prompts
                     _pad(tool, "right")  # as in training
             tool.save_pretrained(str(folder))
 
 
 def _pad(tokenizer: Any, side: str) -> None:
-    """Set the side, also in the file, which has only sides that the tokenizer was made with."""
+    """Set the padding side, also in ``init_kwargs``, since the tokenizer's file gets only settings that are there."""
     tokenizer.padding_side = side
     tokenizer.init_kwargs = {**tokenizer.init_kwargs, "padding_side": side}

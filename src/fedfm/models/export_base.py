@@ -4,7 +4,8 @@ An adapter's file names its base, and the base's own ``config.json`` does not ha
 the configuration with the names of the classes, and a folder ``base/`` with that configuration and the base's weights,
 as hard links. A head of another size is left out of the weights, because the adapter has the new head. A run can hold
 the weights of experts in 4 bits, but bitsandbytes cannot load such weights. After such a run ``base/`` has the
-dequantised values of all quantised weights. Its generation settings list all tokens that end the run's answers.
+dequantised values of all quantised weights. The generation settings in ``base/`` list all tokens that end the
+run's answers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def complete(model: Model, folder: Path) -> bool:
     files = [] if in_bits else _weights(model.spec.name)
     about: dict[str, Any] = {}
     if (of := model.task.peft_type("image" if model.tools.tokenizer is None else "text")) is not None:
-        about["task_type"] = of  # without it PEFT would search for a class by its name
+        about["task_type"] = of  # without a task type, PEFT would search for a class by name
     if files:
         (folder / BASE).mkdir()
         with quiet():
@@ -87,7 +88,7 @@ def _write_numbers(model: Model, folder: Path) -> None:
 
 
 def end_answers(model: Model) -> dict[str, Any]:
-    """The generation settings with which an export's answers end where those of ``fedfm predict`` do.
+    """The generation settings with which an export's answers end where the answers of ``fedfm predict`` end.
 
     A chat template can end an answer with a token that the base's own settings do not list.
     """
@@ -101,7 +102,7 @@ def _write_generation(model: Model, module: Any, path: Path) -> None:
     if path.exists():
         own = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
-    own.pop("_from_model_config", None)  # transformers may replace such settings by those of config.json
+    own.pop("_from_model_config", None)  # transformers may replace settings with this key by those of config.json
     path.write_text(to_json(own | end_answers(model), indent=2) + "\n", encoding="utf-8")
 
 

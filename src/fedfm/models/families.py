@@ -85,8 +85,8 @@ class Parts:
 
     Attributes:
         embedding: module, or None if it was not found.
-        blocks: (path, module) in order of execution, through all stages, the encoder's before the decoder's; empty if
-            none was found.
+        blocks: (path, module) in order of execution, through all stages, the encoder's blocks before those of a
+            decoder; empty if none was found.
         norm: final norm, or None.
         pooler: the module that pools the states, or None.
         head: path of the last linear layer; "" if the model has none.

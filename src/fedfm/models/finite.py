@@ -1,6 +1,6 @@
 """Refuses NaN and infinity in loaded weights and names the tensor and the file.
 
-Without this check such weights would later look like a training that diverged.
+Without this check, a run with such weights would later look as if its training had diverged.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Finite:
         if not self._alike:
             return []
         name, value = self._alike[0]
-        more = f" and {len(self._alike) - 1} more" if len(self._alike) > 1 else ""
+        more = f" (and {len(self._alike) - 1} more)" if len(self._alike) > 1 else ""
         words = "zeros" if value == 0 else f"{value:.3g}, in each place"
-        return [f"model.name: {name}{more} of {self._name} holds nothing but {words}: was its conversion complete?"]
+        return [f"model.name: {name}{more} of {self._name} holds nothing but {words}: was the conversion complete?"]
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Check one tensor.

@@ -42,9 +42,9 @@ def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
 
 
 def _pool(model: Network, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
-    """Pool the inputs (b, T, d) of a head that reads every token to (b, d); other inputs stay unchanged.
+    """If a head reads every token, pool its inputs (b, T, d) to (b, d); other inputs stay unchanged.
 
-    They are pooled as the classifier pools its logits; for a language model, the last token's input is taken.
+    The pooling is that of the classifier's logits; for a language model it takes the last token's input.
     """
     if x.dim() != 3:
         return x

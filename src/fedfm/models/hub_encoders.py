@@ -61,7 +61,7 @@ def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes:
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task: ModelTask, seed: int) -> Loaded:
     """A model of two encoders that compares images with the class names.
 
-    With adaptation ``head`` the text embeddings of the names become a linear head, and the text encoder is dropped.
+    With adaptation ``head``, the text embeddings of the names become a linear head, and the text encoder is dropped.
     """
     import transformers
 

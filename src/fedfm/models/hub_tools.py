@@ -36,11 +36,11 @@ class Loaded:
         new: paths of the modules that were created for this task.
         tools: the preprocessors of its rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.
-        stored: for a quantised base the checkpoint's own weights, because the module's are rounded; else None.
+        stored: the checkpoint's own weights if the base is quantised, because the module's are then rounded; else None.
         placed: whether the module is on its devices already.
         hollow: whether its weights are placeholders (zeros) that take no memory.
         notices: guesses that the user should know.
-        outputs: the checkpoint's names of its head's outputs; () if it has none.
+        outputs: the checkpoint's names for the outputs of its head; () if it names none.
     """
 
     module: nn.Module
@@ -61,10 +61,10 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
     if kind == "image":
         processor, guess = image_processor(path, spec, config)
         return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
-    # From the configuration alone transformers would create a tokenizer without words.
+    # From the configuration alone, transformers would create a tokenizer without words.
     if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
         raise InputError(
-            f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there", key="model.name"
+            f"model.name: {path} has no tokenizer for data of kind {kind}: put a tokenizer there", key="model.name"
         )
     from fedfm.models import tokenizer_files, unknown_keys
 

@@ -13,11 +13,11 @@ _UNNAMED = re.compile(r"LABEL_\d+|\d+")  # names that transformers gives to outp
 
 
 def arrange(module: nn.Module, head: str, saved: Sequence[str], classes: Sequence[str], name: str) -> tuple[str, ...]:
-    """Put the outputs of a kept head in the order of the classes; return a notice if it has other names.
+    """Put the outputs of a kept head in the order of the classes; return a notice if they have other names.
 
     Args:
         head: path of the last linear map.
-        saved: names of the outputs in the checkpoint; () if it names none.
+        saved: names of the outputs in the checkpoint; () if the checkpoint names none.
         classes: the rows' classes, as many as the head has outputs.
         name: the model's name, for messages.
     """

@@ -18,7 +18,7 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
         model: if its blocks are unknown (``model.parts``), each module is a layer.
         granularity: ``model`` makes one layer of all tensors. ``layer`` makes one layer of each transformer block; all
             modules before the first block are the layer ``embeddings``, and final norm, pooler and head are one layer
-            each. ``module`` makes one layer of each adapted module. A module's A and B of LoRA are in one layer.
+            each. ``module`` makes one layer of each adapted module. LoRA's A and B of a module are in one layer.
             Running statistics are in no layer, since they are not trained.
     """
     trained = tuple(name for name in model.names if name in model.live())

@@ -257,8 +257,8 @@ def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
     rest = sorted({name.rpartition(".")[0] for name in made if not within(name, head)})
     if rest and spec.adaptation is not None and spec.adaptation.name == "head":
         yield (
-            f'model.adaptation.name = "head" trains only {head}; the new module {", ".join(rest)} before it keeps '
-            "its random start; lora, top_layers and full train it"
+            f'model.adaptation.name = "head" trains only {head}; the new values in {", ".join(rest)} stay '
+            "random; lora, top_layers and full train them, too"
         )
 
 

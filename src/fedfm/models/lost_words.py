@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
 
 _LOOKED_AT = 256  # largest number of rows that are checked
-_UNKNOWN = 0.1  # share of unknown tokens from which the tokenizer seems to be made for other texts
+_UNKNOWN = 0.1  # if at least this share of tokens is unknown, the tokenizer seems to be made for other texts
 
 
 def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:

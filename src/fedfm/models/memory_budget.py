@@ -53,7 +53,7 @@ def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -
         except torch.OutOfMemoryError:
             if most <= 1:
                 raise
-        # This is outside the handler, because its traceback keeps the tensors of the failed call alive.
+        # This is outside the handler, because the error's traceback keeps the tensors of the failed call alive.
         most //= 2
         gc.collect()
         if torch.cuda.is_available():

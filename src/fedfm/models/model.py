@@ -73,7 +73,7 @@ class Model:
     hollow: bool = False
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
-    pool: Pool | None = None  # how a classifier pools its head's token inputs, once it is known
+    pool: Pool | None = None  # how a classifier pools its head's token inputs; None until known
     weights_overridden: int = 0  # above 0 if hooks change the outputs of its modules
     share: Tensor | None = None  # (b,) for the current batch: the weight of the model's own adapter in a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
@@ -136,7 +136,7 @@ class Model:
 
     @property
     def feature_dim(self) -> int:
-        """The length d of the head's input. Raises a ValueError without a head."""
+        """The length d of the head's input. Raises a ValueError if the model has no head."""
         return self._existing_head().in_features
 
     @property
@@ -206,7 +206,7 @@ class Model:
         )
 
     def encode(self, rows: Rows) -> Rows:
-        """With adaptation ``head`` the rows' features (n, d) from the frozen backbone; else the rows unchanged.
+        """With adaptation ``head``, the rows' features (n, d) from the frozen backbone; else the rows unchanged.
 
         The backbone always computes 32 rows at a time, so that the bits of a row's features depend on no other rows.
         """
@@ -267,7 +267,7 @@ class Model:
         return self.task.logits(self, batch)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The task's mean loss, a scalar: of a classifier over the rows, of a language model over the next tokens."""
+        """The task's mean loss, a scalar: over the rows for a classifier, over the next tokens for a language model."""
         return self.task.loss(self, batch)
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -280,7 +280,7 @@ class Model:
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is not a mean over its rows; empty if it is one."""
+        """Why the loss of a batch is not a mean over its rows; empty if it is such a mean."""
         if any(isinstance(m, BATCH_NORMS) for m in self.train_too):
             return "the model's batch norm takes its statistics from a whole batch"
         return self.task.mixes_rows
@@ -347,7 +347,7 @@ class Model:
     def outputs(self, batch: Batch) -> Tensor:
         """The module's logits of a batch."""
         if self.hollow:
-            raise RunError("this server has not loaded the model's weights, since it has no test rows for it")
+            raise RunError("this server has not loaded the model's weights, because it has no test rows")
         device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}

@@ -70,7 +70,7 @@ def local_pass(
             loss.backward()
             backward += clock(model) - began
             for parts in [[flat] for flat in flats] if separate else [flats]:
-                local.shorten(*(flat.g for flat in parts))  # with a joint loss, both parts are one gradient
+                local.shorten(*(flat.g for flat in parts))  # with a joint loss, shorten both gradients as one vector
             for flat, rule in zip(flats, rules, strict=True):
                 rule.eta = eta
                 rule.step(flat.p, flat.g)

@@ -68,7 +68,7 @@ class Known:
 
     Attributes:
         V_g: features of the images, (n, d); empty until ``states`` has an entry.
-        states: for each k, the images' hidden states (n, T, h) below the top k blocks, or None if there is no room.
+        states: for each k, the images' hidden states (n, T, h) below the top k blocks, or None if they did not fit.
     """
 
     W_g: Params
@@ -76,7 +76,8 @@ class Known:
     states: dict[int, Filed | None] = field(default_factory=dict)
 
 
-# For each model: the global expert's outputs for images, by a hash of these, and its outputs for the texts.
+# Two caches for each model: the global expert's outputs for sets of images, with the hash of a set's images as key,
+# and the global expert's outputs for the texts.
 _rows: WeakKeyDictionary[DualModel, dict[bytes, Known]] = WeakKeyDictionary()
 _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tensor]]]] = WeakKeyDictionary()
 
@@ -84,9 +85,9 @@ _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tenso
 class Experts:
     """The cosines of both experts on one client's rows.
 
-    The frozen global expert's outputs are computed once and reused in later rounds. These are its features, and the
-    hidden states below the top k blocks, which both experts share. Files of at most ``FEDFM_MEMORY`` bytes hold the
-    states. States that do not fit are computed again for every batch, with the same bits.
+    The frozen global expert's outputs are computed once and reused in later rounds. They are its features, and the
+    hidden states below the top k blocks, which are equal for both experts. Files of at most ``FEDFM_MEMORY`` bytes hold
+    the states. States that do not fit are computed again for every batch, with the same bits.
     """
 
     def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int, gate_backbone: str = "") -> None:
@@ -114,7 +115,7 @@ class Experts:
         self.known.states[self.k] = filed
 
     def _room(self, nbytes: int) -> bool:
-        """Make room for this number of bytes by removing the oldest files; returns whether they fit."""
+        """Make room for this number of bytes by removing the oldest files; returns whether the bytes then fit."""
         held = [known.states for known in _rows[self.model].values()]
         total = nbytes + sum(map(_nbytes, held))
         for states in held:
@@ -180,7 +181,7 @@ def _equal(a: Params, b: Params) -> bool:
 
 
 def differing(model: Model, W_g: Params, W_i: Params) -> int:
-    """The smallest k such that the experts differ only in the top k layers; below them both compute the same states."""
+    """The smallest k such that the experts differ only in the top k layers; the states below these layers are equal."""
     encoders = model.parts.encoders
     changed = {
         layer for layer, names in layers(model, "layer").items() if any(bool((W_g[n] != W_i[n]).any()) for n in names)

@@ -77,9 +77,9 @@ def bound_details(
     received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]],
     min_count: int,
 ) -> dict[str, Any]:
-    """Details of Theorem 4.2, corrected and as printed, with the head's errors on newly drawn features.
+    """The bound of Theorem 4.2, corrected and as printed, from the head's errors on newly drawn features.
 
-    A withheld class has fewer than ``min_count`` rows; the bound counts all of them as errors.
+    A withheld class has at most ``min_count`` - 1 rows; the bound counts that many errors for it.
     """
     errors = draws = 0
     for c, found in sorted(received.items()):

@@ -23,9 +23,9 @@ from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
 LARGEST = 15  # scaled numbers are below 2**15, float16's largest is just below 2**16
 MAX_DIM = 1 << 20  # no backbone's features are wider
 # Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose norm is at most
-# MAX_NORM, so their rows have at most this norm, too. With such rows, sums of squares stay within float32.
+# MAX_NORM, so the norm of their rows is at most MAX_ROW, too. With such rows, sums of squares stay within float32.
 MAX_ROW = math.sqrt(MAX_NORM)
-ROUNDED = 1e-2  # float16 rounds each weight by 2**-11; their sum may deviate from 1 by this much
+ROUNDED = 1e-2  # float16 rounds each weight by 2**-11 of its value; the weights' sum may deviate from 1 by this much
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -38,8 +38,8 @@ class Packed:
         covariance: ``"spherical"``, ``"diag"`` or ``"full"``, of all mixtures.
         dim: d.
         scale: a power of two by which means and standard deviations were divided.
-        numbers: float16 or float32, one dimension, :func:`formula_numbers` for each mixture. For a full covariance it
-            holds the lower triangle of the Cholesky factor, row by row.
+        numbers: tensor of one dimension, float16 or float32, with :func:`formula_numbers` values for each mixture. For
+            a full covariance these include the lower triangle of the Cholesky factor, row by row.
     """
 
     components: list[int]
@@ -108,8 +108,8 @@ def unpack(packed: Packed) -> list[Mixture]:
     """Check and unpack the mixtures that a client sent; their weights are scaled to a sum of 1.
 
     Raises:
-        ClientFault: E_FIELD, an unknown covariance; E_SIZE, no or too many dimensions or components, or numbers
-            without a mixture; E_DTYPE, another type; E_SHAPE, another count of numbers than the fields require;
+        ClientFault: E_FIELD, an unknown covariance; E_SIZE, zero or too many dimensions or components, or
+            numbers without a mixture; E_DTYPE, another type; E_SHAPE, another count of numbers than the fields require;
             E_NONFINITE, NaN or infinity; E_WEIGHT, weights not on the simplex, or a scale or standard deviation that is
             not positive; E_NORM, rows whose root mean square norm is above :data:`MAX_ROW`.
     """

@@ -48,7 +48,7 @@ from fedfm.training.fit_head import HeadSpec
 
 __all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
 
-KEEP = 1 << 26  # most synthetic values that the server keeps in memory; more are drawn again in every pass
+KEEP = 1 << 26  # largest number of synthetic values to keep in memory; if there are more, every pass draws them again
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class FedPFT(Predictor, Private, Method[State]):
     )
     components: int | None = setting(
         None,
-        "largest number K of components of a class: one per ten examples, none of a single one; under [privacy] 1",
+        "largest number K of components of a class: one per ten examples, none for a single example; under [privacy] 1",
         ge=1,
         metadata={"usual": 10},
     )
@@ -134,8 +134,8 @@ class FedPFT(Predictor, Private, Method[State]):
         return self._summary(client, x, y, np.ones(len(y), dtype=bool))
 
     def _summary(self, client: Client, x: np.ndarray, y: np.ndarray, own: np.ndarray) -> Summary:
-        """Mixtures of all classes with at least ``min_count`` rows. ``own`` marks the client's rows; the others were
-        drawn.
+        """Mixtures of all classes with at least ``min_count`` rows. ``own`` marks the client's rows; the other
+        rows were drawn from received mixtures.
         """
         counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
         labels = [c for c, n in counts.items() if n >= self.min_count]
@@ -315,7 +315,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """With ``pooled`` the handler that sends exact sums; otherwise none."""
+        """With ``pooled``, the handler that sends exact sums; otherwise no handler."""
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
@@ -325,7 +325,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The handler that sends each client's mixtures, and with ``verify`` the one that counts errors."""
+        """The handler that sends each client's mixtures, and with ``verify`` also the handler that counts errors."""
         if self.means:
             return ()
         if self.privacy is not None and self.topology != "star":

@@ -92,7 +92,7 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
     has noise. Each release of other rows spends privacy again.
 
     Args:
-        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0,
+        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any``, release each class, also with n = 0,
             since a missing cell would reveal that the class is empty.
         key: the client's secret, at least 16 bytes.
         purpose: text that names client and class, e.g. ``"c3/moments/7"``; every cell needs a purpose of its own.
@@ -111,7 +111,7 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
 
 
 def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """Add the plan's noise to the count times ``a`` and to every sum. Off-diagonal sums get 1/sqrt(2) of it."""
+    """Add the plan's noise to the count times ``a`` and to every sum. Off-diagonal sums get 1/sqrt(2) of this noise."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     count, second = np.array([exact.count]), exact.second
     # One hash of all parts, since no part is released alone.
@@ -142,7 +142,7 @@ def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tupl
 
 
 def normal_of(cell: Cell, sigma: float) -> tuple[float, Array, Array | float]:
-    """As :func:`to_gaussian`, with this standard deviation of the noise on the sums; the count must be above 0."""
+    """As :func:`to_gaussian`, if the noise on the sums has standard deviation ``sigma``; the count must be above 0."""
     n, d = cell.count, len(cell.total)
     mean = cell.total / n
     inflated = (sigma / n) ** 2  # E mean~ mean~^T = mean mean^T + inflated I

@@ -1,4 +1,4 @@
-"""One noisy sum over the federation; its noise is that of a single client, for any number of clients.
+"""One noisy sum over the federation; its noise is as large as the noise of one client, for any number of clients.
 
 Every client sends the exact sums of its classes, the aggregator averages them, and the server adds noise once. A record
 belongs to one client, so it changes the sum over all clients no more than it changes its client's sum. So the
@@ -51,7 +51,7 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
     """Server half: add noise once to the sum over the clients.
 
     Args:
-        mean: (C, :func:`width`) unweighted mean over the ``clients`` of :func:`client_sums`.
+        mean: (C, :func:`width`), the unweighted mean of the results of :func:`client_sums` from all ``clients``.
         key: the server's secret, at least 16 bytes.
         purpose: text that names the release, e.g. ``"federation sum 0"``.
 

@@ -36,7 +36,7 @@ Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, 
 
 @dataclass(frozen=True)
 class Noised:
-    """A client's reply under differential privacy: noisy sums of every class, including empty ones.
+    """A client's reply under differential privacy: noisy sums of every class, including empty classes.
 
     Attributes:
         counts: (C,) noisy numbers of rows.
@@ -110,7 +110,7 @@ def exact_sums(client: Client, plan: Plan) -> Update:
 
 
 def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """Ask clients for noisy sums. Returns the Gaussians that they describe, and details of the run."""
+    """Ask clients for noisy sums. Returns the Gaussians that the sums describe, and details of the run."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
 
@@ -142,7 +142,7 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
 def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
     """The number of rows in the unused cells, estimated from their noisy counts."""
     if plan.counts_public:
-        return {}  # then such cells are empty
+        return {}  # then unused cells are empty
     return {
         "left_out_rows": max(0, round(math.fsum(counts))),
         "left_out_rows_std": plan.count_sigma * math.sqrt(len(counts)),
@@ -167,7 +167,7 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
 
 
 def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """As :func:`ask_sums`, with noise added once to the sum over all clients. A mean over m clients has 1/m of it."""
+    """As :func:`ask_sums`, but noise is added once, to the sum over all clients: a mean of m clients has 1/m of it."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
@@ -207,7 +207,7 @@ def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[in
 
 
 def _check_norm(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
-    """Refuse a sum that is longer than a sum of n unit rows with noise can be.
+    """Refuse a sum that is longer than the noisy sum of n unit rows can be.
 
     The check assumes that n is at most 10 standard deviations above the noisy count, and that the norm of the noise is
     at most sigma (sqrt(d) + 10).

@@ -14,7 +14,7 @@ from fedfm.privacy.accountant import Spent
 RELATIONS = ("add_remove", "replace", "replace_any")
 CALIBRATIONS = ("analytic", "paper", "paper_client")
 
-_LEAST_DELTA = 1e-12  # far above 1e-20, the probability per value of the noise's tails, which are cut off
+_LEAST_DELTA = 1e-12  # far above 1e-20: the noise's tails, which are cut off, have this probability per value
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Plan:
     replace_any  one row, its label too   noisy     all classes, also empty ones
     ===========  =======================  ========  ================================
 
-    Rows have norm 1. A release consists of sums over one class's rows: a n and sum x; for ``diag`` also sum x_j^2; for
-    ``full`` also sum x x^T. ``spherical`` needs no second moment, since the trace of the covariance of unit rows is
+    Rows have norm 1. A release consists of sums over one class's rows: ``a`` n and sum x; for ``diag`` also sum x_j^2;
+    for ``full`` also sum x x^T. ``spherical`` needs no second moment, since the trace of the covariance of unit rows is
     1 - |mean|^2.
 
     Attributes:
         epsilon: the guarantee for one row of one client.
-        delta: one value for all cells, of any size; delta = 1/n would guarantee nothing at n = 1.
+        delta: one value for all cells, whatever their n; delta = 1/n would guarantee nothing at n = 1.
         calibration: how the noise follows from epsilon and delta. ``analytic`` is Balle & Wang 2018. ``paper`` is
-            FedPFT's Theorem 4.1 with the rows of the class; it is refused if it does not hold. ``paper_client`` takes
-            the client's rows instead and guarantees nothing.
+            FedPFT's Theorem 4.1 with n rows of the class; it is refused if the theorem does not hold. ``paper_client``
+            takes the client's number of rows as n and guarantees nothing.
         a: weight of the count relative to the sums. The noise on the count is sigma/a.
 
     Raises:
@@ -149,8 +149,8 @@ class Plan:
     def ledger_line(self, n: float = 1, *, client_rows: int = 0) -> Spent:
         """The ledger's line for a client whose smallest released class has n rows.
 
-        For ``paper_client`` epsilon is what this client truly spends, which depends on its data. For the other
-        calibrations epsilon does not depend on n. Raises as :meth:`sigma`.
+        For ``paper_client``, epsilon is what this client truly spends, which depends on its data. For the other
+        calibrations, epsilon does not depend on n. Raises as :meth:`sigma`.
         """
         sigma, note = self.sigma(n, client_rows=client_rows), ""
         epsilon = self.epsilon_spent
@@ -178,15 +178,17 @@ class Plan:
         if not self.counts_public:
             return 1.0
         if n < 1:
-            raise InputError(f"a class of {n:g} rows has no mean to release under relation 'replace': leave it out")
+            raise InputError(
+                f"a class of {n:g} rows has no mean to release under relation 'replace': leave that class out"
+            )
         return float(n)
 
 
 def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | None:
     """A warning if sigma_mu sqrt(d) > 1: then the noise on a class's mean is longer than the mean can be; else None.
 
-    With d = 192 features and epsilon = 1 it is longer up to n = 103 rows of the class under ``replace``, and up to 53
-    under ``add_remove``. ``client_rows`` and the errors are those of :meth:`Plan.sigma`.
+    With d = 192 features and epsilon = 1 the noise is longer up to n = 103 rows of the class under ``replace``, and up
+    to 53 under ``add_remove``. ``client_rows`` and the errors are those of :meth:`Plan.sigma`.
     """
     if n <= 0:
         return None  # an empty cell has no mean

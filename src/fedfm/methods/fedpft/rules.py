@@ -11,7 +11,7 @@ from fedfm.privacy.spec import PrivacySpec
 
 
 def check_topology(topology: str, edges: Sequence[Sequence[str]], *, shuffle: bool, bound: bool) -> None:
-    """Refuse edges that are no directed acyclic graph, and settings that need a star.
+    """Refuse edges that do not form a directed acyclic graph, and settings that need a star.
 
     Raises:
         InputError: it names the key and a valid value.
@@ -45,7 +45,7 @@ def check_withheld_counts(
         )
     if verify:
         raise InputError(
-            'method.verify: with it clients send their numbers of rows; with counts = "withheld" drop it',
+            'method.verify: it makes clients send their numbers of rows; with counts = "withheld" drop verify',
             key="method.verify",
         )
     if covariance == "full":
@@ -56,7 +56,7 @@ def check_withheld_counts(
         )
     if min_count < 2:
         raise InputError(
-            f"method.min_count = {min_count}: a class of one row has no variance, which reveals it; with "
+            f"method.min_count = {min_count}: a class of one row has no variance, which reveals its size; with "
             'counts = "withheld" expected at least 2',
             key="method.min_count",
         )
@@ -77,7 +77,7 @@ def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
     if privacy.unit != "record":
         faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"', key="privacy.unit")
     topology, calibration = method["topology"], method["calibration"]
-    # In other topologies a client's release has one component, too, but clients fit any number to draws from it.
+    # In other topologies a release has one component, too, but clients fit any number of components to draws from it.
     star = topology == "star"
     if method["pooled"] and not star:
         faults.say(
@@ -99,14 +99,16 @@ def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
             key="method.components",
         )
     if star and method["budgets"]:
-        faults.say("method.budgets: a class has one component under [privacy]; drop it", key="method.budgets")
+        faults.say("method.budgets: a class has one component under [privacy]; drop budgets", key="method.budgets")
     if method["bound"] or method["verify"]:
         faults.say(
             "method.bound and method.verify reveal more than the guarantee covers: drop them under [privacy]",
             key="method.bound",
         )
     if method["shuffle"]:
-        faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it", key="method.shuffle")
+        faults.say(
+            "method.shuffle: noisy sums come with their sender; under [privacy] drop shuffle", key="method.shuffle"
+        )
     if method["counts"] == "withheld":
         faults.say(
             'method.counts = "withheld": under [privacy] clients send the count of each class, which has noise '

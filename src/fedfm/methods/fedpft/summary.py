@@ -1,4 +1,4 @@
-"""A client's summary, which is FedPFT's message; its checks, its mixtures, and draws from these."""
+"""A client's summary, which is FedPFT's message; its checks, its mixtures, and draws from the mixtures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.fedpft.encoding import Packed, unpack
 from fedfm.methods.fedpft.mixtures.mixture import Mixture
 
-MOST = 1 << 20  # largest count of a class in a summary; the server draws this many rows in every pass
+MOST = 1 << 20  # largest count of a class in a summary; the server draws as many rows as the count, in every pass
 _BLOCK = 1 << 14  # rows drawn at a time
 
 

@@ -38,7 +38,7 @@ class Passed:
 def carry(
     fed: Federation, handler: Any, parents: Mapping[ClientId, Sequence[ClientId]], check: Callable[[Summary], None]
 ) -> tuple[dict[ClientId, Handed], dict[ClientId, Params], list[str]]:
-    """Ask each client after its parents have answered, and send it their messages.
+    """Ask each client after its parents have answered, and send it the parents' messages.
 
     Returns:
         Each client's message, each client's head, and a line for each summary that was dropped because it would count a

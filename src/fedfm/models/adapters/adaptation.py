@@ -208,16 +208,16 @@ def _lora(
     if idle := [n for n in hits if is_read_alone(module, n)]:
         owner = type(module.get_submodule(idle[0].rpartition(".")[0])).__name__
         raise InputError(
-            f"model.adaptation.targets: {owner} reads the weight of {idle[0]} without calling it, so that "
-            "LoRA would do nothing there: add it to exclude_modules",
+            f"model.adaptation.targets: {owner} reads the weight of {idle[0]} without calling this "
+            f"module, so that LoRA would do nothing there: add {idle[0]} to exclude_modules",
             key="model.adaptation.targets",
         )
     if stacked and (spec.dropout or spec.dora):
         key = "dora" if spec.dora else "dropout"
         owners = (path.rpartition(".")[0] for path in stacked)
         raise InputError(
-            f"model.adaptation.{key}: PEFT does not support it for experts such as {stacked[0]}, which are one "
-            f"parameter: drop it, or {without(owners)}",
+            f"model.adaptation.{key}: PEFT does not support {key} for experts such as {stacked[0]}, whose "
+            f"matrices are one parameter: remove {key}, or {without(owners)}",
             key=f"model.adaptation.{key}",
         )
     for key in ("rank_pattern", "alpha_pattern"):
@@ -328,13 +328,13 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
 
 
 def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable[str]) -> None:
-    """Refuse an exclusion that matches no target, and exclusions that match all; ``stacked``: experts' parameters."""
+    """Refuse an exclusion that matches no target, and exclusions that match all; ``stacked`` has experts' paths."""
     names, parameters = list(hits), list(stacked)
     has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():
         if not any(_matches(name, (key,)) for name in names) and not any(_in_or_named(p, (key,)) for p in parameters):
             raise InputError(
-                f"model.adaptation.exclude_modules: no target's name ends with {key!r}: there is {has}",
+                f"model.adaptation.exclude_modules: no target's name ends with {key!r}: the names end with {has}",
                 key="model.adaptation.exclude_modules",
             )
     ends = spec.exclude_modules or ()

@@ -33,7 +33,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
             sizes[leaf] = sizes.get(leaf, 0) + _size(module.get_submodule(path))
     other = _other_matrices(module, parts)
     if sum(other.values()) >= _SHARE * total:
-        found["no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
+        found["which are no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
     texts = [
         " and ".join(f"{leaf} ({100 * size / total:.2g} % of the parameters)" for leaf, size in sorted(sizes.items()))
         + f", {why}"

@@ -5,8 +5,8 @@ One of them is the model's own, which may be trained; the others are frozen. Eac
 A pair is one parameter vector of three parts: the shared adapter, a client's own adapter, and their weights. See
 Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
 arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, clipped to
-[0, 1]. Here h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. Without a slope a is
-the bias for all rows.
+[0, 1]. Here h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. If there is
+no slope, the weight a is the bias for all rows.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
     """Context manager: an adapted module computes W x + sum_e m_e (alpha / r_e) B_e A_e x over the experts that are on.
 
     A trained head always computes sum_e m_e h_e(x), where h_e has the values of expert e. LoRA's dropout is active
-    in the trained layers only. The autograd graph ends at the lowest trained layer. Without an expert for the model's
-    own tensors the model's LoRA is off and nothing is trained.
+    in the trained layers only. The autograd graph ends at the lowest trained layer. If no expert has the model's
+    own tensors, the model's LoRA is off and nothing is trained.
 
     Args:
         adapters: experts by name; at most one has the model's own tensors.

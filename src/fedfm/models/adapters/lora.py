@@ -71,7 +71,7 @@ def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -
     """One adapter that replaces both the adapter w and a shift of the frozen weights.
 
     It has w's names, and its rank is the sum of both ranks. Modules of lower rank are padded with zeros, since an
-    adapter on disk has one rank. If there is a shift, an adapter whose B are all zero is left out.
+    adapter on disk has one rank. If there is a shift, an adapter w whose factors B are all zero is left out.
     """
     own = factors(w, alpha)
     idle = bool(shift) and not any(bool(u.any()) for u, _ in own.values())
@@ -145,7 +145,7 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
 
 @contextmanager
 def scale_for_rank(model: Model, rank: int) -> Iterator[None]:
-    """Context manager: LoRA's scale is alpha / rank, for parameters of this rank, padded to the model's rank."""
+    """Context manager: LoRA's scale is alpha / rank, for parameters of this rank that are padded to the model's."""
     if rank == model.adaptation_spec.rank:
         yield
         return

@@ -35,7 +35,7 @@ def returns_several(m: nn.Module) -> bool:
 
 
 def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Last parts of the paths whose modules PEFT refuses to adapt, e.g. because kernels read their weights."""
+    """Last parts of the paths of modules that PEFT refuses to adapt, e.g. because kernels read their weights."""
     with peft_alone():
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel

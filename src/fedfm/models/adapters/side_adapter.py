@@ -163,14 +163,14 @@ def projection_of(module: nn.Module, width: int, to: int) -> Tensor:
 
 
 class SideModel(Model):
-    """Side adapters and a head on disclosed activations; only these are trained and sent.
+    """Side adapters and a head on disclosed activations; only the adapters and the head are trained and sent.
 
     Attributes:
         backbone: the frozen transformer; None at a client that only gets disclosed activations.
         released: the map from a block's tokens to the values that the adapters read.
         scales: (L,), divisors of the block outputs.
-        ranges: (L,), only for a polynomial student: no row has a larger disclosed value as long as all arguments of the
-            student's polynomials stay inside their intervals.
+        ranges: (L,), only for a polynomial student: bounds of the disclosed values. They hold for a row if all
+            arguments of the student's polynomials stay inside their intervals.
     """
 
     def __init__(

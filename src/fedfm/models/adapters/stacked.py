@@ -4,10 +4,10 @@ PEFT adapts such a parameter with ``target_parameters``: A (E r, d_in) stacks th
 r E) the columns of one expert are E columns apart. Here both have an axis for the experts, A (E, r, d_in) and B (d_out,
 r, E), so that the shapes show the rank. PEFT's products accept these shapes. Files have PEFT's shapes.
 
-In transformers 4 experts had linear maps with names such as ``gate_proj``. PEFT still accepts these names, and applies
-them to the parameters that experts have now. But dense layers and shared experts still have maps with these names. Here
-a name means only a module with this name. Files name such a map by its parameter, so that PEFT does not take the name
-for experts.
+In version 4 of transformers, each expert had linear maps with names such as ``gate_proj``. PEFT still accepts these
+names, and applies them to the parameters that experts have now. But dense layers and shared experts still have maps
+with these names. Here a name means only a module with this name. In files, such a map is named by the path of its
+weight, because PEFT would apply the module's name to the parameters of experts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def without(paths: Iterable[str]) -> str:
 
 
 def in_files(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """The tensors with the factors of experts in PEFT's shapes; :func:`from_files` is the inverse."""
+    """The tensors; the factors of experts among them get PEFT's shapes. :func:`from_files` is the inverse."""
     layers = _layers(module)
     a, b = ({f"{path}.lora_{part}.default.weight" for path in layers} for part in "AB")
     return {name: t.flatten(0, 1) if name in a else t.flatten(1, 2) if name in b else t for name, t in tensors.items()}
@@ -149,7 +149,7 @@ def add_factors(layer: Any, shift: Factors) -> Iterator[None]:
 
 
 def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
-    """Whether the first axis counts experts: the owner has their number, or "expert" is in the owner's class name."""
+    """Whether the first axis counts experts: the owner stores their number, or its class name contains "expert"."""
     if p.dim() != 3 or len(p) == 1 or not p.is_floating_point():
         return False
     counts = {value for name, value in vars(owner).items() if "expert" in name and type(value) is int}
@@ -194,7 +194,7 @@ def _taken_for_experts(config: Any, base: nn.Module, leaves: set[str]) -> set[st
 
 @contextmanager
 def _names_as_given() -> Iterator[None]:
-    """Context manager: PEFT does not translate names of transformers 4."""
+    """Context manager: PEFT does not translate the names of version 4 of transformers."""
     conversion = _conversion()
     if conversion is None or _CONVERT not in vars(conversion):
         yield
@@ -208,7 +208,7 @@ def _names_as_given() -> Iterator[None]:
 
 
 def _conversion() -> Any:
-    """PEFT's module that translates names of transformers 4; None in releases of PEFT without this module."""
+    """PEFT's module that translates names of version 4 of transformers; None in releases without this module."""
     try:
         from peft.utils import transformers_weight_conversion
     except ImportError:

@@ -108,7 +108,7 @@ class PreActResNet(PreTrainedModel):  # type: ignore[misc]
     def _init_weights(self, module: nn.Module) -> None:
         """He's initialisation (arXiv:1502.01852, fan out) for the convolutions, PyTorch's defaults for the rest.
 
-        It calls only functions of ``nn.init``: transformers makes these skip the tensors of a checkpoint.
+        It calls only functions of ``nn.init``, because transformers makes them skip the tensors of a checkpoint.
         """
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

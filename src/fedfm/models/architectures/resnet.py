@@ -82,7 +82,9 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
     stages = [{int(m[1]) for k in state if (m := re.match(rf"layer{s}\.(\d+)\.", k))} for s in (1, 2, 3)]
     if not stages[0] or any(s != stages[0] for s in stages):
         first = {k.partition(".")[0] for k in state}
-        wrapped = f"; all its keys begin with {min(first)!r}: save the module inside" if len(first) == 1 else ""
+        wrapped = (
+            f"; all its keys begin with {min(first)!r}: save the module inside that wrapper" if len(first) == 1 else ""
+        )
         raise KeyError(
             "expected keys conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear, with equally many i in every layer"
             + wrapped

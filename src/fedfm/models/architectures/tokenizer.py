@@ -23,7 +23,7 @@ def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
         kind: ``bpe`` is byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes). Its
             vocabulary has 256 bytes, ``<eos>`` and merges, and it is lossless for any text. ``words`` takes the most
             frequent words, separated by white space, as in published perplexities of Penn Treebank and WikiText. A line
-            break becomes ``<eos>``, and any other word ``<unk>``.
+            break becomes ``<eos>``, and a word outside the vocabulary becomes ``<unk>``.
 
     Raises:
         InputError: an unknown kind, or a size too small for it.

@@ -5,8 +5,8 @@ template. A text is also converted into a chat template, which writes conversati
 to an exported model has the same form as in training.
 
 Prompt and answer are tokenised as one text. In a conversation the loss counts the assistant's text and the token that
-ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise it is the text that each answer
-adds to the text before it, in the form of a last answer (see :mod:`fedfm.models.language.chat_form`).
+ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise the loss counts what each answer
+adds to the text before it, with each answer written as if it were the last (see :mod:`fedfm.models.language.chat_form`).
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
 
 
 def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
-    """Whether an answer follows another text in training than in the prompt that a model would get for it.
+    """Whether the text before an answer in training differs from the prompt that a model would get for this answer.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -242,7 +242,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each whether the template marks it as generated or it ends an answer."""
+    """The tokens, and for each token whether the template marks it as generated or ends an answer with it."""
     form = form_of(tokenizer)
     found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
@@ -298,7 +298,7 @@ def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any) -> int:
-    """The position after answer ``i`` and the text that ends it in ``whole``, which has the answer in another form.
+    """The position in ``whole`` after answer ``i`` and its end text; ``whole`` has the answer in another form.
 
     Raises:
         InputError: the rest of the text depends on the answer.
@@ -356,7 +356,7 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 
 
 def _check_prefix(part: str, whole: str, turns: Sequence[Turn]) -> None:
-    """Raise an InputError if ``whole`` does not begin with ``part``; it quotes the first difference."""
+    """Raise an InputError if ``whole`` does not begin with ``part``; the error quotes the first difference."""
     if whole.startswith(part):
         return
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))

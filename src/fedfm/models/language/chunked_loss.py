@@ -1,8 +1,8 @@
 """The training loss of a language model, computed without storing all logits.
 
 Logits and their gradients are the largest tensors of a step: for 2,048 tokens and a vocabulary of 128,000 they take
-3.7 GB. So this loss computes one chunk of logits after another, and the gradients of a chunk before the next one (Liger
-Kernel, arXiv:2410.10989, does so in Triton). No logits are kept, and none are computed twice.
+3.7 GB. So this loss computes one chunk of logits after another, and a chunk's gradients before the next logits (as
+Liger Kernel, arXiv:2410.10989, does in Triton). No logits are kept, and none are computed twice.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a mo
 def mean_loss(model: Network, batch: Batch) -> Tensor | None:
     """Mean cross-entropy over the next tokens that count, a scalar; None if the usual loss has to be used.
 
-    That is so if a batch has few logits, if no gradient is needed, or if the model changes its head's output (Gemma 2
-    bounds it).
+    The usual loss is used if a batch has few logits, if no gradient is needed, or if the model changes its head's
+    output (as Gemma 2 does, which bounds its logits).
     """
     head = model.last_layer
     if head is None or not torch.is_grad_enabled() or batch["input_ids"].numel() * head.out_features <= PIECE:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:
     """The joined pieces as blocks of ``max_length`` tokens.
 
-    Each block starts with the BOS token if the tokenizer adds one by itself. The last block is shorter; it is dropped
-    if it has fewer than 2 tokens, since it would predict nothing.
+    Each block starts with the BOS token if the tokenizer adds one by itself. The last block may be shorter; it is
+    dropped if it has fewer than 2 tokens, since it would predict nothing.
     """
     if not pieces:
         return Tokens.of([])
@@ -47,7 +47,7 @@ def instructions(
     Returns:
         the rows, and ``answer_start`` (n,), where the last answer begins. If the loss does not count exactly the tokens
         from there on, also ``answer_spans`` (n, k, 2), where each answer begins and ends. A row with fewer than k
-        answers has zeros for the others.
+        answers has zeros in place of the missing ones.
     """
     with quiet():
         whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)

@@ -18,7 +18,7 @@ from fedfm.models.preprocessing import IGNORE
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-FEW = 1 << 24  # number of logits, 64 MB in float32; a batch with at most this many computes all of them
+FEW = 1 << 24  # number of logits, 64 MB in float32; a batch with at most this many has all of them computed
 _COUNTED = 256  # number of rows that are counted at a time
 MOST = 1 << 26  # largest number of logits of a batch in evaluation, 256 MB
 

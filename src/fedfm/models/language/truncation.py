@@ -22,7 +22,7 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
 
     Args:
         longest: number of tokens of the longest answer to this prompt, so that all rows with the prompt keep the same
-            part of it; None means the number of tokens of this row's answer.
+            part of the prompt; None means the number of tokens of this row's answer.
 
     Example:
         >>> from types import SimpleNamespace
@@ -65,7 +65,7 @@ def _end(answer: list[int], tokenizer: Any) -> int:
 
 
 def end_token(template: str | None, tokenizer: Any, output: Output = "b") -> int | None:
-    """The token with which the template ends an answer; None if it ends answers without one."""
+    """The token with which the template ends an answer; None if the template writes no such token."""
     row = encode_row("a", output, template, tokenizer)
     answer = row.ids[row.start :]
     end = _end(answer, tokenizer)

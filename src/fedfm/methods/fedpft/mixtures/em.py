@@ -3,8 +3,8 @@
 Every group is fitted by itself, from its own seed. So its mixture does not depend on other groups (see ``group``).
 
 An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
-like scikit-learn's ``reg_covar``. If variances are as small as the floor, this M step does not maximise the likelihood
-and may lower it. Such a step is undone, and it ends the fit.
+like scikit-learn's ``reg_covar``. If variances are as small as the floor, such an M step does not maximise the
+likelihood and may lower it. A step that lowers the likelihood is undone, and it ends the fit.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def fit(
     the user's cache.
 
     Args:
-        groups: features (n, d), n >= 1, equal d; float16, float32 or float64. They are centred at the group's mean and
-            computed in float32.
+        groups: features (n, d), n >= 1, equal d; float16, float32 or float64. The fit centres them at the group's
+            mean and computes in float32.
         components: K of each group; lowered to n, and to the number of components that have rows at the start.
         seeds: one for each group; groups with equal rows and equal seeds get equal mixtures.
         max_iter: largest number of E steps.

@@ -36,7 +36,7 @@ def _flush(sums: Any, whole: Any) -> None:
 
 @part
 def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v: Any, inverse: Any) -> Any:
-    """M step of component c from its sums over ``n`` rows. Returns log det Sigma, and shrink and move for the bounds.
+    """M step of component c from its sums over ``n`` rows. Returns log det Sigma, and (shrink, move) for the bounds.
 
     The work is split into several loops. Each uses few enough arrays for the compiler to vectorise it.
     """

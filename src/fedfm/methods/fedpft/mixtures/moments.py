@@ -12,7 +12,9 @@ from fedfm.linalg.kernels.jit import SPAN, compile_cached
 
 @partial(compile_cached, maths={"contract"})  # other options would reorder sums or ignore NaN
 def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
-    """Fill the mean (d,), float32, and the population variances about it (d,), float64, of rows ``x`` (n, d).
+    """Compute the mean and the population variances of rows ``x`` (n, d).
+
+    The mean is written into ``middle`` (d,), float32, and the variances into ``variances`` (d,), float64.
 
     Returns the mean variance, or -1 if there is NaN, infinity or a number beyond ``largest``; then the outputs are
     undefined.

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 
-ALONE = 2 - 0.005  # a component with fewer rows represents a single row; EM may put two rows slightly below 2
+# A component with fewer rows represents one row. In EM, the shares of two rows may add up to slightly less than 2.
+ALONE = 2 - 0.005
 
 
 def fit_without_singles(
@@ -30,7 +31,7 @@ def fit_without_singles(
 
 
 def _several_rows(g: Mixture, rows: int) -> Mixture | None:
-    """The mixture without components of a single row, but with the heaviest one; None if none is dropped."""
+    """The mixture without components of a single row; the heaviest component always stays. None if all stay."""
     stay = rows * g.weights >= ALONE
     stay[g.weights.argmax()] = True
     return None if stay.all() else Mixture(g.weights[stay], g.means[stay], g.scales[stay])

@@ -1,15 +1,15 @@
 """Fit mixtures that do not reveal the number n of rows.
 
 In an ordinary mixture a component's weight is close to a multiple of 1/n. The number of components depends on n if each
-needs ten rows. The mean of rows on a grid lies on a grid n times as fine. So here K takes two values, and all numbers
-are rounded to grids that are the same for every n:
+component needs ten rows. If rows lie on a grid, their mean lies on a grid n times as fine. So here K takes two values,
+and all numbers are rounded to grids that are the same for every n:
 
 - K is the requested number if n is at least ten times that number, else 1. If a component would stand for a single row,
-  another component is split instead. (Rows that are nearly all equal cannot be split so often, and have K = 1.)
+  another component is split instead. (Rows that are nearly all equal cannot be split that often, and get K = 1.)
 - Weights are multiples of a power of two between 1/(8K) and 1/(4K). With ten rows for each component, every such
   weight can occur for every n.
-- Standard deviations are rounded to eighths of an octave. Means are rounded to between an eighth and a sixteenth of
-  their standard deviation.
+- Standard deviations are rounded to eighths of an octave. Means are rounded to multiples of a step,
+  which is between a sixteenth and an eighth of their standard deviation.
 
 ``fedfm show fedpft`` prints what this rounding cannot hide.
 """
@@ -33,7 +33,7 @@ def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, 
 
     Args:
         groups, seeds: as for :func:`~fedfm.methods.fedpft.mixtures.fit`.
-        components: K of the groups with at least ten times as many rows as this.
+        components: K of the groups that have at least ten rows for each of K components.
         covariance: ``"spherical"`` or ``"diag"``.
 
     Raises:
@@ -76,7 +76,7 @@ def _weights(weights: Array) -> Array:
 
 
 def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
-    """Split components until there are ``k``, none of a single row; fit only one if rows cannot be split so often."""
+    """Split components until there are ``k``, each of several rows; if that is impossible, fit one component."""
     while g.components < k:
         split = _split(g, x, seed, covariance)
         if split is None:
@@ -86,7 +86,7 @@ def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
 
 
 def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Split the largest component that can be split; None if there is none."""
+    """Split the largest component that can be split; None if no component can be split."""
     of = g.nearest(x)
     for j in np.bincount(of, minlength=g.components).argsort(kind="stable")[::-1]:
         if (two := _two(x[of == j], seed, covariance)) is not None:
@@ -100,7 +100,7 @@ def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
 
 
 def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Fit two components of several rows each, without rows that would get a component alone; None if impossible."""
+    """Fit two components of several rows each, leaving out rows that would be alone in one; None if impossible."""
     while len(x) >= 4:
         (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
         if whole.mixture.components == 2:
