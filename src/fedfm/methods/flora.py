@@ -5,7 +5,7 @@ Wang, Shen, He, Sun, Wang, Lyu, Li. NeurIPS 2024. arXiv:2409.05976. Algorithm: s
 Each round's stack is merged into the frozen weights, and adapters restart: a new random A, equal for all clients, and
 B = 0. Clients keep nothing between rounds: they receive the sum of all stacks so far, so an absent or late client has
 the same weights as the others. In the paper clients merge by themselves and receive only the last stack. Here the
-message of round t has the size of t - 1 stacks, but at most twice that of the dense matrices.
+message of round t has the size of t - 1 stacks, but at most twice the size of the dense matrices.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def visible_to_processes(gpus: list[str], each: float) -> list[str]:
     """
     if each > len(gpus):
         raise InputError(
-            f"run.gpus_per_client = {each:g}: this machine has {len(gpus)} GPUs, expected at most that many"
+            f"run.gpus_per_client = {each:g}: this machine has {len(gpus)} GPU{'s' * (len(gpus) != 1)}, "
+            "expected at most that many"
         )
     if each < 1:
         return [gpu for gpu in gpus for _ in range(int(1 / each + 1e-9))]

@@ -267,7 +267,7 @@ def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def _resume(embedding: nn.Module, blocks: Blocks, k: int, state: Tensor) -> Iterator[None]:
-    """Context manager: an encoder skips everything below its top k blocks; these get the given state as their input."""
+    """Context manager: an encoder skips everything below its top k blocks, which start from the given state."""
     lower, upper = _split(blocks, k)
     hook = upper[0][1].register_forward_pre_hook(lambda _, args: (state, *args[1:]))
     try:

@@ -94,8 +94,8 @@ class Parts:
         unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
             under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
-        side_by_side: the modules of each block, one from each list, for models that have a list for each part of a
-            block.
+        side_by_side: only for models with one list of modules for each part of a block: the modules of each block, one
+            from each list.
     """
 
     embedding: nn.Module | None

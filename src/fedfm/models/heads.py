@@ -1,6 +1,6 @@
 """Finds the pretrained models inside a transformers model, and the linear map to its outputs.
 
-They are found by transformers' attributes, not by the order of modules: a pretrained model has a
+Both are found by transformers' attributes, not by the order of modules: a pretrained model has a
 ``base_model_prefix``, a language model names its output embeddings, and a classifier has ``num_labels`` outputs,
 computed outside the pretrained part.
 """

@@ -41,7 +41,7 @@ def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes:
     if quantised.describe(spec, config):
         raise InputError(
             f"model.quantization: transformers has no classifier of type {config.model_type!r}, and image "
-            "encoders are only read unquantised; drop it",
+            "encoders can only be read unquantised; drop it",
             key="model.quantization",
         )
     about = config.to_diff_dict()
@@ -81,8 +81,8 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
             )
         if quantised.describe(spec, config):
             raise InputError(
-                "model.quantization: models of two encoders are only read unquantised; drop it, or take a classifier "
-                'with model.task = "classification"',
+                "model.quantization: models of two encoders can only be read unquantised; drop it, or take a "
+                'classifier with model.task = "classification"',
                 key="model.quantization",
             )
         tools = tools_of(path, spec, config.text_config, "text", task)

@@ -157,8 +157,8 @@ class Plan:
         if self.calibration == "paper_client":
             epsilon = gaussian.epsilon_of(sigma, self.sensitivity(n), self.delta)
             note = (
-                f"claims {self.epsilon:g} with the client's {client_rows} rows, but a class has {n:g}, so there is no "
-                "guarantee"
+                f"computes its noise for epsilon = {self.epsilon:g} and the client's {client_rows} rows, but a class "
+                f"has {n:g}, so there is no guarantee"
             )
         elif self.counts_public:
             note = "the counts of the classes are public, and so are the classes of each client"
@@ -195,7 +195,7 @@ def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | No
     length = plan.sum_sigma(n, client_rows=client_rows) * math.sqrt(d) / n
     if length <= 1:
         return None
-    more = "" if plan.calibration == "paper_client" else f" it needs {math.floor(n * length) + 1} rows,"
+    more = " use" if plan.calibration == "paper_client" else f" the class needs {math.floor(n * length) + 1} rows or"
     pooled = ", or one noisy sum over the federation (pooled = true)" if plan.calibration == "analytic" else ""
     return (
         f"the noise on the mean of a class of {n:g} rows has length {length:.2g} in {d} features, but a mean has "

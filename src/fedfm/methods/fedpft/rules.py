@@ -40,7 +40,7 @@ def check_withheld_counts(
     """
     if not samples or topology != "star" or bound:
         raise InputError(
-            'method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound',
+            'method.samples: counts = "withheld" needs a number of draws, topology "star" and no bound',
             key="method.samples",
         )
     if verify:

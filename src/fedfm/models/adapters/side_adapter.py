@@ -1,12 +1,12 @@
 """Low-rank side adapters: a chain of small maps that reads only the block outputs of a frozen transformer.
 
 BlindFed, Section 3.3, equations 4 to 6 (after LoSA: Time-, Memory-, and Parameter-Efficient Visual Adaptation, Mercea,
-Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
+Gritsenko, Schmid, Arnab. arXiv:2402.02887): where b_1 ... b_L are the block outputs,
 
     h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
 
 and a linear head on the first position of h_L, here after a LayerNorm without parameters. No gradient passes through
-the transformer, so a row's block outputs are computed once. For P > 1 disclosed positions LoSA's token mixer follows:
+the transformer, so a row's block outputs are computed once. For P > 1 disclosed positions, LoSA's token mixer follows:
 with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
 """
 

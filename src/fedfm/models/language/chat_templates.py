@@ -6,7 +6,8 @@ to an exported model has the same form as in training.
 
 Prompt and answer are tokenised as one text. In a conversation the loss counts the assistant's text and the token that
 ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise the loss counts what each answer
-adds to the text before it, with each answer written as if it were the last (see :mod:`fedfm.models.language.chat_form`).
+adds to the text before it, with each answer written as if it were the last one
+(see :mod:`fedfm.models.language.chat_form`).
 """
 
 from __future__ import annotations
