@@ -36,7 +36,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
     weights differ from row to row, both adapters have the weight 1/2 in the merged one.
 
     Args:
-        head_takes: the transform of features before the head; ``fedfm.json`` names it.
+        head_takes: the transform of features before the head; ``fedfm.json`` then names this transform.
 
     Raises:
         KeyError, ValueError: ``w`` does not belong to this model.

@@ -156,7 +156,7 @@ class Difference:
         """Whether an extra tensor can be a learned weight.
 
         Single values, masks and tables of positions are no weights. Neither are tensors that the module computes by
-        itself; older releases of transformers saved them.
+        itself; older releases of transformers saved such tensors.
         """
         leaf = name.rpartition(".")[2]
         if name in self._weights:

@@ -25,7 +25,7 @@ def opens(name: str) -> bool:
 
 
 def visible(environment: Mapping[str, str], count: int) -> list[str]:
-    """Names of this machine's GPUs, as :data:`VISIBLE` takes them.
+    """Names of this machine's GPUs, in the form for :data:`VISIBLE`.
 
     Args:
         environment: the variables of the process's environment.

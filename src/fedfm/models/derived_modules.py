@@ -22,11 +22,11 @@ INSTALLERS = {  # key of config.json -> the Python module whose ``install(module
 
 
 class Bounded(nn.Module):
-    """A function that is valid on an interval: training clamps arguments to it, evaluation counts arguments outside it.
+    """A function that is valid on an interval. Training clamps arguments to it, and evaluation counts arguments outside.
 
     Attributes:
         hinged: whether ``penalty`` is summed in training mode. The sum keeps its autograd graph alive until
-            :func:`penalties` drops it.
+            :func:`penalties` drops the sum.
         penalty: mean squared distance by which arguments exceed the inner part of their intervals; None before the
             first sum.
         outside, total: in evaluation mode, the numbers of arguments outside their interval and of all arguments.

@@ -32,7 +32,7 @@ class DualModel(Model):
 
     Attributes:
         dual: the module below PEFT's wrapper.
-        images_fixed: whether the images' features depend on no trained parameter; then :meth:`encode` returns them.
+        images_fixed: whether the images' features depend on no trained parameter; :meth:`encode` then returns features.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:

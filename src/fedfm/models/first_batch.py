@@ -74,7 +74,7 @@ def notice_of_idle(names: Sequence[str], trained: int) -> str:
 
 
 def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:
-    """Names of the tensors that get a gradient; a backward pass runs only if the autograd graph does not show them.
+    """Names of the tensors that get a gradient; a backward pass runs only if the graph does not show these tensors.
 
     A backward pass starts torch's threads. After that a machine with a GPU cannot fork workers for a CPU model.
     """

@@ -32,7 +32,7 @@ class Loaded:
         module: the module, on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
         config: the architecture as JSON; for transformers models only differences from the defaults, so that a new
-            field of another version does not change it.
+            field of another version does not change this JSON.
         new: paths of the modules that were created for this task.
         tools: the preprocessors of its rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.

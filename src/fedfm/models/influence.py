@@ -60,7 +60,7 @@ def of_last(module: nn.Module, compute: Callable[[], Tensor]) -> bool | None:
 
 
 def reads_padding(model: Network, ids: Tensor, pad: int, share: Tensor | None = None) -> bool:
-    """Whether the next token after a text depends on padding before it, although the mask hides it.
+    """Whether the next token after a text depends on padding before the text, although the mask hides the padding.
 
     A recurrent model carries a state from token to token, and may read the padding before a text.
 

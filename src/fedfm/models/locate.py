@@ -29,7 +29,7 @@ def locate(name: str) -> Path | str:
     """The path of the model's folder or file; for a hub id the name itself, as a str.
 
     Raises:
-        InputError: the name is none of these.
+        InputError: the name belongs to no folder or file of a model, and is no hub id.
     """
     if not name:
         raise InputError(f"model.name: missing, {_EXPECTED}", key="model.name")

@@ -320,7 +320,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """With ``pooled`` the server has a secret, the key of the noise."""
+        """With ``pooled``, the server has a secret, the key of the noise."""
         return Traits(server_secrets=("noise",) if self.means else (), hides_counts=self.counts != "exact")
 
     @property

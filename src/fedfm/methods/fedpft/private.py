@@ -1,6 +1,6 @@
 """FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862, corrected, or one noisy sum for all clients.
 
-The client adds the noise, from a key that never leaves the client. With ``pooled`` the server adds the noise, once. All
+The client adds the noise, from a key that never leaves the client. With ``pooled``, the server adds the noise once. All
 that the server computes from noisy sums is post-processing.
 """
 

@@ -26,7 +26,7 @@ def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
             break becomes ``<eos>``, and a word outside the vocabulary becomes ``<unk>``.
 
     Raises:
-        InputError: an unknown kind, or a size too small for it.
+        InputError: an unknown kind, or a size too small for this kind.
 
     Example:
         >>> tokenizer = train(["a b a\n"], 4, "words")
