@@ -22,7 +22,7 @@ INSTALLERS = {  # key of config.json -> the Python module whose ``install(module
 
 
 class Bounded(nn.Module):
-    """A function that is valid on an interval. Training clamps arguments to it, and evaluation counts arguments outside.
+    """A function that is valid on an interval. Training clamps arguments to it; evaluation counts arguments outside it.
 
     Attributes:
         hinged: whether ``penalty`` is summed in training mode. The sum keeps its autograd graph alive until
