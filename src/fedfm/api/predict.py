@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     run = _find_run(path, client)
     last = last and _another(run, client)
     experiment = run.experiment
-    shape, spec = run.manifest["model"], experiment.model
+    shape, spec = run.manifest["model"], replace(experiment.model, **run.manifest.get("chosen", {}))
     if client or last:
         folder = run.adapter(client or "", last=last)
         spec = at_rank(spec, rank_on_disk(folder))
@@ -180,7 +180,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]
-        known = {"trained": profile_of(run), "classes": shape["classes"]}
+        known = {"trained": profile_of(run), "classes": () if model.task.own_targets else shape["classes"]}
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"], **known)
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(
@@ -201,7 +201,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
 
 def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
     """A warning if there are several rows and all have probability 1.000."""
-    sure = [max(p) for p in probabilities if p]
+    sure = [max(p) for p in probabilities if p and isinstance(p, list)]  # others are of several labels a row
     if len(sure) < _SEVERAL or min(sure) < _SURE or len(probabilities[0]) == 1:
         return []
     return [

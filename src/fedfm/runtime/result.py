@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fedfm.config.experiment import Experiment
@@ -92,6 +92,10 @@ def finish(
     more += [CONFUSION, CLASS_COUNTS, *tasks.figures(), *(f"local_{key}" for key in tasks.figures())]
     more += ["client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: last[key] for key in more if key in last}
+    if chosen := last.get("chosen"):
+        run.manifest["chosen"] = chosen
+        fed.model.task = replace(fed.model.task, **chosen)  # type: ignore[type-var]
+        result["details"] |= chosen
     for text in fed.model.task.remarks(last):
         notice(text)
     details, notices = early_stopping.summarise(run, t, of)

@@ -154,6 +154,11 @@ class Task:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
         return ""
 
+    @property
+    def needs_validation(self) -> str:
+        """The setting for which :meth:`choose` needs validation rows; empty: none."""
+        return ""
+
     def packs(self, kind: str) -> bool:
         """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
         return False
@@ -362,8 +367,22 @@ class Task:
         known = [part for part in parts if part.get("n") and any(part.get(name) is not None for name in self.sums)]
         if not known:
             return metrics.nothing(sum(part.get("n") or 0 for part in parts))
-        found = self._scores_from(sum(part["n"] for part in known), add(known, self.sums))
+        found = self._scores_from(sum(part["n"] for part in known), self.add_sums(known))
         return {**found, **known[0]} if len(known) == 1 else found
+
+    def add_sums(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The sums of all parts together; NaN where a part does not have one."""
+        return add(parts, self.sums)
+
+    def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
+        """Values of the task's keys that follow from scores and sums on the validation rows of all clients.
+
+        A run keeps them: its scores on test rows, predictions and exports use them.
+
+        Returns:
+            key -> class -> value; empty: there is nothing to choose, or too little is known.
+        """
+        return {}
 
     def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the sums that a silo does not send, which follow from its scores."""
