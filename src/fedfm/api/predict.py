@@ -146,6 +146,8 @@ def predict(
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indices of those that reach the limit of tokens. Over the rows with an output (null if there is none):
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
+        - several labels a row: ``labels``, ``probabilities`` by label, and ``thresholds``, the probability from which on
+          a row gets a label;
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
@@ -253,6 +255,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     """
     rows, text = _lines(result), io.StringIO(newline="")
     if out.suffix == ".csv":
+        rows = [_cells(row) for row in rows]
         table = csv.DictWriter(text, list(rows[0]) if rows else [])
         table.writeheader()
         table.writerows(rows)
@@ -265,6 +268,17 @@ def write(result: Mapping[str, Any], out: Path) -> None:
         raise InputError(f"--out {out} exists; give another") from None
     except OSError as error:
         raise RunError(f"--out {out}: cannot be written: {storage.why(error)}") from None
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as cells of a csv file: a list as JSON, and a column for each value of an object."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": entry for name, entry in value.items()}
+        else:
+            found[key] = to_json(value) if isinstance(value, list) else value
+    return found
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:

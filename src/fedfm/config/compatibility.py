@@ -61,9 +61,15 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
         )
-    if needs.one_class and (task := tasks.task_named(e.model.task)) is not None and task.own_targets:
+    named = tasks.task_named(e.model.task)
+    if named is not None and (key := named.of(e.model).needs_validation):
+        if e.privacy is not None:
+            raise InputError(f"{key}: scores on validation rows are covered by no [privacy]; give a number")
+        if e.data.classes is not None and not e.data.val_fraction:
+            raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
+    if needs.one_class and named is not None and named.own_targets:
         raise InputError(
-            f'{method} computes with the class of each row, and rows of task "{task.name}" have no single class: use a '
+            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use a '
             "method that trains the model, such as fedavg",
             key="method.name",
         )
@@ -76,7 +82,7 @@ def check_as_asked(e: ExperimentParts) -> None:
         from fedfm.config import options
 
         options.check_augmented(e, method)
-    tasks.check_keys(e.model, tasks.task_named(e.model.task))
+    tasks.check_keys(e.model, named)
     if tasks.trained_classes(e.model) is not None and (run.engine == "folder" or e.data.classes is not None):
         raise InputError(
             "model.base_classes chooses among the server's rows, and here silos train on their own rows; drop it",

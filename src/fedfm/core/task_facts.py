@@ -61,6 +61,10 @@ class TaskFacts(Protocol):
         """How many classes, the first in order, have training rows; None: all."""
 
     @property
+    def needs_validation(self) -> str:
+        """The setting that needs validation rows; empty: none."""
+
+    @property
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
 

@@ -85,10 +85,6 @@ class ModelTask(RowTask, Protocol):
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores on the union of rows from those on its parts."""
 
-    @property
-    def needs_validation(self) -> str:
-        """The setting that needs validation rows."""
-
     def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
         """Values of the task's keys that follow from scores on validation rows."""
 

@@ -14,6 +14,7 @@ import torch
 
 from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
+from fedfm.errors import InputError
 from fedfm.models import lengths
 from fedfm.models.families import unwrap
 from fedfm.models.first_batch import look
@@ -39,6 +40,9 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         from fedfm.runtime.feature_columns import check_columns
 
         check_columns(table)
+    none = population.clients and not any(len(of.val) for of in population.federated.clients.values())
+    if none and isinstance(model, Model) and (key := model.task.needs_validation):
+        raise InputError(f"{key} needs validation rows: set data.val_fraction, e.g. 0.1, or mark rows as val")
     if isinstance(model, Model) and model.hollow:
         with refuse(f"model.name: {model.spec.name!r} fails on texts"), torch.random.fork_rng(devices=[]):
             from fedfm.models import later_words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,9 +50,14 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
 
 
 def _plain(value: Any) -> Any:
-    """A tuple or an array as a list."""
+    """A tuple, an array, or a list that is written as JSON, as a list."""
     if isinstance(value, tuple):
         return list(value)
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -82,9 +88,7 @@ def _names(value: Any, name: str, separator: str, where: str, known: Names | Non
     if not isinstance(value, str | list):
         raise InputError(f'{where}: column "{name}" holds {value!r:.40}: expected {likes}')
     if isinstance(value, str) and value.strip().startswith("[") and value.strip().endswith("]"):
-        raise InputError(
-            f'{where}: column "{name}" holds {value!r:.40}, a list that was written as text: expected {likes}'
-        )
+        raise InputError(f'{where}: column "{name}" holds {value!r:.40}, a list that is not JSON: expected {likes}')
     found = tuple(_name(entry, i, name, where, known) for i, entry in enumerate(_entries(value, separator)))
     if len(set(found)) < len(found):
         twice = next(label for label, count in Counter(found).items() if count > 1)

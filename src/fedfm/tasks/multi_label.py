@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
+BY_LABEL = ("rows_by_label", "f1_by_label", "auroc_by_label", "average_precision_by_label")
+
 
 @dataclass(frozen=True)
 class MultiLabel(Task):
@@ -37,9 +39,9 @@ class MultiLabel(Task):
     linear_head: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
-    figures: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision", "f1_by_label", "auroc_by_label")
+    figures: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision", *BY_LABEL)
     drawn: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision")
-    lists: ClassVar[tuple[str, ...]] = ("labelled", "found", "right_labels", "ranks", "f1_by_label", "auroc_by_label")
+    lists: ClassVar[tuple[str, ...]] = ("labelled", "found", "right_labels", "ranks", *BY_LABEL)
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
     sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows", "labelled", "found", "right_labels", "ranks")
     problem_type: ClassVar[str | None] = "multi_label_classification"
