@@ -146,8 +146,8 @@ def predict(
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indices of those that reach the limit of tokens. Over the rows with an output (null if there is none):
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
-        - several labels a row: ``labels``, ``probabilities`` by label, and ``thresholds``, the probability from which on
-          a row gets a label;
+        - several labels a row: ``labels``, ``probabilities`` by label, and ``thresholds``, the probability from which
+          on a row gets a label;
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;

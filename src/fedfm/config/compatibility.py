@@ -69,8 +69,8 @@ def check_as_asked(e: ExperimentParts) -> None:
             raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
     if needs.one_class and named is not None and named.own_targets:
         raise InputError(
-            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use a '
-            "method that trains the model, such as fedavg",
+            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use '
+            "a method that trains the model, such as fedavg",
             key="method.name",
         )
     if e.data.classes is not None and run.engine != "deployment":

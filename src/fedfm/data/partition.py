@@ -151,7 +151,8 @@ def _by_rule(
         owners = [deal_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in named]
     elif labels is None:
         raise InputError(
-            f'data.partition.name: "{part.name}" needs labels, and {table.source} has none: use "iid" or "by_column"',
+            f'data.partition.name: "{part.name}" needs {"labels" if table.targets is None else "one class a row"}, and '
+            f'{table.source} has none: use "iid" or "by_column"',
             key="data.partition.name",
         )
     else:

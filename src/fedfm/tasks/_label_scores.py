@@ -118,7 +118,7 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
         "macro_f1": mean_of_known(f1),
         "auroc": mean_of_known(aurocs),
         "average_precision": mean_of_known(precisions),
-        "rows_by_label": labelled if known else None,
+        "rows_by_label": list(map(int, labelled)) if known else None,
         "f1_by_label": f1 or None,
         "auroc_by_label": aurocs or None,
         "average_precision_by_label": precisions or None,
