@@ -61,6 +61,12 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
         )
+    if needs.one_class and (task := tasks.task_named(e.model.task)) is not None and task.own_targets:
+        raise InputError(
+            f'{method} computes with the class of each row, and rows of task "{task.name}" have no single class: use a '
+            "method that trains the model, such as fedavg",
+            key="method.name",
+        )
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: a server without rows needs silos with rows, run.engine = "deployment", not "{run.engine}"',

@@ -17,6 +17,7 @@ class Needs:
         model: who has the experiment's model. With "server" clients get unprepared rows, and send no scores.
         local: the setting that requires all parties in one process, on the local engine; empty: none.
         tasks: names of the supported tasks; empty: all.
+        one_class: whether it needs rows of one class each, such as a method that fits a distribution to each class.
         bias: whether it fits a linear head with a bias. With adaptation "head" a head without a bias gets a zero bias.
         because: the setting that causes these needs; empty: the method itself.
     """
@@ -28,5 +29,6 @@ class Needs:
     model: Literal["everybody", "server"] = "everybody"
     local: str = ""
     tasks: tuple[str, ...] = ()
+    one_class: bool = False
     bias: bool = False
     because: str = ""

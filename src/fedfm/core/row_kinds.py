@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
 class Column:
-    """A key of the [data] table and of a silo's file that names a column.
+    """A key of the [data] table and of a silo's file that names a column, or several.
 
     Attributes:
         key: the key.
         help: what the column holds.
         default: the column's name if the key is not set; empty: the same as the key.
+        several: whether the key is a list of names of columns, which is empty if the key is not set.
     """
 
     key: str
     help: str
     default: str = ""
+    several: bool = False
 
     @property
     def name(self) -> str:
@@ -68,3 +73,20 @@ class Reading:
     used: frozenset[str]
     notices: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowTargets:
+    """Targets of images, texts or feature vectors whose task is not to find one class.
+
+    Attributes:
+        values: float64 (N, T), the targets of each row.
+        classes: names of the T targets.
+        used: names of the columns that are read.
+        notices: for the user, on how they were read.
+    """
+
+    values: np.ndarray
+    classes: tuple[str, ...]
+    used: frozenset[str]
+    notices: tuple[str, ...] = ()

@@ -27,6 +27,8 @@ class TaskFacts(Protocol):
     new_head: ClassVar[bool]
     needs_classes: ClassVar[bool]
     one_class_a_row: ClassVar[bool]
+    own_targets: ClassVar[bool]
+    absent_target: ClassVar[float | None]
     linear_head: ClassVar[bool]
     two_encoders: ClassVar[bool]
     is_language_model: ClassVar[bool]
@@ -42,6 +44,7 @@ class TaskFacts(Protocol):
     figures: ClassVar[tuple[str, ...]]
     drawn: ClassVar[tuple[str, ...]]
     sums: ClassVar[tuple[str, ...]]
+    lists: ClassVar[tuple[str, ...]]
     row_means: ClassVar[Mapping[str, str]]
     problem_type: ClassVar[str | None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fedfm.core.row_kinds import Reading
+from fedfm.core.row_kinds import Reading, RowTargets
 from fedfm.core.task_facts import TaskFacts
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class RowTask(TaskFacts, Protocol):
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """The rows of these columns."""
+
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        """The targets of images, texts or feature vectors."""
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The rows with targets of other rows."""

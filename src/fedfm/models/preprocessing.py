@@ -78,13 +78,14 @@ def prepare(
         if image is None:
             raise InputError(f"{_source(table)} holds images, which model.name does not take")
         labels, found = labels_of(table, classes, index), Pictures(table.inputs, index, image, loaders)
+        targets = targets_of(table, classes, task, index)
         if found.exceed(most):
-            return Rows(deferred={"pixel_values": found}, labels=labels)
-        return Rows({"pixel_values": found.compute()}, labels=labels)
+            return Rows(targets, deferred={"pixel_values": found}, labels=labels)
+        return Rows({"pixel_values": found.compute(), **targets}, labels=labels)
     part = table.take(index)
     if table.kind == "features":
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
-        return Rows({"features": x}, labels=labels_of(part, classes))
+        return Rows({"features": x, **targets_of(part, classes, task)}, labels=labels_of(part, classes))
     if tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
     reader = reader_of(table.kind, task)
@@ -115,6 +116,34 @@ def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None =
             raise InputError(f"{_source(table)}: label {unknown[0]!r} is none of the model's classes")
         labels = np.array([place.get(name, -1) for name in table.classes], dtype=np.int64)[labels]
     return torch.from_numpy(labels.copy())
+
+
+def targets_of(
+    table: Table, classes: tuple[str, ...], task: TaskFacts | None, index: np.ndarray | None = None
+) -> dict[str, Tensor]:
+    """The tensor ``targets``, float64 (n, T), of the rows ``index`` (by default all); empty if rows have no targets.
+
+    A target that the rows do not have is the task's ``absent_target``.
+
+    Raises:
+        InputError: a target is not in ``classes``, or the rows lack one that the task needs.
+    """
+    if table.targets is None:
+        return {}
+    if unknown := [name for name in table.classes if name not in classes]:
+        raise InputError(f"{_source(table)}: target {unknown[0]!r} is none of the model's: {', '.join(classes)}")
+    place = {name: i for i, name in enumerate(table.classes)}
+    found = np.full((len(table if index is None else index), len(classes)), np.nan)
+    there = [j for j, name in enumerate(classes) if name in place]
+    values = table.targets if index is None else table.targets[index]
+    found[:, there] = values[:, [place[classes[j]] for j in there]]
+    absent = task.absent_target if task is not None else None
+    if absent is not None:
+        found = np.nan_to_num(found, nan=absent)
+    elif np.isnan(found).any():
+        name = classes[int(np.flatnonzero(np.isnan(found).any(0))[0])]
+        raise InputError(f"{_source(table)}: rows have no target {name!r}, which the model has")
+    return {"targets": torch.from_numpy(found)}
 
 
 _PIXELS = {"pixel_values", "pixel_mask"}  # a mask without missing pixels has no information

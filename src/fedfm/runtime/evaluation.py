@@ -77,8 +77,9 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
+    lists = tasks.lists()
     for key in ("accuracy", "loss", *tasks.figures(), *tasks.sums()):
-        conform(found.get(key), float | None, key)
+        conform(found.get(key), list[float | None] | None if key in lists else float | None, key)
 
 
 def _rows(client: Client, part: str) -> Rows:
@@ -250,8 +251,11 @@ class Evaluator:
         return found
 
 
-def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
+def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> Any:
+    """The mean of the known scores, of lists entry by entry; None if there are none."""
     known = [m[key] for m in scores if m.get(key) is not None]
+    if known and isinstance(known[0], list):
+        return [_mean("", [{"": entry} for entry in entries]) for entries in zip(*known, strict=True)]
     return sum(known) / len(known) if known else None
 
 

@@ -16,6 +16,7 @@ from fedfm.core.fields import key_of
 from fedfm.core.row_kinds import Column as Column
 from fedfm.core.row_kinds import Reading as Reading
 from fedfm.core.row_kinds import RowKind as RowKind
+from fedfm.core.row_kinds import RowTargets as RowTargets
 from fedfm.models.trained import Scores as Scores
 from fedfm.models.trained import Trained as Trained
 from fedfm.tasks._sums import Sums as Sums
@@ -53,6 +54,8 @@ class Task:
         new_head: transformers builds a new head for the classes.
         needs_classes: its rows have classes.
         one_class_a_row: a row has one label of several classes: logits (b, C), and the loss is their cross-entropy.
+        own_targets: :meth:`read_targets` reads the targets of images, texts and vectors, which are not one class a row.
+        absent_target: the target of rows whose client does not have it; None: such rows are refused.
         linear_head: fedfm works on the last linear map: features of a row, before it, exist.
         two_encoders: the model compares rows with texts, such as a CLIP.
         is_language_model: it is a causal language model, whose rows are tokens without labels.
@@ -69,6 +72,7 @@ class Task:
         figures: names of the task's own scores, which results report in addition to the common ones.
         drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
         sums: names of the sums over rows from which its scores are made; empty: they cannot be joined.
+        lists: those of the figures and sums that are lists, with an entry for each class or target.
         row_means: score -> the sum of which the score is the mean over rows. A silo sends only the score, which gives
             the sum.
         problem_type: ``problem_type`` in the configuration of an exported classifier; None: it has none.
@@ -85,6 +89,8 @@ class Task:
     new_head: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     one_class_a_row: ClassVar[bool] = False
+    own_targets: ClassVar[bool] = False
+    absent_target: ClassVar[float | None] = None
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
     is_language_model: ClassVar[bool] = False
@@ -100,6 +106,7 @@ class Task:
     figures: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
+    lists: ClassVar[tuple[str, ...]] = ()
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({})
     problem_type: ClassVar[str | None] = None
 
@@ -177,6 +184,19 @@ class Task:
         """
         return None
 
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        """The targets of images, texts or feature vectors, for a task with :attr:`own_targets`.
+
+        Args:
+            sheet: the columns; those of an npz are its arrays with an entry for each row, ``y`` under ``data.label``.
+            spec: names of the columns.
+            source: name of the file in messages.
+
+        Raises:
+            InputError: a column is missing, or a cell is empty or of another form; the message says where.
+        """
+        raise NotImplementedError(f"{self.name}: no targets of its own")
+
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The rows with randomly permuted targets, on which an attacker trains.
 
@@ -187,6 +207,8 @@ class Task:
 
         from fedfm.errors import InputError
 
+        if rows.targets is not None:
+            return replace(rows, targets=rows.targets[rng.permutation(len(rows))])
         if rows.labels is None:
             raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle', key="attack.name")
         return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
@@ -206,8 +228,10 @@ class Task:
         from fedfm.models import preprocessing
 
         tokens, more = preprocessing.encode(part.inputs, tools.tokenizer, tools.max_length)
-        labels = preprocessing.labels_of(part, classes)
-        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more)
+        labels, targets = preprocessing.labels_of(part, classes), preprocessing.targets_of(part, classes, self)
+        return Rows(
+            targets, tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more
+        )
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
         """Notices before a run about the rows "training" and "test": what is cut off, or is probably wrong."""

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     inputs: Any
     used, notices = {spec.split}, (*sheet.notices, *guessed)
     label: Labels = UNLABELLED
+    targets: np.ndarray | None = None
     looks: list[Look] = []
     reader = _reader(columns, spec, task)
     reading = None if reader is None else reader.read(sheet, spec, source=source, labelled=labelled)
@@ -91,15 +93,20 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     keys = ("text", "image", *tasks.columns())
     read = tuple(key for key in keys if key not in _TARGETS and spec.column(key) in used & columns.keys())
     if kind in ("text", "image") and labelled:
+        classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
         if kind == "image":
-            classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
             if spec.label not in classes and (way := other_task(columns, spec.label)):
                 raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
-        label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
+        if reader is not None and reader.own_targets:
+            of = reader.read_targets(replace(sheet, columns=classes), spec, source=source)
+            targets, label = of.values, (None, of.classes, of.notices)
+            used |= of.used
+        else:
+            label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         if kind == "image":
             notices += picture_forms.notices(looks, label[0], label[1], source)
-        used |= {spec.label, spec.label_name}
+        used |= {spec.label, spec.label_name} if targets is None else set()
     ignored = used | {spec.label, spec.label_name}
     notices += notices_of_marks(columns, spec, source) if labelled else ()
     return Table(
@@ -112,6 +119,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         source=source,
         read=read,
         notices=(*notices, *notice_of_unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
+        targets=targets,
     )
 
 
