@@ -146,6 +146,7 @@ def predict(
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indices of those that reach the limit of tokens. Over the rows with an output (null if there is none):
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
+        - numbers: ``values``, of several targets each a dict by name;
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
@@ -180,7 +181,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]
-        known = {"trained": profile_of(run), "classes": shape["classes"]}
+        known = {"trained": profile_of(run), "classes": () if model.task.own_targets else shape["classes"]}
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"], **known)
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(
@@ -253,6 +254,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     """
     rows, text = _lines(result), io.StringIO(newline="")
     if out.suffix == ".csv":
+        rows = [_flat(row) for row in rows]
         table = csv.DictWriter(text, list(rows[0]) if rows else [])
         table.writeheader()
         table.writerows(rows)
@@ -287,6 +289,14 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
     ]
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a row, with a column ``key.name`` for each entry of a dict."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        found |= {f"{key}.{name}": x for name, x in value.items()} if isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:

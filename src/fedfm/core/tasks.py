@@ -123,7 +123,7 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
 
     def column(key: str, of: Column) -> tuple[Any, Any]:
         text = help.format(key) or of.help
-        return (tuple[str, ...], setting((), text, least=1)) if of.several else (str, setting(of.name, text))
+        return (tuple[str, ...], setting((), text)) if of.several else (str, setting(of.name, text))
 
     return {key: column(key, of) for key, of in columns().items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
 from fedfm.core.text import complain
 from fedfm.data.spec import WITHHELD
-from fedfm.data.table import Table
+from fedfm.data.table import FederatedData, Table
+from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError, NotWritten
 from fedfm.models import devices
 from fedfm.models.model import Model
@@ -53,6 +54,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         spec, base = experiment.model, tasks.trained_classes(experiment.model)
         table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
         federated = deal(table, experiment.data, seed=seed)
+    experiment, federated = with_keys_of_rows(experiment, federated)
     if experiment.model.name == WITHHELD:  # at a silo: only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)
@@ -65,6 +67,20 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         attackers = Attackers(attack, clients, seed, model.task.name)
     shared, augment = experiment.method.needs.model == "everybody", augmentation(experiment, table, model)
     return Partitioned(federated, model, attackers, shared=shared, augment=augment)
+
+
+def with_keys_of_rows(experiment: Experiment, federated: FederatedData) -> tuple[Experiment, FederatedData]:
+    """The experiment with the keys that its task takes from the training rows of all clients, and the rows, whose
+    notices name them. A silo has these keys from the experiment.
+    """
+    named = tasks.task_named(experiment.model.task)
+    if named is None:
+        return experiment, federated
+    keys, notices = row_task(named.of(experiment.model)).keys_of_rows(federated)
+    if not keys and not notices:
+        return experiment, federated
+    found = replace(experiment, model=replace(experiment.model, **keys))
+    return found, replace(federated, notices=(*federated.notices, *notices))
 
 
 def handles_parameters(experiment: Experiment) -> bool:
