@@ -68,6 +68,7 @@ def check_as_asked(e: ExperimentParts) -> None:
             key="method.name",
         )
     named = tasks.task_named(e.model.task)
+    tasks.check_columns(e.data, named)
     if named is not None and (needed := named.of(e.model).reads_all_rows) is not None:
         what, cure = needed
         if run.engine == "folder" or e.data.classes is not None:

@@ -168,6 +168,19 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
             )
 
 
+def check_columns(data: Any, task: TaskFacts | None) -> None:
+    """Refuse a list of columns in a [data] table that only other tasks read.
+
+    Raises:
+        InputError: there is such a list; the message names the tasks that read it.
+    """
+    for key in (column.key for column in columns().values() if column.several and getattr(data, column.key)):
+        readers = [of for of in available() if key in {column.key for column in of.columns}]
+        if task is None or task.name not in {of.name for of in readers}:
+            whose = " or ".join(f'model.task = "{of}"' for of in readers)
+            raise InputError(f"data.{key}: no column of this list is read without {whose}; set it", key=f"data.{key}")
+
+
 def figures() -> tuple[str, ...]:
     """Names of the scores in results that only single tasks have."""
     return tuple(dict.fromkeys(name for task in available() for name in task.figures))

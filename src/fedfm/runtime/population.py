@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage, tasks
@@ -15,13 +15,15 @@ from fedfm.core.method import Method
 from fedfm.core.text import complain
 from fedfm.data.spec import WITHHELD
 from fedfm.data.table import FederatedData, Table
-from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError, NotWritten
 from fedfm.models import devices
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
+
+if TYPE_CHECKING:
+    from fedfm.data.task_rows import RowTask
 
 _LOOK = 64  # this many training rows are prepared to count the operations per row
 
@@ -76,7 +78,7 @@ def with_keys_of_rows(experiment: Experiment, federated: FederatedData) -> tuple
     named = tasks.task_named(experiment.model.task)
     if named is None:
         return experiment, federated
-    keys, notices = row_task(named.of(experiment.model)).keys_of_rows(federated)
+    keys, notices = cast("RowTask", named.of(experiment.model)).keys_of_rows(federated)
     if not keys and not notices:
         return experiment, federated
     found = replace(experiment, model=replace(experiment.model, **keys))
