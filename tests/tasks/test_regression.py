@@ -1,4 +1,4 @@
-"""Regression: numbers of files, the scale, scores against scikit-learn, transformers' loss and Trainer, runs, exports."""
+"""Regression: numbers in files, their scale, scores by scikit-learn, loss and Trainer of transformers, exports."""
 
 import json
 import re
@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused_before_the_rows_are_read(more, words, plac
 @pytest.mark.parametrize("name", ["dirichlet", "by_class"])
 def test_partitions_by_class_are_refused(name, place, tmp_path):
     keys = {"dirichlet": {"alpha": 1.0}, "by_class": {"classes_per_client": 1}}[name]
-    with pytest.raises(InputError, match=rf'"{name}" needs labels'):
+    with pytest.raises(InputError, match=rf'"{name}" needs (labels|one class a row)'):
         run(experiment(place, data={"partition": {"name": name, "clients": 2, **keys}}), tmp_path / "run")
 
 
@@ -376,7 +376,8 @@ def test_a_local_pass_is_that_of_transformers_trainer(place, tmp_path):
     ]
     arguments = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.05, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+        lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no",
     )  # fmt: skip
     model.module.config.hidden_dropout_prob = 0.0
     for module in model.module.modules():

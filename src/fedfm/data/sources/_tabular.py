@@ -276,6 +276,9 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
         return int(value)  # pandas writes integers as floats if one is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
+        if isinstance(value, float):
+            way = 'labels are class names or integers; for numbers, set model.task = "regression"'
+            raise InputError(f'{at(row)}: column "{name}" holds {what}: {way}')
         of = "several labels per row" if isinstance(value, list | dict) else "regression"
         raise InputError(
             f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; for {of}, {WAY}'
