@@ -43,6 +43,7 @@ def rows(name):
         "language_modelling": lambda i, text: {"text": text},
         "instruction": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
         "preference": lambda i, text: {"prompt": text, "chosen": f"old {text}", "rejected": "grey"},
+        "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
         "token_classification": lambda i, text: {
             "tokens": text.split(),
             "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],

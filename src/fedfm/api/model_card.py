@@ -70,7 +70,12 @@ def card(
     if model.classes and not model.is_language_model:
         named = ", ".join(map(_code, model.classes[:_MOST]))
         more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
-        parts += ["## Classes", "", f"In the order of the outputs: {named}{more}.", ""]
+        parts += [
+            "## Targets" if model.task.own_targets else "## Classes",
+            "",
+            f"In the order of the outputs: {named}{more}.",
+            "",
+        ]
     parts += [
         "## Data and training",
         "",
@@ -163,6 +168,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         ]
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    if text := model.task.for_export(model, model.params())[0].about_outputs():
+        words += ["", text]
     if text := left_out(model):
         words += ["", f"{text[0].upper()}{text[1:]}."]
     return words

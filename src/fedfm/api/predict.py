@@ -148,6 +148,7 @@ def predict(
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
         - several labels a row: ``labels``, ``probabilities`` by label, and ``thresholds``, the probability from which
           on a row gets a label;
+        - numbers: ``values``, of several targets each a dict by name;
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
@@ -255,7 +256,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     """
     rows, text = _lines(result), io.StringIO(newline="")
     if out.suffix == ".csv":
-        rows = [_cells(row) for row in rows]
+        rows = [_flat(row) for row in rows]
         table = csv.DictWriter(text, list(rows[0]) if rows else [])
         table.writeheader()
         table.writerows(rows)
@@ -268,17 +269,6 @@ def write(result: Mapping[str, Any], out: Path) -> None:
         raise InputError(f"--out {out} exists; give another") from None
     except OSError as error:
         raise RunError(f"--out {out}: cannot be written: {storage.why(error)}") from None
-
-
-def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as cells of a csv file: a list as JSON, and a column for each value of an object."""
-    found: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": entry for name, entry in value.items()}
-        else:
-            found[key] = to_json(value) if isinstance(value, list) else value
-    return found
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -301,6 +291,17 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
     ]
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a row, with a column ``key.name`` for each entry of a dict; a list is written as JSON."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": x for name, x in value.items()}
+        else:
+            found[key] = to_json(value) if isinstance(value, list) else value
+    return found
 
 
 def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:

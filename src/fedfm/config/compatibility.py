@@ -73,6 +73,13 @@ def check_as_asked(e: ExperimentParts) -> None:
             "a method that trains the model, such as fedavg",
             key="method.name",
         )
+    tasks.check_columns(e.data, named)
+    if named is not None and (needed := named.of(e.model).reads_all_rows) is not None:
+        what, cure = needed
+        if run.engine == "folder" or e.data.classes is not None:
+            raise InputError(f"{what}, and no party has the rows of all silos: {cure}", key="model.task")
+        if e.privacy is not None and e.privacy.states_epsilon:
+            raise InputError(f"{what}, without noise, so that [privacy] would not cover it: {cure}", key="model.task")
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: a server without rows needs silos with rows, run.engine = "deployment", not "{run.engine}"',

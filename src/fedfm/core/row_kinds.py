@@ -1,4 +1,4 @@
-"""The rows of a task: the columns that it reads, the kind of its rows, and rows that it has read."""
+"""The rows of a task: the columns that it reads, the kind of its rows, rows that it has read, and tables of scores."""
 
 from __future__ import annotations
 
@@ -90,3 +90,20 @@ class RowTargets:
     classes: tuple[str, ...]
     used: frozenset[str]
     notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FigureTable:
+    """A table of scores in a report.
+
+    Attributes:
+        title: its heading.
+        head: names of the columns.
+        rows: the cells.
+        note: a sentence on how to read it.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""

@@ -65,6 +65,10 @@ class TaskFacts(Protocol):
         """The setting that needs validation rows; empty: none."""
 
     @property
+    def reads_all_rows(self) -> tuple[str, str] | None:
+        """What the task takes from the training rows of all clients, and the settings without it; None: nothing."""
+
+    @property
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
 

@@ -123,7 +123,7 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
 
     def column(key: str, of: Column) -> tuple[Any, Any]:
         text = help.format(key) or of.help
-        return (tuple[str, ...], setting((), text, least=1)) if of.several else (str, setting(of.name, text))
+        return (tuple[str, ...], setting((), text)) if of.several else (str, setting(of.name, text))
 
     return {key: column(key, of) for key, of in columns().items()}
 
@@ -166,6 +166,19 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
             raise InputError(
                 f'model.{key} belongs to task {whose}, and the task is "{task}"; drop it', key=f"model.{key}"
             )
+
+
+def check_columns(data: Any, task: TaskFacts | None) -> None:
+    """Refuse a list of columns in a [data] table that only other tasks read.
+
+    Raises:
+        InputError: there is such a list; the message names the tasks that read it.
+    """
+    for key in (column.key for column in columns().values() if column.several and getattr(data, column.key)):
+        readers = [of for of in available() if key in {column.key for column in of.columns}]
+        if task is None or task.name not in {of.name for of in readers}:
+            whose = " or ".join(f'model.task = "{of}"' for of in readers)
+            raise InputError(f"data.{key}: no column of this list is read without {whose}; set it", key=f"data.{key}")
 
 
 def figures() -> tuple[str, ...]:

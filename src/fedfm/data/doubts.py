@@ -99,7 +99,7 @@ def _quantities(table: Table, label: str) -> str | None:
         return None
     return (
         f'column "{label}" holds {len(numbers)} different numbers from {numbers[0]:g} to {numbers[-1]:g}, and each '
-        f"becomes a class: if they are a quantity, regression predicts it, with {_WAY}"
+        'becomes a class: if they are a quantity, set model.task = "regression"'
     )
 
 

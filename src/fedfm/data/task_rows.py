@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
-    from fedfm.data.table import Table
+    from fedfm.data.table import FederatedData, Table
 
 
 class RowTask(TaskFacts, Protocol):
@@ -33,6 +33,9 @@ class RowTask(TaskFacts, Protocol):
 
     def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
         """The targets of images, texts or feature vectors."""
+
+    def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Keys of the [model] table that follow from the training rows of all clients, and notices."""
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The rows with targets of other rows."""

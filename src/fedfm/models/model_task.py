@@ -10,8 +10,10 @@ from fedfm.data.task_rows import RowTask
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.core.row_kinds import FigureTable
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.table import Table
+    from fedfm.linalg.params import Params
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
@@ -93,6 +95,15 @@ class ModelTask(RowTask, Protocol):
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The predictions that ``fedfm predict`` writes for the rows."""
+
+    def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
+        """The task and the weights of an export."""
+
+    def about_outputs(self) -> str:
+        """A sentence for the reader of an export about the model's outputs."""
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        """Tables of a report about the task's own scores."""
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fedfm.core import tasks
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.page import details, figure, note, table
 from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import heat
-from fedfm.reports.text import count, esc, number, percent
+from fedfm.reports.text import count, esc, percent
 
 _MOST = 40  # largest number of classes in a matrix
 _KEPT = 1000  # largest number of classes whose counts a result has
@@ -56,8 +55,6 @@ def section(run: RunFiles) -> str:
     names = _names(run, len(lists[0]))
     if names and all(len(values) == len(names) for values in lists):
         return _from_counts(names, lists, counts, text)
-    if found := _from_lists(run):
-        return found
     known = sequence(mapping(run.manifest.get("model")).get("classes"))
     if known and run.value(GLOBAL_ACCURACY) is None and run.value(LOCAL_ACCURACY) is not None:
         return note("The server has no test rows, and silos send no counts: there are no scores of classes.")
@@ -78,27 +75,6 @@ def _cells(run: RunFiles) -> list[list[float]]:
 def _names(run: RunFiles, number: int) -> list[str]:
     known = [str(c) for c in sequence(mapping(run.manifest.get("model")).get("classes"))]
     return [*known, *(f"class {i}" for i in range(len(known), number))][:number]
-
-
-def _from_lists(run: RunFiles) -> str:
-    """A table of the scores that a task has for each class or target; empty if it has none."""
-    found = mapping(run.result.get("details"))
-    names = [str(name) for name in sequence(mapping(run.manifest.get("model")).get("classes"))]
-    lists = {key: sequence(found.get(key)) for key in tasks.figures() if key in tasks.lists()}
-    lists = {key: values for key, values in lists.items() if len(values) == len(names) > 0}
-    if not lists:
-        return ""
-    shares = {"f1", "auroc", "average precision"}
-    head = [key.partition("_by_")[0].replace("_", " ") for key in lists]
-    chosen = {key: mapping(values) for key, values in mapping(mapping(run.manifest).get("chosen")).items()}
-    rows = []
-    for i, name in enumerate(names):
-        cells = [
-            (percent if what in shares else number)(numeric(v[i])) for what, v in zip(head, lists.values(), strict=True)
-        ]
-        rows.append([name, *cells, *(number(numeric(of.get(name))) for of in chosen.values())])
-    body = table(["", *head, *chosen], rows, "Scores of each class")
-    return note("On the global test rows.") + (details("All classes", body) if len(names) > _ALL else body)
 
 
 def _from_matrix(names: Sequence[str], cells: list[list[float]], text: str) -> str:

@@ -21,7 +21,7 @@ from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.runtime import user_population
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.population import augmentation, model_of
+from fedfm.runtime.population import augmentation, model_of, with_keys_of_rows
 
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),
@@ -93,7 +93,11 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
         return Partitioned(_to_predict(rows, tuple(classes)), None)
     if experiment.own_code or is_function(rows.data):
         return _own(rows, experiment, tuple(classes))
+    named = tasks.task_named(experiment.model.task)
+    if named is not None and (needed := named.of(experiment.model).reads_all_rows) is not None:
+        raise InputError(f"{needed[0]}, and no party has the rows of all silos: {needed[1]}")
     federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
+    experiment, federated = with_keys_of_rows(experiment, federated)
     table = _with_classes(rows, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:

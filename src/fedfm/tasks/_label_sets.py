@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.core.row_kinds import RowTargets
+from fedfm.core.row_kinds import FigureTable, RowTargets
 from fedfm.core.text import listing
 from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.sources._files import column
@@ -152,3 +152,31 @@ def forewarnings(parts: Mapping[str, Table]) -> list[str]:
     ):
         found.append('each training row has exactly one label: task "classification" is made for such rows')
     return found
+
+
+def about_outputs(threshold: Any) -> str:
+    """How a reader of an export gets labels from the model's outputs."""
+    if not isinstance(threshold, Mapping):
+        return f"A row has each label whose probability, the sigmoid of its output, is at least {threshold:g}."
+    least = ", ".join(f"{name} {p:.6g}" for name, p in threshold.items())
+    return f"A row has each label whose probability, the sigmoid of its output, is at least the label's threshold: {least}."
+
+
+def tables(figures: Mapping[str, Any], classes: Sequence[str], by_label: Sequence[str]) -> list[FigureTable]:
+    """A table of a report with the scores of each label."""
+    columns = {name: figures.get(name) for name in by_label}
+    known = {name: of for name, of in columns.items() if isinstance(of, Mapping)}
+    if isinstance(of := figures.get("threshold"), Mapping):
+        known["threshold"] = of
+    if not known:
+        return []
+    head = ("label", *(name.removesuffix("_by_label").replace("_", " ") for name in known))
+    rows = tuple((name, *map(_cell, (of.get(name) for of in known.values()))) for name in classes)
+    note = "On the global test rows. Rows: those with the label. A dash: no row has the label, or all have it."
+    return [FigureTable("Scores of each label", head, rows, note)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4f}"

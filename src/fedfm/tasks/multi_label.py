@@ -8,12 +8,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
+from fedfm.tasks.task import LORA, Column, FigureTable, RowTargets, Scores, Sums, Task, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedfm.core.row_kinds import RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
@@ -146,6 +145,16 @@ class MultiLabel(Task):
             "labels": [[name for name, p in row.items() if p >= at[name]] for row in named],
             "probabilities": [{name: round(p, 6) for name, p in row.items()} for row in named],
         }
+
+    def about_outputs(self) -> str:
+        from fedfm.tasks import _label_sets
+
+        return _label_sets.about_outputs(self.threshold)
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        from fedfm.tasks import _label_sets
+
+        return _label_sets.tables(figures, classes, BY_LABEL)
 
     def describe(self, model: Network) -> dict[str, Any]:
         return {"task": self.name, "thresholds": dict(zip(model.classes, self.thresholds(model.classes), strict=True))}

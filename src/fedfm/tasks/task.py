@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import key_of
 from fedfm.core.row_kinds import Column as Column
+from fedfm.core.row_kinds import FigureTable as FigureTable
 from fedfm.core.row_kinds import Reading as Reading
 from fedfm.core.row_kinds import RowKind as RowKind
 from fedfm.core.row_kinds import RowTargets as RowTargets
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
-    from fedfm.data.table import Table
+    from fedfm.data.table import FederatedData, Table
+    from fedfm.linalg.params import Params
     from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
@@ -150,6 +152,11 @@ class Task:
         return None
 
     @property
+    def reads_all_rows(self) -> tuple[str, str] | None:
+        """What the task takes from the training rows of all clients, and the settings without it; None: nothing."""
+        return None
+
+    @property
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
         return ""
@@ -201,6 +208,16 @@ class Task:
             InputError: a column is missing, or a cell is empty or of another form; the message says where.
         """
         raise NotImplementedError(f"{self.name}: no targets of its own")
+
+    def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Keys of the [model] table that follow from the training rows of all clients, and notices for the user.
+
+        The manifest has the keys, so that all parties and later commands use the same values.
+
+        Raises:
+            InputError: the model cannot learn from these rows.
+        """
+        return {}, ()
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The rows with randomly permuted targets, on which an attacker trains.
@@ -420,6 +437,18 @@ class Task:
             "predictions": [model.classes[i] for i in probabilities.argmax(1).tolist()],
             "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
         }
+
+    def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
+        """The task and the weights of an export, if other programs need other weights than fedfm."""
+        return self, w
+
+    def about_outputs(self) -> str:
+        """A sentence for the reader of an export about the model's outputs; empty: there is nothing to say."""
+        return ""
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        """Tables of a report about the task's own scores in ``details`` of a result."""
+        return []
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's pipeline tag of an export for rows of this kind; None: there is none."""

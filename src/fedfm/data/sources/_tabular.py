@@ -94,10 +94,11 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     read = tuple(key for key in keys if key not in _TARGETS and spec.column(key) in used & columns.keys())
     if kind in ("text", "image") and labelled:
         classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
-        if kind == "image" and spec.label not in classes and (way := other_task(columns, spec.label)):
+        own = reader if reader is not None and reader.own_targets else None
+        if kind == "image" and own is None and spec.label not in classes and (way := other_task(columns, spec.label)):
             raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
-        if reader is not None and reader.own_targets:
-            of = reader.read_targets(replace(sheet, columns=classes), spec, source=source)
+        if own is not None:
+            of = own.read_targets(replace(sheet, columns=classes), spec, source=source)
             targets, label = of.values, (None, of.classes, of.notices)
             used |= of.used
         else:
@@ -275,6 +276,9 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
         return int(value)  # pandas writes integers as floats if one is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
+        if isinstance(value, float):
+            way = 'labels are class names or integers; for numbers, set model.task = "regression"'
+            raise InputError(f'{at(row)}: column "{name}" holds {what}: {way}')
         of = "several labels per row" if isinstance(value, list | dict) else "regression"
         raise InputError(
             f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; for {of}, {WAY}'

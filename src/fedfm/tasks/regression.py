@@ -1,0 +1,141 @@
+"""Regression: an image, a text or a vector -> a number, or several; :mod:`fedfm.tasks._numbers` has the long code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from fedfm.core.fields import setting
+from fedfm.tasks.task import LORA, Column, FigureTable, RowTargets, Scores, Sums, Task, Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import FederatedData, Table
+    from fedfm.linalg.params import Params
+    from fedfm.models.network import Network
+
+_BY_TARGET = tuple(f"{name}{part}_by_target" for part in ("", "_se") for name in ("mse", "mae", "r2"))
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """A new linear head predicts the targets in units of their deviations; the loss is the squared error."""
+
+    name: ClassVar[str] = "regression"
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("targets", 'columns of numbers, each a target, task "regression" [the column data.label]', several=True),
+    )
+    new_head: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True
+    own_targets: ClassVar[bool] = True
+    linear_head: ClassVar[bool] = True
+    softmax: ClassVar[bool] = False
+    compared_by_row: ClassVar[bool] = True
+    no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
+    adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
+    figures: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2", *_BY_TARGET)
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"loss": "loss_of_rows"})
+    sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments")
+    lists: ClassVar[tuple[str, ...]] = ("moments", *_BY_TARGET)
+    problem_type: ClassVar[str | None] = "regression"
+
+    scale_targets: bool = setting(
+        True, "regression: train on (target - mean) / deviation, both of the training rows of all clients"
+    )
+    target_means: tuple[float, ...] = setting(
+        (), "regression: a mean for each target, in place of those of the rows", finite=True
+    )
+    target_scales: tuple[float, ...] = setting(
+        (), "regression: a deviation for each target, in place of those of the rows", gt=0, finite=True
+    )
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    @property
+    def reads_all_rows(self) -> tuple[str, str] | None:
+        if not self.scale_targets or self.target_means or self.target_scales:
+            return None
+        what = "model.scale_targets = true takes means and deviations of the targets from all clients' training rows"
+        return what, "set it to false, or set a fixed scale by model.target_means and model.target_scales"
+
+    def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.scale_of(self, data)
+
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        from fedfm.tasks import _numbers
+
+        return _numbers.read(sheet, spec, source)
+
+    # --- model --------------------------------------------------------------------------------------------------------
+    def auto_class(self, kind: str) -> str:
+        return "ImageClassification" if kind == "image" else "SequenceClassification"
+
+    def peft_type(self, kind: str) -> str | None:
+        return None if kind == "image" else "SEQ_CLS"
+
+    def loss(self, model: Network, batch: Batch) -> Tensor:
+        return self.row_losses(model, batch)[0].mean()
+
+    def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
+        import torch
+
+        logits = model.logits(batch).float()  # (b, T)
+        targets = self.scaled(batch["targets"]).float().to(logits.device)
+        return (logits - targets).square().mean(1), torch.ones(len(logits), dtype=torch.int64)
+
+    def scaled(self, targets: Tensor) -> Tensor:
+        """Targets (b, T) in units of their deviations, as the head predicts them."""
+        means, scales = self.means_and_scales(targets)
+        return (targets - means) / scales
+
+    def means_and_scales(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and deviations (T,) of the targets, with the dtype and device of ``like`` (b, T)."""
+        targets = like.shape[1]
+        return like.new_tensor(self.target_means or [0] * targets), like.new_tensor(self.target_scales or [1] * targets)
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        from fedfm.tasks import _numbers
+
+        return _numbers.count(logits.double(), self.scaled(rows.tensors["targets"]))
+
+    def from_sums(self, sums: Mapping[str, Any]) -> Scores:
+        from fedfm.tasks import _numbers
+
+        return self.means_over_rows(sums) | _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        model = trained.model
+        said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
+        means, scales = self.means_and_scales(said)
+        rows: list[list[float]] = (said * scales + means).tolist()
+        several = len(model.classes) > 1
+        values = [dict(zip(model.classes, row, strict=True)) if several else row[0] for row in rows]
+        return {"classes": list(model.classes), "values": values}
+
+    def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.in_units(self, model, w)
+
+    def about_outputs(self) -> str:
+        from fedfm.tasks import _numbers
+
+        return _numbers.about_outputs(self.target_means, self.target_scales)
+
+    def describe(self, model: Network) -> dict[str, Any]:
+        scale = {"target_means": list(self.target_means), "target_scales": list(self.target_scales)}
+        return {"task": self.name, **{key: value for key, value in scale.items() if value}}
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.tables(figures, classes)
