@@ -159,7 +159,7 @@ def about_outputs(threshold: Any) -> str:
     if not isinstance(threshold, Mapping):
         return f"A row has each label whose probability, the sigmoid of its output, is at least {threshold:g}."
     least = ", ".join(f"{name} {p:.6g}" for name, p in threshold.items())
-    return f"A row has each label whose probability, the sigmoid of its output, is at least the label's threshold: {least}."
+    return f"A row has each label whose probability, the sigmoid of its output, is at least its threshold: {least}."
 
 
 def tables(figures: Mapping[str, Any], classes: Sequence[str], by_label: Sequence[str]) -> list[FigureTable]:
@@ -171,12 +171,12 @@ def tables(figures: Mapping[str, Any], classes: Sequence[str], by_label: Sequenc
     if not known:
         return []
     head = ("label", *(name.removesuffix("_by_label").replace("_", " ") for name in known))
-    rows = tuple((name, *map(_cell, (of.get(name) for of in known.values()))) for name in classes)
+    rows = tuple((name, *(_cell(key, of.get(name)) for key, of in known.items())) for name in classes)
     note = "On the global test rows. Rows: those with the label. A dash: no row has the label, or all have it."
     return [FigureTable("Scores of each label", head, rows, note)]
 
 
-def _cell(value: Any) -> str:
+def _cell(key: str, value: Any) -> str:
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    return f"{value:.0f}" if key.startswith("rows") else f"{value:.4f}"
