@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 import tiny_text
 from fedfm.api.execute import run
 from fedfm.api.predict import export, predict, write
+from fedfm.api.predict import load as load_run
 from fedfm.config.experiment import Experiment
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
@@ -238,26 +238,14 @@ def test_targets_need_the_task(place):
 
 
 def test_the_scale_is_that_of_all_clients_training_rows_and_is_kept(place, tmp_path):
-    tables = experiment(place, data={"targets": ["a", "b"], "val_fraction": 0.2}, rounds=0)
-    run(tables, tmp_path / "run")
-    kept = Run.open(tmp_path / "run")
-    table = load(place / "rows.jsonl", targets=("a", "b"))
-    split = kept.manifest["split"]["clients"]
-    assert sum(of["train"]["rows"] for of in split.values()) < len(table.rows("train"))  # without validation rows
-    spec = kept.experiment.model
-    assert len(spec.target_means) == len(spec.target_scales) == 2
-    assert any("targets are centred and scaled" in text for text in kept.manifest["result"]["warnings"])
-    again = replace(kept.experiment, method=replace(kept.experiment.method, rounds=1))
-    assert again.model.target_means == spec.target_means
-
-
-def test_the_scale_is_the_mean_and_deviation_of_the_rows(place, tmp_path):
-    run(experiment(place, data={"targets": ["a", "b"]}, rounds=0), tmp_path / "run")
-    table, spec = load(place / "rows.jsonl", targets=("a", "b")), None
-    spec = Run.open(tmp_path / "run").experiment.model
+    result = run(experiment(place, data={"targets": ["a", "b"]}, rounds=0), tmp_path / "run")
+    table = load_table(DataSpec(path=str(place / "rows.jsonl"), targets=("a", "b")), seed=1, task=TASK)
     y = table.targets[table.rows("train")]
-    np.testing.assert_allclose(spec.target_means, y.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(spec.target_scales, y.std(0), rtol=1e-12)
+    assert len(y) == 32  # of 40: the others are test rows
+    for spec in (Run.open(tmp_path / "run").experiment.model, load_run(tmp_path / "run")[1].task):
+        np.testing.assert_allclose(spec.target_means, y.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(spec.target_scales, y.std(0), rtol=1e-12)
+    assert [text for text in result["warnings"] if "mean and deviation of the 32 training rows" in text]
 
 
 def test_units_of_the_targets_do_not_matter(place, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -321,7 +321,11 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     details = mapping(run.result.get("details"))
     figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
-    rows += [(key.replace("_", " "), numeric(details.get(key))) for key in figures]
+    for key in figures:
+        value = details.get(key)
+        each = mapping(value) if isinstance(value, Mapping) else {}
+        rows += [(f"{key.replace('_', ' ')}: {name}", numeric(x)) for name, x in each.items() if 1 < len(each) <= _MOST]
+        rows += [] if each else [(key.replace("_", " "), numeric(value))]
     if client is not None:
         late = mapping(mapping(run.manifest.get("newcomers")).get(client))
         own = numeric(late.get("accuracy")) if late else run.client_accuracy.get(client)

@@ -179,7 +179,7 @@ def scores(n: float, moments: Any, scales: Sequence[float]) -> dict[str, Any]:
             "mae_se": _error(u - a**2 / n, n) * s,
             "r2_se": _error(uu - 2 * q * uv + q**2 * vv, n) * n / spread,
         }
-    lists = {f"{name}_by_target": values.tolist() if n else [None] * len(s) for name, values in found.items()}
+    lists = {f"{name}_by_target": values.tolist() if n else None for name, values in found.items()}
     return {name: float(found[name].mean()) if n else None for name in ("mse", "mae", "r2")} | lists
 
 
