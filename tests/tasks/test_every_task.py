@@ -43,6 +43,10 @@ def rows(name):
         "language_modelling": lambda i, text: {"text": text},
         "instruction": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
         "preference": lambda i, text: {"prompt": text, "chosen": f"old {text}", "rejected": "grey"},
+        "multi_label": lambda i, text: {
+            "text": text,
+            "label": [word for word in ("fish", "bird", "root") if word in text],
+        },
         "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
         "token_classification": lambda i, text: {
             "tokens": text.split(),

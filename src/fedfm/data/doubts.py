@@ -4,6 +4,7 @@ test rows that are also training rows, images without content, numbers for missi
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -129,7 +130,8 @@ def _several(table: Table, label: str) -> str | None:
         if made:
             return (
                 f"{len(made)} of {len(table.classes)} classes seem to be several labels in one, as "
-                f"{listing(made[:2])}: each becomes a separate class; several labels per row need {_WAY}"
+                f"{listing(made[:2])}: each becomes a separate class; several labels per row need "
+                f'model.task = "multi_label" and data.label_separator = {json.dumps(mark)}'
             )
     return None
 

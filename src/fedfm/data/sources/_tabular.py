@@ -23,7 +23,7 @@ from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.pictures import Look, Pictured, arrange
 from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, str_array
-from fedfm.data.sources._other_tasks import WAY, other_task, refuse_other
+from fedfm.data.sources._other_tasks import other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._unread import notice_of_unread, notices_of_marks
 from fedfm.data.spec import DataSpec
@@ -276,11 +276,7 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
         return int(value)  # pandas writes integers as floats if one is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
-        if isinstance(value, float):
-            way = 'labels are class names or integers; for numbers, set model.task = "regression"'
-            raise InputError(f'{at(row)}: column "{name}" holds {what}: {way}')
-        of = "several labels per row" if isinstance(value, list | dict) else "regression"
-        raise InputError(
-            f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; for {of}, {WAY}'
-        )
+        for_numbers = 'for numbers, set model.task = "regression"'
+        way = 'for several labels per row, set model.task = "multi_label"' if isinstance(value, list) else for_numbers
+        raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; {way}')
     raise InputError(f'{at(row)}: column "{name}" is empty: give a label, or remove the row')
