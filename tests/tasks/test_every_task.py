@@ -45,7 +45,7 @@ def rows(name):
         "preference": lambda i, text: {"prompt": text, "chosen": f"old {text}", "rejected": "grey"},
         "multi_label": lambda i, text: {
             "text": text,
-            "label": [word for word in ("fish", "bird", "root") if word in text],
+            "label": [name for name, has in (("odd", i % 2), ("third", i % 3 == 0)) if has],
         },
         "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
         "token_classification": lambda i, text: {
@@ -126,7 +126,8 @@ def test_figures_over_clients_are_those_of_their_rows(ready, data):
     for name in ("accuracy", "loss", "perplexity", *task.figures, *task.sums):
         assert joined[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-5)), name
     if sum(map(bool, parts)) > 1:
-        assert joined["balanced_accuracy"] is joined["macro_f1"] is None  # they need counts by class, which none tells
+        assert joined["balanced_accuracy"] is None  # it needs counts by class, which none tells
+        assert joined["macro_f1"] is None or joined["macro_f1"] == pytest.approx(whole["macro_f1"])
     of_silos = task.join_scores([coarse(found) for found in scores])  # with few digits
     for name in ("accuracy", "loss", "perplexity", *(set(task.figures) - set(task.lists))):
         assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-3, abs=1e-3)), name
@@ -203,6 +204,7 @@ def test_names_and_columns_are_said_once():
         assert (SOURCES / "tasks" / f"{task.name}.py").is_file()
         assert set(task.drawn) <= set(task.figures)
         assert len({column.key for column in task.columns}) == len(task.columns)
+        assert tasks.lists() & {*task.figures, *task.sums} == set(task.lists)  # a name is a list for all tasks, or none
     keys = {name for name, of in DataSpec.__dataclass_fields__.items()}
     assert tasks.columns().keys() <= keys
 

@@ -101,11 +101,13 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """All scores that follow from the sums of :class:`fedfm.tasks.multi_label.MultiLabel`; None if undefined.
+    """All scores that follow from the sums of :class:`fedfm.tasks.multi_label.MultiLabel`; none without rows.
 
-    A sum that is unknown is NaN, or a list with NaN.
+    A score that is undefined is None. A sum that is unknown is NaN, or a list with NaN.
     """
-    labelled, found, right = (_numbers(sums[key]) for key in ("labelled", "found", "right_labels"))
+    if sums["rows"] == 0:
+        return {}
+    labelled, found, right = (_numbers(sums[key]) for key in ("positives", "predicted_positives", "true_positives"))
     known = all(map(math.isfinite, (*labelled, *found, *right)))
     f1 = f1_by_label(labelled, found, right) if known else []
     total = sum(labelled) + sum(found)

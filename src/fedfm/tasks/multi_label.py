@@ -40,9 +40,17 @@ class MultiLabel(Task):
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
     figures: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision", *BY_LABEL)
     drawn: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision")
-    lists: ClassVar[tuple[str, ...]] = ("labelled", "found", "right_labels", "ranks", *BY_LABEL)
+    lists: ClassVar[tuple[str, ...]] = ("positives", "predicted_positives", "true_positives", "ranks", *BY_LABEL)
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
-    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows", "labelled", "found", "right_labels", "ranks")
+    sums: ClassVar[tuple[str, ...]] = (
+        "rows",
+        "right",
+        "loss_of_rows",
+        "positives",
+        "predicted_positives",
+        "true_positives",
+        "ranks",
+    )
     problem_type: ClassVar[str | None] = "multi_label_classification"
 
     threshold: float | str = setting(
@@ -114,9 +122,9 @@ class MultiLabel(Task):
             "rows": len(rows),
             "right": int((found == (targets > 0)).all(1).sum()),
             "loss_of_rows": float(_losses(logits.double(), targets).sum()),
-            "labelled": (targets > 0).sum(0).tolist(),
-            "found": found.sum(0).tolist(),
-            "right_labels": right.sum(0).tolist(),
+            "positives": (targets > 0).sum(0).tolist(),
+            "predicted_positives": found.sum(0).tolist(),
+            "true_positives": right.sum(0).tolist(),
             "ranks": _label_scores.rank_counts(logits.numpy(), targets.numpy()),
         }
 
