@@ -61,20 +61,10 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
         )
-    if needs.one_class and (named := tasks.task_named(e.model.task)) is not None and named.own_targets:
-        raise InputError(
-            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use '
-            "a method that trains the model, such as fedavg",
-            key="method.name",
-        )
-    named = tasks.task_named(e.model.task)
-    tasks.check_columns(e.data, named)
-    if named is not None and (needed := named.of(e.model).reads_all_rows) is not None:
-        what, cure = needed
-        if run.engine == "folder" or e.data.classes is not None:
-            raise InputError(f"{what}, and no party has the rows of all silos: {cure}", key="model.task")
-        if e.privacy is not None and e.privacy.states_epsilon:
-            raise InputError(f"{what}, without noise, so that [privacy] would not cover it: {cure}", key="model.task")
+    if e.model.task is not None or tasks.lists_columns(e.data):
+        from fedfm.config import options
+
+        options.check_task(e, method)
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: a server without rows needs silos with rows, run.engine = "deployment", not "{run.engine}"',

@@ -20,8 +20,8 @@ def table(run_dirs: Sequence[Path]) -> str:
     Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows in
     others, the column is left out, and a last line names the score by which runs are compared. ``spread`` is the
     standard deviation of the clients' accuracies. For language models the table has ``perplexity`` and ``local loss``
-    (mean over clients, on their own test rows), and ``loss`` in place of accuracies that no run has; columns that all runs
-    lack are left out. If a run is unfinished, there
+    (mean over clients, on their own test rows), and if no run has an accuracy, ``loss``; columns that all runs lack are
+    left out. If a run is unfinished, there
     is a column ``state``.
 
     Raises:
