@@ -1,4 +1,4 @@
-"""Rules on keys that few experiments set: tasks, coded transport, a user's function for rows and model, augmentation."""
+"""Rules on keys that few experiments set: tasks, coded transport, a user's function for the rows, augmentation."""
 
 from __future__ import annotations
 
