@@ -100,7 +100,8 @@ class Regression(Task):
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
 
-        return self.means_over_rows(sums) | _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
+        scores = _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
+        return {"accuracy": None, **self.means_over_rows(sums), **scores}
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
