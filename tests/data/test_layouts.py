@@ -218,7 +218,7 @@ def test_rows_of_another_task_are_named_with_the_way_that_has_it(name: str, tmp_
             read(path, task)
     with pytest.raises(InputError, match=r'several labels per row, set model[.]task = "multi_label"'):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": ["x", "y"]}))
-    with pytest.raises(InputError, match=r'for numbers, set model[.]task = "regression"'):
+    with pytest.raises(InputError, match=r'for numbers, set model\.task = "regression"'):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": 1.5}))
 
 

@@ -23,6 +23,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.run_directory import Run
+from fedfm.tasks import _numbers
 from fedfm.tasks.regression import Regression
 
 TASK = "regression"
@@ -340,7 +341,7 @@ def test_a_local_pass_is_that_of_transformers_trainer(place, tmp_path):
     keys = {"target_means": (2005.0, 0.0008), "target_scales": (12.0, 0.0009)}
     table, model = loaded(place, keys)
     prepared = model.prepare(table, range(40))
-    scaled = model.task.scaled(prepared.tensors["targets"]).float()
+    scaled = _numbers.scaled(model.task, prepared.tensors["targets"]).float()
     batches = [prepared.batch(range(at, at + 4)) for at in range(0, 40, 4)]
     ours = []
     start = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
@@ -398,6 +399,7 @@ def test_vectors_with_secure_sums_and_validation_rows(place, tmp_path):
     assert run(tables, tmp_path / "patient")["details"]["val_loss"] is not None
 
 
+@pytest.mark.proof  # it loads the accountant
 def test_noise_needs_a_fixed_scale(place, tmp_path):
     privacy = {"mechanism": "dp_sgd", "unit": "record", "noise_multiplier": 0.3, "clip_norm": 1.0, "delta": 1e-3}
     fixed = {"target_means": [50.0], "target_scales": [4.0]}
@@ -428,6 +430,7 @@ def test_predictions_are_in_the_units_of_the_targets_by_name(finished, place, tm
     assert float(first.split(",")[1]) == a[0]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 @pytest.mark.parametrize("to", ["hf", "peft"])
 def test_transformers_gives_the_same_numbers_from_an_export(to, finished, place, tmp_path):
     from peft import AutoPeftModelForSequenceClassification
@@ -464,3 +467,60 @@ def test_an_attacker_shuffles_whole_rows_of_targets(place):
     assert other.targets.tolist() != table.targets.tolist()
     assert sorted(other.targets.tolist()) == sorted(table.targets.tolist())
     assert other.inputs == table.inputs
+
+
+# --- silos and images -------------------------------------------------------------------------------------------------
+
+
+def of_silo(place, name, model, classes=("value",), **columns):
+    from fedfm.runtime.own_rows import OwnRows, populate
+
+    known = {"features": {"kind": "features", "width": 4}, "text": {"kind": "text"}}[name]
+    experiment = Experiment.from_dict(
+        {
+            "data": {"classes": list(classes), **known},
+            "model": {"name": "features" if name == "features" else str(place / "bert"), "task": TASK, **model},
+            "method": {"name": "fedavg", "rounds": 1},
+            "run": {"engine": "deployment"},
+        }
+    )
+    file = place / ("rows.npz" if name == "features" else "rows.jsonl")
+    return populate(OwnRows("north", str(file), models=(str(place / "bert"),), columns=columns), experiment, classes)
+
+
+def test_silos_take_a_fixed_scale_and_no_other(place):
+    fixed = {"target_means": [50.0], "target_scales": [4.0]}
+    found = of_silo(place, "features", fixed)
+    assert (found.model.task.target_means, found.model.task.target_scales) == ((50.0,), (4.0,))
+    assert of_silo(place, "features", {"scale_targets": False}).model.task.target_means == ()
+    with pytest.raises(InputError, match=r"no party has the rows of all silos: set it to false, or set a fixed scale"):
+        of_silo(place, "features", {})
+    with pytest.raises(InputError, match=r"2 numbers for 1 targets"):
+        of_silo(place, "features", {"target_means": [1.0, 2.0], "target_scales": [1.0, 1.0]})
+
+
+def test_a_silo_names_its_columns(place):
+    fixed = {"target_means": [2000.0, 0.0], "target_scales": [10.0, 1.0], "adaptation": {"name": "head"}}
+    assert of_silo(place, "text", fixed, ("a", "b"), targets=("a", "b")).federated.table.classes == ("a", "b")
+    one = of_silo(place, "text", {"scale_targets": False, "adaptation": {"name": "head"}}, label="a")
+    assert one.federated.table.classes == ("value",)  # whatever its column is called
+
+
+def test_images_are_learned_with_any_adaptation(tmp_path):
+    rng = np.random.default_rng(0)
+    shade = rng.uniform(40, 250, 40)
+    noise = rng.uniform(0.5, 1, (40, 8, 8, 3))
+    np.savez(tmp_path / "a.npz", x=(noise * shade[:, None, None, None]).astype(np.uint8), y=shade)
+    for adaptation in ("head", "lora"):
+        tables = {
+            "data": {"path": str(tmp_path / "a.npz"), "partition": {"name": "iid", "clients": 2}},
+            "model": {"name": "nano-vit", "task": TASK, "adaptation": {"name": adaptation}},
+            "method": {"name": "fedavg", "local": {"name": "adamw", "batch_size": 8}},
+            "run": {"seed": 1, "workers": 1},
+        }
+        tables["method"]["rounds"] = 8 if adaptation == "head" else 5
+        tables["method"]["local"]["learning_rate"] = 0.01 if adaptation == "head" else 0.003
+        result = run(tables, tmp_path / adaptation)
+        assert result["details"]["r2"] > 0.3
+        values = predict(tmp_path / adaptation, tmp_path / "a.npz")["values"]
+        assert np.corrcoef(values, shade)[0, 1] > 0.5

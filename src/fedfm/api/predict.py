@@ -183,7 +183,10 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]
-        known = {"trained": profile_of(run), "classes": () if model.task.own_targets else shape["classes"]}
+        known: dict[str, Any] = {
+            "trained": profile_of(run),
+            "classes": () if model.task.own_targets else shape["classes"],
+        }
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"], **known)
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(

@@ -61,25 +61,10 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
         )
-    named = tasks.task_named(e.model.task)
-    if named is not None and (key := named.of(e.model).needs_validation):
-        if e.privacy is not None:
-            raise InputError(f"{key}: scores on validation rows are covered by no [privacy]; give a number")
-        if e.data.classes is not None and not e.data.val_fraction:
-            raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
-    if needs.one_class and named is not None and named.own_targets:
-        raise InputError(
-            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use '
-            "a method that trains the model, such as fedavg",
-            key="method.name",
-        )
-    tasks.check_columns(e.data, named)
-    if named is not None and (needed := named.of(e.model).reads_all_rows) is not None:
-        what, cure = needed
-        if run.engine == "folder" or e.data.classes is not None:
-            raise InputError(f"{what}, and no party has the rows of all silos: {cure}", key="model.task")
-        if e.privacy is not None and e.privacy.states_epsilon:
-            raise InputError(f"{what}, without noise, so that [privacy] would not cover it: {cure}", key="model.task")
+    if e.model.task is not None or tasks.lists_columns(e.data):
+        from fedfm.config import options
+
+        options.check_task(e, method)
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: a server without rows needs silos with rows, run.engine = "deployment", not "{run.engine}"',
@@ -89,7 +74,7 @@ def check_as_asked(e: ExperimentParts) -> None:
         from fedfm.config import options
 
         options.check_augmented(e, method)
-    tasks.check_keys(e.model, named)
+    tasks.check_keys(e.model, tasks.task_named(e.model.task))
     if tasks.trained_classes(e.model) is not None and (run.engine == "folder" or e.data.classes is not None):
         raise InputError(
             "model.base_classes chooses among the server's rows, and here silos train on their own rows; drop it",

@@ -1,12 +1,9 @@
-"""The rows of a task: the columns that it reads, the kind of its rows, rows that it has read, and tables of scores."""
+"""The rows of a task: the columns that it reads, the kind of its rows, and rows that it has read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -73,37 +70,3 @@ class Reading:
     used: frozenset[str]
     notices: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RowTargets:
-    """Targets of images, texts or feature vectors whose task is not to find one class.
-
-    Attributes:
-        values: float64 (N, T), the targets of each row.
-        classes: names of the T targets.
-        used: names of the columns that are read.
-        notices: for the user, on how they were read.
-    """
-
-    values: np.ndarray
-    classes: tuple[str, ...]
-    used: frozenset[str]
-    notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class FigureTable:
-    """A table of scores in a report.
-
-    Attributes:
-        title: its heading.
-        head: names of the columns.
-        rows: the cells.
-        note: a sentence on how to read it.
-    """
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""

@@ -168,17 +168,9 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
             )
 
 
-def check_columns(data: Any, task: TaskFacts | None) -> None:
-    """Refuse a list of columns in a [data] table that only other tasks read.
-
-    Raises:
-        InputError: there is such a list; the message names the tasks that read it.
-    """
-    for key in (column.key for column in columns().values() if column.several and getattr(data, column.key)):
-        readers = [of for of in available() if key in {column.key for column in of.columns}]
-        if task is None or task.name not in {of.name for of in readers}:
-            whose = " or ".join(f'model.task = "{of}"' for of in readers)
-            raise InputError(f"data.{key}: no column of this list is read without {whose}; set it", key=f"data.{key}")
+def lists_columns(data: Any) -> tuple[str, ...]:
+    """The keys of a [data] table that list columns and are set."""
+    return tuple(key for key, column in columns().items() if column.several and getattr(data, key))
 
 
 def figures() -> tuple[str, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fedfm.core.row_kinds import Reading, RowTargets
+from fedfm.core.row_kinds import Reading
 from fedfm.core.task_facts import TaskFacts
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from fedfm.core.row_targets import RowTargets
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import FederatedData, Table

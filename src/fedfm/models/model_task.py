@@ -10,7 +10,7 @@ from fedfm.data.task_rows import RowTask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedfm.core.row_kinds import FigureTable
+    from fedfm.core.row_targets import FigureTable
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.table import Table
     from fedfm.linalg.params import Params

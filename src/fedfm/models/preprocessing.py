@@ -121,29 +121,12 @@ def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None =
 def targets_of(
     table: Table, classes: tuple[str, ...], task: TaskFacts | None, index: np.ndarray | None = None
 ) -> dict[str, Tensor]:
-    """The tensor ``targets``, float64 (n, T), of the rows ``index`` (by default all); empty if rows have no targets.
-
-    A target that the rows do not have is the task's ``absent_target``.
-
-    Raises:
-        InputError: a target is not in ``classes``, or the rows lack one that the task needs.
-    """
+    """As :func:`fedfm.models.row_targets.targets_of`, if rows have targets; else {}."""
     if table.targets is None:
         return {}
-    if unknown := [name for name in table.classes if name not in classes]:
-        raise InputError(f"{_source(table)}: target {unknown[0]!r} is none of the model's: {', '.join(classes)}")
-    place = {name: i for i, name in enumerate(table.classes)}
-    found = np.full((len(table if index is None else index), len(classes)), np.nan)
-    there = [j for j, name in enumerate(classes) if name in place]
-    values = table.targets if index is None else table.targets[index]
-    found[:, there] = values[:, [place[classes[j]] for j in there]]
-    absent = task.absent_target if task is not None else None
-    if absent is not None:
-        found = np.nan_to_num(found, nan=absent)
-    elif np.isnan(found).any():
-        name = classes[int(np.flatnonzero(np.isnan(found).any(0))[0])]
-        raise InputError(f"{_source(table)}: rows have no target {name!r}, which the model has")
-    return {"targets": torch.from_numpy(found)}
+    from fedfm.models import row_targets
+
+    return row_targets.targets_of(table.targets, table, classes, task, index)
 
 
 _PIXELS = {"pixel_values", "pixel_mask"}  # a mask without missing pixels has no information

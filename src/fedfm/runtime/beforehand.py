@@ -52,7 +52,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         return []
     if lengths.exceeds(model.tools):
         model.prepare(table, rows)
-    if table.kind == "image" and model.tools.image is not None:
+    if table.kind == "image" and model.tools.image is not None and not isinstance(table.inputs, np.ndarray):
         from fedfm.models import picture_sizes
 
         picture_sizes.check(table.inputs, rows, model.tools.image, table.source)

@@ -19,9 +19,9 @@ from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime import user_population
+from fedfm.runtime import keys_of_rows, user_population
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.population import augmentation, model_of, with_keys_of_rows
+from fedfm.runtime.population import augmentation, model_of
 
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),
@@ -97,7 +97,7 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
     if named is not None and (needed := named.of(experiment.model).reads_all_rows) is not None:
         raise InputError(f"{needed[0]}, and no party has the rows of all silos: {needed[1]}")
     federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
-    experiment, federated = with_keys_of_rows(experiment, federated)
+    experiment, federated = keys_of_rows.add(experiment, federated)
     table = _with_classes(rows, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage, tasks
@@ -14,16 +14,13 @@ from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
 from fedfm.core.text import complain
 from fedfm.data.spec import WITHHELD
-from fedfm.data.table import FederatedData, Table
+from fedfm.data.table import Table
 from fedfm.errors import InputError, NotWritten
 from fedfm.models import devices
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
-
-if TYPE_CHECKING:
-    from fedfm.data.task_rows import RowTask
 
 _LOOK = 64  # this many training rows are prepared to count the operations per row
 
@@ -56,7 +53,10 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         spec, base = experiment.model, tasks.trained_classes(experiment.model)
         table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
         federated = deal(table, experiment.data, seed=seed)
-    experiment, federated = with_keys_of_rows(experiment, federated)
+    if spec.task is not None:
+        from fedfm.runtime import keys_of_rows
+
+        experiment, federated = keys_of_rows.add(experiment, federated)
     if experiment.model.name == WITHHELD:  # at a silo: only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)
@@ -69,20 +69,6 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         attackers = Attackers(attack, clients, seed, model.task.name)
     shared, augment = experiment.method.needs.model == "everybody", augmentation(experiment, table, model)
     return Partitioned(federated, model, attackers, shared=shared, augment=augment)
-
-
-def with_keys_of_rows(experiment: Experiment, federated: FederatedData) -> tuple[Experiment, FederatedData]:
-    """The experiment with the keys that its task takes from the training rows of all clients, and the rows, whose
-    notices name them. A silo has these keys from the experiment.
-    """
-    named = tasks.task_named(experiment.model.task)
-    if named is None:
-        return experiment, federated
-    keys, notices = cast("RowTask", named.of(experiment.model)).keys_of_rows(federated)
-    if not keys and not notices:
-        return experiment, federated
-    found = replace(experiment, model=replace(experiment.model, **keys))
-    return found, replace(federated, notices=(*federated.notices, *notices))
 
 
 def handles_parameters(experiment: Experiment) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,21 +62,16 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }
-    _keep_keys(run, population.model)
+    if run.experiment.model.task is not None:
+        from fedfm.runtime import keys_of_rows
+
+        keys_of_rows.keep(run, population.model)
     tell(run, population.summary(), notices, table.profile, partition)
     fits(run.experiment, population.model)
     # Under [privacy] the ledger has no operations, since these would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
-
-
-def _keep_keys(run: Run, model: Model) -> None:
-    """Write the keys that the task took from the rows into the experiment of the manifest."""
-    keys = {key: getattr(model.spec, key) for key in tasks.model_settings()}
-    if changed := {key: value for key, value in keys.items() if value != getattr(run.experiment.model, key)}:
-        run.manifest["experiment"]["model"] |= changed
-        run.experiment = replace(run.experiment, model=replace(run.experiment.model, **changed))
 
 
 def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.core.row_kinds import FigureTable, RowTargets
+from fedfm.core.row_targets import FigureTable, RowTargets
 from fedfm.core.text import listing
 from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.sources._files import column

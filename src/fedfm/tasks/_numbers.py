@@ -11,11 +11,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedfm.core.row_kinds import FigureTable, RowTargets
+from fedfm.core.row_targets import FigureTable, RowTargets
 from fedfm.core.text import listing
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
@@ -27,8 +27,13 @@ from fedfm.linalg.params import Params
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.core.rows import Batch
+    from fedfm.data.table import Table
     from fedfm.models.network import Network
+    from fedfm.models.trained import Trained
     from fedfm.tasks.regression import Regression
+
+R = TypeVar("R", bound="Regression")
 
 ONE = "value"  # name of the only target, which silos may have in columns of different names
 _MOMENTS = 9
@@ -143,6 +148,28 @@ def scale_of(task: Regression, data: FederatedData) -> tuple[Mapping[str, Any], 
     return found, (notice,)
 
 
+# --- model ------------------------------------------------------------------------------------------------------------
+def row_losses(task: Regression, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The squared error of each row (b,), the mean over its targets, and the counts 1."""
+    import torch
+
+    logits = model.logits(batch).float()  # (b, T)
+    targets = scaled(task, batch["targets"]).float().to(logits.device)
+    return (logits - targets).square().mean(1), torch.ones(len(logits), dtype=torch.int64)
+
+
+def scaled(task: Regression, targets: Tensor) -> Tensor:
+    """Targets (b, T) in units of their deviations, as the head predicts them."""
+    means, scales = means_and_scales(task, targets)
+    return (targets - means) / scales
+
+
+def means_and_scales(task: Regression, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and deviations (T,) of the targets, with the dtype and device of ``like`` (b, T)."""
+    targets = like.shape[1]
+    return like.new_tensor(task.target_means or [0] * targets), like.new_tensor(task.target_scales or [1] * targets)
+
+
 # --- scores -----------------------------------------------------------------------------------------------------------
 def count(said: Tensor, targets: Tensor) -> dict[str, Any]:
     """The sums of predictions and targets (n, T), both in units of the targets' deviations."""
@@ -190,7 +217,18 @@ def _error(squares: np.ndarray, n: float) -> np.ndarray:
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-def in_units(task: Regression, model: Network, w: Params) -> tuple[Regression, Params]:
+def answer(task: Regression, trained: Trained, table: Table) -> dict[str, Any]:
+    """The predictions in the users' units: a number a row, or several by name."""
+    model = trained.model
+    said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
+    means, scales = means_and_scales(task, said)
+    rows: list[list[float]] = (said * scales + means).tolist()
+    several = len(model.classes) > 1
+    values = [dict(zip(model.classes, row, strict=True)) if several else row[0] for row in rows]
+    return {"classes": list(model.classes), "values": values}
+
+
+def in_units(task: R, model: Network, w: Params) -> tuple[R, Params]:
     """The task and the weights with the scale folded into the head, which then predicts in the users' units.
 
     A head without a bias takes the deviations, and the means stay to be added.

@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks.task import LORA, Column, FigureTable, RowTargets, Scores, Sums, Task, Trained
+from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec

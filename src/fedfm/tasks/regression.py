@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import setting
-from fedfm.tasks.task import LORA, Column, FigureTable, RowTargets, Scores, Sums, Task, Trained
+from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
@@ -84,21 +85,9 @@ class Regression(Task):
         return self.row_losses(model, batch)[0].mean()
 
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-        import torch
+        from fedfm.tasks import _numbers
 
-        logits = model.logits(batch).float()  # (b, T)
-        targets = self.scaled(batch["targets"]).float().to(logits.device)
-        return (logits - targets).square().mean(1), torch.ones(len(logits), dtype=torch.int64)
-
-    def scaled(self, targets: Tensor) -> Tensor:
-        """Targets (b, T) in units of their deviations, as the head predicts them."""
-        means, scales = self.means_and_scales(targets)
-        return (targets - means) / scales
-
-    def means_and_scales(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and deviations (T,) of the targets, with the dtype and device of ``like`` (b, T)."""
-        targets = like.shape[1]
-        return like.new_tensor(self.target_means or [0] * targets), like.new_tensor(self.target_scales or [1] * targets)
+        return _numbers.row_losses(self, model, batch)
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
@@ -106,22 +95,19 @@ class Regression(Task):
 
         if "targets" not in rows.tensors:
             return {}
-        return _numbers.count(logits.double(), self.scaled(rows.tensors["targets"]))
+        return _numbers.count(logits.double(), _numbers.scaled(self, rows.tensors["targets"]))
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
 
-        return self.means_over_rows(sums) | _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
+        scores = _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
+        return {"accuracy": None, **self.means_over_rows(sums), **scores}
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        model = trained.model
-        said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
-        means, scales = self.means_and_scales(said)
-        rows: list[list[float]] = (said * scales + means).tolist()
-        several = len(model.classes) > 1
-        values = [dict(zip(model.classes, row, strict=True)) if several else row[0] for row in rows]
-        return {"classes": list(model.classes), "values": values}
+        from fedfm.tasks import _numbers
+
+        return _numbers.answer(self, trained, table)
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         from fedfm.tasks import _numbers

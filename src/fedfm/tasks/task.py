@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import key_of
 from fedfm.core.row_kinds import Column as Column
-from fedfm.core.row_kinds import FigureTable as FigureTable
 from fedfm.core.row_kinds import Reading as Reading
 from fedfm.core.row_kinds import RowKind as RowKind
-from fedfm.core.row_kinds import RowTargets as RowTargets
 from fedfm.models.trained import Scores as Scores
 from fedfm.models.trained import Trained as Trained
 from fedfm.tasks._sums import Sums as Sums
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec

@@ -94,11 +94,16 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     read = tuple(key for key in keys if key not in _TARGETS and spec.column(key) in used & columns.keys())
     if kind in ("text", "image") and labelled:
         classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
-        own = reader if reader is not None and reader.own_targets else None
-        if kind == "image" and own is None and spec.label not in classes and (way := other_task(columns, spec.label)):
+        has_targets = reader is not None and reader.own_targets
+        if (
+            kind == "image"
+            and not has_targets
+            and spec.label not in classes
+            and (way := other_task(columns, spec.label))
+        ):
             raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
-        if own is not None:
-            of = own.read_targets(replace(sheet, columns=classes), spec, source=source)
+        if reader is not None and has_targets:
+            of = reader.read_targets(replace(sheet, columns=classes), spec, source=source)
             targets, label = of.values, (None, of.classes, of.notices)
             used |= of.used
         else:

@@ -57,8 +57,8 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     targets, used = None, frozenset[str]()
     reader = tasks.task_named(task)
     if labelled and reader is not None and reader.own_targets:
-        of = row_task(reader).read_targets(_sheet(arrays, length, spec, path), spec, source=str(path))
-        targets, classes, notices, used = of.values, of.classes, of.notices, of.used
+        read = row_task(reader).read_targets(_sheet(arrays, length, spec, path), spec, source=str(path))
+        targets, classes, notices, used = read.values, read.classes, read.notices, read.used
     elif labelled:
         labels, classes, notices = _labels(arrays, length, path)
     if image and x.dtype.itemsize > 1:
