@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError

@@ -170,7 +170,7 @@ def predict(
 
 
 def _predict(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
-    from fedfm.data.load import read_inputs
+    from fedfm.data.rows_to_predict import read_inputs
     from fedfm.linalg.threads import torch_threads
     from fedfm.models import lost_words
     from fedfm.models.language.generation import left_out, settings_in_force

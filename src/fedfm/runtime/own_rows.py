@@ -13,7 +13,6 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
 from fedfm.core.text import listing
-from fedfm.data.load import read_inputs
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
@@ -131,6 +130,8 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
         raise InputError(
             "the run predicts, but this silo's file names no rows to predict; set predict to a file or folder"
         )
+    from fedfm.data.rows_to_predict import read_inputs
+
     columns = DataSpec(path=rows.predict, **rows.columns)
     table = replace(read_inputs(rows.predict, columns, kind="image"), classes=classes)
     none, every = np.arange(0), np.arange(len(table))

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 Array = np.ndarray
 Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place
@@ -27,9 +30,11 @@ def rank_counts(logits: Array, targets: Array) -> Ranks:
     return _counted(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
 
 
-def add_ranks(parts: Iterable[Sequence[float]]) -> Ranks:
-    """The counts of the rows of all parts together."""
-    triples = np.concatenate([np.zeros((0, 3), np.int64), *(_triples(part) for part in parts)])
+def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
+    """The counts of the rows of all parts together; None if a part does not have them."""
+    if None in parts:
+        return None
+    triples = np.concatenate([np.zeros((0, 3), np.int64), *(_triples(part or ()) for part in parts)])
     return _counted(*triples.T)
 
 
@@ -152,3 +157,43 @@ def _best_threshold(bins: Array, with_label: Array, without: Array) -> float | N
     best = np.flatnonzero(f1 >= f1.max() - 1e-12)
     z = middle[best[np.abs(middle[best]).argmin()]]
     return float(1 / (1 + math.exp(-z))) if abs(z) < 500 else float(z > 0)
+
+
+def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The best thresholds as a value of the key ``threshold``, 0.5 for a label that no row has."""
+    if ranks is None:
+        return {}
+    best = best_thresholds(ranks, len(classes))
+    return {"threshold": {name: 0.5 if p is None else p for name, p in zip(classes, best, strict=True)}}
+
+
+def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean binary cross-entropy over labels of each row (b,), from logits and targets (b, C), and a 1 for each."""
+    losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(1)
+    return losses, torch.ones_like(losses, dtype=torch.int64)
+
+
+def count(logits: Tensor, targets: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
+    """The sums over rows of :class:`fedfm.tasks.multi_label.MultiLabel`, from logits and targets (n, C)."""
+    least = torch.tensor([*thresholds.values()], dtype=torch.float64)
+    found, right = logits.double() >= least.logit(), targets > 0
+    return {
+        "rows": len(targets),
+        "right": int((found == right).all(1).sum()),
+        "loss_of_rows": float(row_losses(logits.double(), targets)[0].sum()),
+        "positives": right.sum(0).tolist(),
+        "predicted_positives": found.sum(0).tolist(),
+        "true_positives": (found & right).sum(0).tolist(),
+        "ranks": rank_counts(logits.numpy(), targets.numpy()),
+    }
+
+
+def answer(logits: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
+    """The predictions of rows with these logits (n, C), for labels with these thresholds."""
+    shares = [dict(zip(thresholds, row, strict=True)) for row in logits.double().sigmoid().tolist()]
+    return {
+        "classes": list(thresholds),
+        "thresholds": dict(thresholds),
+        "labels": [[name for name, p in row.items() if p >= thresholds[name]] for row in shares],
+        "probabilities": [{name: round(p, 6) for name, p in row.items()} for row in shares],
+    }

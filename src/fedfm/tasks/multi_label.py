@@ -86,18 +86,16 @@ class MultiLabel(Task):
         return self.row_losses(model, batch)[0].mean()
 
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-        import torch
+        from fedfm.tasks import _label_scores
 
-        losses = _losses(model.logits(batch).float(), batch["targets"])
-        return losses, torch.ones_like(losses, dtype=torch.int64)
+        return _label_scores.row_losses(model.logits(batch).float(), batch["targets"])
 
     # --- scores -------------------------------------------------------------------------------------------------------
-    def thresholds(self, classes: Sequence[str]) -> list[float]:
+    def thresholds(self, classes: Sequence[str]) -> dict[str, float]:
         """The probability from which on a row gets each label."""
-        chosen = self.threshold
-        if isinstance(chosen, Mapping):
-            return [chosen.get(name, 0.5) for name in classes]
-        return [0.5 if isinstance(chosen, str) else chosen] * len(classes)
+        chosen = self.threshold if isinstance(self.threshold, Mapping) else {}
+        every = 0.5 if chosen or isinstance(self.threshold, str) else self.threshold
+        return {name: chosen.get(name, every) for name in classes}
 
     @property
     def needs_validation(self) -> str:
@@ -106,35 +104,18 @@ class MultiLabel(Task):
     def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
         from fedfm.tasks import _label_scores
 
-        if not self.needs_validation or scores.get("ranks") is None:
-            return {}
-        best = _label_scores.best_thresholds(scores["ranks"], len(classes))
-        return {"threshold": {name: 0.5 if p is None else p for name, p in zip(classes, best, strict=True)}}
+        return _label_scores.choose(scores.get("ranks"), classes) if self.needs_validation else {}
 
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
-        import torch
-
         from fedfm.tasks import _label_scores
 
-        targets = rows.tensors["targets"]
-        found = logits.double() >= torch.tensor(self.thresholds(model.classes), dtype=torch.float64).logit()
-        right = found & (targets > 0)
-        return {
-            "rows": len(rows),
-            "right": int((found == (targets > 0)).all(1).sum()),
-            "loss_of_rows": float(_losses(logits.double(), targets).sum()),
-            "positives": (targets > 0).sum(0).tolist(),
-            "predicted_positives": found.sum(0).tolist(),
-            "true_positives": right.sum(0).tolist(),
-            "ranks": _label_scores.rank_counts(logits.numpy(), targets.numpy()),
-        }
+        return _label_scores.count(logits, rows.tensors["targets"], self.thresholds(model.classes))
 
     def add_sums(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         from fedfm.tasks import _label_scores
 
-        ranks = [part.get("ranks") for part in parts]
-        known = None if None in ranks else _label_scores.add_ranks(ranks)
-        return {**super().add_sums([{**part, "ranks": 0} for part in parts]), "ranks": known}
+        plain = super().add_sums([{**part, "ranks": 0} for part in parts])
+        return {**plain, "ranks": _label_scores.add_ranks([part.get("ranks") for part in parts])}
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _label_scores
@@ -143,17 +124,10 @@ class MultiLabel(Task):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        model = trained.model
-        found = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double().sigmoid().tolist()
-        least = self.thresholds(model.classes)
-        named = [dict(zip(model.classes, row, strict=True)) for row in found]
-        at = dict(zip(model.classes, least, strict=True))
-        return {
-            "classes": list(model.classes),
-            "thresholds": at,
-            "labels": [[name for name, p in row.items() if p >= at[name]] for row in named],
-            "probabilities": [{name: round(p, 6) for name, p in row.items()} for row in named],
-        }
+        from fedfm.tasks import _label_scores
+
+        rows = trained.encode(trained.model.prepare(table, range(len(table))))
+        return _label_scores.answer(trained.logits(rows), self.thresholds(trained.model.classes))
 
     def about_outputs(self) -> str:
         from fedfm.tasks import _label_sets
@@ -166,12 +140,4 @@ class MultiLabel(Task):
         return _label_sets.tables(figures, classes, BY_LABEL)
 
     def describe(self, model: Network) -> dict[str, Any]:
-        return {"task": self.name, "thresholds": dict(zip(model.classes, self.thresholds(model.classes), strict=True))}
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean binary cross-entropy over labels of each row (b,), from logits and targets (b, C)."""
-    import torch.nn.functional as F
-
-    right = targets.to(logits)
-    return F.binary_cross_entropy_with_logits(logits, right, reduction="none").mean(1)
+        return {"task": self.name, "thresholds": self.thresholds(model.classes)}

@@ -91,7 +91,7 @@ class Preference(AnswerTask):
         """The rows with the log-probabilities of the frozen base."""
         if SECOND not in rows.tensors or REFERENCE in rows.tensors:
             return rows
-        from fedfm.models.adapters.adaptation import base_alone
+        from fedfm.models.adapters.base_alone import base_alone
         from fedfm.tasks._preferences import by_batches, log_probabilities
 
         with base_alone(model.module):
@@ -107,7 +107,7 @@ class Preference(AnswerTask):
             return super().logits(model, batch)
         import torch
 
-        from fedfm.models.adapters.adaptation import base_alone
+        from fedfm.models.adapters.base_alone import base_alone
         from fedfm.tasks._preferences import log_probabilities
 
         reference = batch.get(REFERENCE)
