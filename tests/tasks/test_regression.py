@@ -506,6 +506,18 @@ def test_a_silo_names_its_columns(place):
     assert one.federated.table.classes == ("value",)  # whatever its column is called
 
 
+def test_a_silo_checks_its_numbers(place, tmp_path):
+    from fedfm.sites import silo_config
+
+    file = tmp_path / "silo.toml"
+    text = f'name = "north"\ndata = "{place / "rows.jsonl"}"\ntargets = ["a", "b"]\n'
+    file.write_text(f'{text}task = "{TASK}"\n')
+    assert silo_config.report(file)["classes"] == ["a", "b"]
+    file.write_text(text)
+    with pytest.raises(InputError, match=r'for numbers, set model\.task = "regression"'):
+        silo_config.report(file)
+
+
 def test_images_are_learned_with_any_adaptation(tmp_path):
     rng = np.random.default_rng(0)
     shade = rng.uniform(40, 250, 40)
