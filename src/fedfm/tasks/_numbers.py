@@ -249,13 +249,13 @@ def _name_of(model: Network, tensor: Tensor | None) -> str:
 def about_outputs(means: Sequence[float], scales: Sequence[float]) -> str:
     """A sentence on how the outputs become numbers in the users' units."""
     if scales:
-        return f"The outputs times {_shown(scales)}, plus {_shown(means)}, are in the units of the targets."
+        return f"The outputs times {_text_of(scales)}, plus {_text_of(means)}, are in the units of the targets."
     if means:
-        return f"The head has no bias: add {_shown(means)} to the outputs; the sums are in the units of the targets."
+        return f"The head has no bias: add {_text_of(means)} to the outputs; the sums are in the units of the targets."
     return "The outputs are in the units of the targets."
 
 
-def _shown(values: Sequence[float]) -> str:
+def _text_of(values: Sequence[float]) -> str:
     return repr(values[0]) if len(values) == 1 else str(list(values))
 
 
