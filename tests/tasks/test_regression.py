@@ -341,7 +341,7 @@ def test_a_local_pass_is_that_of_transformers_trainer(place, tmp_path):
     keys = {"target_means": (2005.0, 0.0008), "target_scales": (12.0, 0.0009)}
     table, model = loaded(place, keys)
     prepared = model.prepare(table, range(40))
-    scaled = _numbers.scaled(model.task, prepared.tensors["targets"]).float()
+    scaled = _numbers.scale(prepared.tensors["targets"], keys["target_means"], keys["target_scales"]).float()
     batches = [prepared.batch(range(at, at + 4)) for at in range(0, 40, 4)]
     ours = []
     start = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
@@ -504,6 +504,18 @@ def test_a_silo_names_its_columns(place):
     assert of_silo(place, "text", fixed, ("a", "b"), targets=("a", "b")).federated.table.classes == ("a", "b")
     one = of_silo(place, "text", {"scale_targets": False, "adaptation": {"name": "head"}}, label="a")
     assert one.federated.table.classes == ("value",)  # whatever its column is called
+
+
+def test_a_silo_checks_its_numbers(place, tmp_path):
+    from fedfm.sites import silo_config
+
+    file = tmp_path / "silo.toml"
+    text = f'name = "north"\ndata = "{place / "rows.jsonl"}"\ntargets = ["a", "b"]\n'
+    file.write_text(f'{text}task = "{TASK}"\n')
+    assert silo_config.report(file)["classes"] == ["a", "b"]
+    file.write_text(text)
+    with pytest.raises(InputError, match=r'for numbers, set model\.task = "regression"'):
+        silo_config.report(file)
 
 
 def test_images_are_learned_with_any_adaptation(tmp_path):

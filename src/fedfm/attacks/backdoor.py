@@ -100,7 +100,7 @@ class Backdoor(Attack):
         found = tasks.find(task)
         if found.is_language_model or found.own_targets or not classes:
             raise InputError(
-                f'attack.name = "backdoor": task "{task}" has no single class a row, so there is no target',
+                f'attack.name = "backdoor": task "{task}" has no classes, one for each row, so there is no target',
                 key="attack.name",
             )
         if self.target and self.target not in classes:

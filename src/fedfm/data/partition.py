@@ -69,7 +69,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
 
         if column not in table.columns and (key := key_that_reads(column, spec)):
             by_class = 'to deal classes, set name = "by_class" and classes_per_client'
-            way = by_class if key == "label" else "name another column"
+            way = by_class if key == "label" and table.targets is None else "name another column"
             raise InputError(
                 f'data.partition.column: column "{column}" is read as data.{key}, and cannot name clients: {way}',
                 key="data.partition.column",

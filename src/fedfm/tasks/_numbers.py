@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.network import Network
     from fedfm.models.trained import Trained
-    from fedfm.tasks.regression import Regression
-
-R = TypeVar("R", bound="Regression")
 
 ONE = "value"  # name of the only target, which silos may have in columns of different names
 _MOMENTS = 9
@@ -107,17 +103,23 @@ def _number(value: Any, name: str, sheet: Sheet, row: int) -> float:
     return found
 
 
-def scale_of(task: Regression, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def scale_of(
+    data: FederatedData, means: Sequence[float], scales: Sequence[float], wanted: bool
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Means and deviations of the training rows of all clients, as keys of the [model] table, with a notice.
+
+    Args:
+        means, scales: values of the keys, which replace those of the rows; () if they are not set.
+        wanted: whether targets are scaled.
 
     Raises:
         InputError: all rows have the same target, or the keys do not fit the targets.
     """
-    table, given = data.table, (task.target_means, task.target_scales)
+    table, given = data.table, (means, scales)
     names = table.classes
-    if bool(given[0]) != bool(given[1]):
+    if bool(means) != bool(scales):
         raise InputError("model.target_means, target_scales: set both or neither", key="model.target_means")
-    if given[0] and not task.scale_targets:
+    if means and not wanted:
         raise InputError(
             "model.scale_targets = false: target_means and target_scales have no effect; drop them",
             key="model.scale_targets",
@@ -136,11 +138,10 @@ def scale_of(task: Regression, data: FederatedData) -> tuple[Mapping[str, Any], 
             f"{table.source}: all {len(y)} training rows have the same {which}, {y[0, constant[0]]:g}: there is "
             "nothing to learn"
         )
-    if not task.reads_all_rows:
+    if means or not wanted:
         return {}, ()
-    means, scales = y.mean(0), y.std(0)
-    found = {"target_means": tuple(means.tolist()), "target_scales": tuple(scales.tolist())}
-    of = [f"{name} {m:.4g} and {s:.4g}" for name, m, s in zip(names, means, scales, strict=True)]
+    found = {"target_means": tuple(y.mean(0).tolist()), "target_scales": tuple(y.std(0).tolist())}
+    of = [f"{name} {m:.4g} and {s:.4g}" for name, m, s in zip(names, y.mean(0), y.std(0), strict=True)]
     notice = (
         f"targets are centred and scaled by mean and deviation of the {len(y)} training rows of all clients: "
         f"{'; '.join(of[:4])}{f' and {len(of) - 4} more' if len(of) > 4 else ''}; all parties learn these numbers"
@@ -149,25 +150,18 @@ def scale_of(task: Regression, data: FederatedData) -> tuple[Mapping[str, Any], 
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
-def row_losses(task: Regression, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
+def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
     """The squared error of each row (b,), the mean over its targets, and the counts 1."""
     import torch
 
     logits = model.logits(batch).float()  # (b, T)
-    targets = scaled(task, batch["targets"]).float().to(logits.device)
+    targets = scale(batch["targets"], means, scales).float().to(logits.device)
     return (logits - targets).square().mean(1), torch.ones(len(logits), dtype=torch.int64)
 
 
-def scaled(task: Regression, targets: Tensor) -> Tensor:
-    """Targets (b, T) in units of their deviations, as the head predicts them."""
-    means, scales = means_and_scales(task, targets)
-    return (targets - means) / scales
-
-
-def means_and_scales(task: Regression, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and deviations (T,) of the targets, with the dtype and device of ``like`` (b, T)."""
-    targets = like.shape[1]
-    return like.new_tensor(task.target_means or [0] * targets), like.new_tensor(task.target_scales or [1] * targets)
+def scale(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> Tensor:
+    """Targets (b, T) in units of their deviations, as the head predicts them; () are means 0 and deviations 1."""
+    return (targets - targets.new_tensor(means or [0.0])) / targets.new_tensor(scales or [1.0])
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -217,35 +211,35 @@ def _error(squares: np.ndarray, n: float) -> np.ndarray:
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-def answer(task: Regression, trained: Trained, table: Table) -> dict[str, Any]:
+def answer(trained: Trained, table: Table, means: Sequence[float], scales: Sequence[float]) -> dict[str, Any]:
     """The predictions in the users' units: a number a row, or several by name."""
     model = trained.model
     said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
-    means, scales = means_and_scales(task, said)
-    rows: list[list[float]] = (said * scales + means).tolist()
+    rows: list[list[float]] = (said * said.new_tensor(scales or [1.0]) + said.new_tensor(means or [0.0])).tolist()
     several = len(model.classes) > 1
     values = [dict(zip(model.classes, row, strict=True)) if several else row[0] for row in rows]
     return {"classes": list(model.classes), "values": values}
 
 
-def in_units(task: R, model: Network, w: Params) -> tuple[R, Params]:
-    """The task and the weights with the scale folded into the head, which then predicts in the users' units.
+def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence[float]) -> tuple[Params, bool] | None:
+    """The weights with the scale folded into the head, which then predicts in the users' units.
 
-    A head without a bias takes the deviations, and the means stay to be added.
+    Returns:
+        The weights, and whether the head has a bias, which takes the means. None: there is no scale, or no head that
+        takes it.
     """
-    if not task.target_scales or model.head is None:
-        return task, w
+    if not scales or model.head is None:
+        return None
     import torch
 
     weight, bias = _name_of(model, model.head.weight), _name_of(model, model.head.bias)
-    scales, means = (torch.tensor(v, dtype=torch.float64) for v in (task.target_scales, task.target_means))
     if weight not in w:
-        return task, w
-    new = {weight: (w[weight].double() * scales[:, None]).to(w[weight].dtype)}
+        return None
+    factors, shifts = torch.tensor(scales, dtype=torch.float64), torch.tensor(means, dtype=torch.float64)
+    new = {weight: (w[weight].double() * factors[:, None]).to(w[weight].dtype)}
     if bias in w:
-        new[bias] = (w[bias].double() * scales + means).to(w[bias].dtype)
-    left = () if bias in w or not any(task.target_means) else task.target_means
-    return replace(task, target_means=left, target_scales=()), Params({name: new.get(name, w[name]) for name in w})
+        new[bias] = (w[bias].double() * factors + shifts).to(w[bias].dtype)
+    return Params({name: new.get(name, w[name]) for name in w}), bias in w
 
 
 def _name_of(model: Network, tensor: Tensor | None) -> str:
@@ -255,13 +249,13 @@ def _name_of(model: Network, tensor: Tensor | None) -> str:
 def about_outputs(means: Sequence[float], scales: Sequence[float]) -> str:
     """A sentence on how the outputs become numbers in the users' units."""
     if scales:
-        return f"The outputs times {_shown(scales)}, plus {_shown(means)}, are in the units of the targets."
+        return f"The outputs times {_text_of(scales)}, plus {_text_of(means)}, are in the units of the targets."
     if means:
-        return f"The head has no bias: add {_shown(means)} to the outputs; the sums are in the units of the targets."
+        return f"The head has no bias: add {_text_of(means)} to the outputs; the sums are in the units of the targets."
     return "The outputs are in the units of the targets."
 
 
-def _shown(values: Sequence[float]) -> str:
+def _text_of(values: Sequence[float]) -> str:
     return repr(values[0]) if len(values) == 1 else str(list(values))
 
 

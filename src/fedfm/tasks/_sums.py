@@ -39,9 +39,9 @@ def numbers(sums: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values by name; None where one, or an entry of a list, is not known or not finite."""
 
-    def known(value: Any) -> Any:
+    def json_value(value: Any) -> Any:
         if isinstance(value, list):
-            return [known(entry) for entry in value]
+            return [json_value(entry) for entry in value]
         return value if value is None or math.isfinite(value) else None
 
-    return {name: known(value) for name, value in values.items()}
+    return {name: json_value(value) for name, value in values.items()}

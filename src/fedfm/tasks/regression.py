@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -67,7 +67,7 @@ class Regression(Task):
     def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         from fedfm.tasks import _numbers
 
-        return _numbers.scale_of(self, data)
+        return _numbers.scale_of(data, self.target_means, self.target_scales, self.scale_targets)
 
     def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
         from fedfm.tasks import _numbers
@@ -87,7 +87,7 @@ class Regression(Task):
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         from fedfm.tasks import _numbers
 
-        return _numbers.row_losses(self, model, batch)
+        return _numbers.row_losses(model, batch, self.target_means, self.target_scales)
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
@@ -95,7 +95,8 @@ class Regression(Task):
 
         if "targets" not in rows.tensors:
             return {}
-        return _numbers.count(logits.double(), _numbers.scaled(self, rows.tensors["targets"]))
+        targets = _numbers.scale(rows.tensors["targets"], self.target_means, self.target_scales)
+        return _numbers.count(logits.double(), targets)
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
@@ -107,12 +108,17 @@ class Regression(Task):
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         from fedfm.tasks import _numbers
 
-        return _numbers.answer(self, trained, table)
+        return _numbers.answer(trained, table, self.target_means, self.target_scales)
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         from fedfm.tasks import _numbers
 
-        return _numbers.in_units(self, model, w)
+        found = _numbers.in_units(model, w, self.target_means, self.target_scales)
+        if found is None:
+            return self, w
+        w, biased = found
+        left = () if biased or not any(self.target_means) else self.target_means
+        return replace(self, target_means=left, target_scales=()), w
 
     def about_outputs(self) -> str:
         from fedfm.tasks import _numbers
