@@ -59,7 +59,7 @@ class Evaluation:
         """
         client = seen_by(self.method, client)
         if chosen:
-            client.model.task = replace(client.model.task, **chosen)  # type: ignore[type-var]
+            client.model.task = replace(client.model.task, **chosen)
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
     @on_client(kind="scores")
@@ -232,7 +232,7 @@ class Evaluator:
         validated, model = self._validated(models), self._fed.model
         self.chosen = dict(self._task.choose(self._pooled_scores(validated.values()), model.classes)) or self.chosen
         if self.chosen:
-            model.task = replace(self._task, **self.chosen)  # type: ignore[type-var]
+            model.task = replace(self._task, **self.chosen)
         return validated
 
     def _validated(self, models: Mapping[ClientId, Params]) -> dict[ClientId, dict[str, Any]]:

@@ -94,7 +94,7 @@ def finish(
     result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
     if chosen := last.get("chosen"):
         run.manifest["chosen"] = chosen
-        fed.model.task = replace(fed.model.task, **chosen)  # type: ignore[type-var]
+        fed.model.task = replace(fed.model.task, **chosen)
         result["details"] |= chosen
     for text in fed.model.task.remarks(last):
         notice(text)

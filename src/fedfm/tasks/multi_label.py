@@ -93,7 +93,7 @@ class MultiLabel(Task):
     # --- scores -------------------------------------------------------------------------------------------------------
     def thresholds(self, classes: Sequence[str]) -> dict[str, float]:
         """The probability from which on a row gets each label."""
-        chosen = self.threshold if isinstance(self.threshold, Mapping) else {}
+        chosen: Mapping[str, float] = self.threshold if isinstance(self.threshold, Mapping) else {}
         every = 0.5 if chosen or isinstance(self.threshold, str) else self.threshold
         return {name: chosen.get(name, every) for name in classes}
 
