@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass, replace
 from typing import Any, get_args, get_origin
 
 from fedfm.config.papers import differences
@@ -123,6 +123,7 @@ def _about(cls: type) -> str:
 
 def _property(f: Field[Any], hint: Any) -> Schema:
     """Of one key."""
+    both = {int, float}.intersection(get_args(hint)) and str in get_args(hint)  # a number or one of some texts
     hint, default, bounds = plain_type(hint), f.metadata.get("usual", f.default), bounds_of(f)
     told: Schema = {"description": describe(f, hint)}
     if isinstance(hint, type) and issubclass(hint, Local):
@@ -143,6 +144,9 @@ def _property(f: Field[Any], hint: Any) -> Schema:
         told["minLength"] = 1
     if word := f.metadata.get("alone"):
         return told | {"anyOf": [{"const": word}, _value(hint, bounds)]}
+    if both:
+        number = _value(hint, replace(bounds, choices=(), pattern=""))
+        return told | {"anyOf": [number, {"type": "string", "enum": list(bounds.choices)}]}
     if "true" in f.metadata:
         return told | {"anyOf": [{"type": "boolean"}, _value(hint, bounds)]}
     return told | _value(hint, bounds)

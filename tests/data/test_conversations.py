@@ -9,7 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, contents, fingerprint
 from fedfm.errors import InputError

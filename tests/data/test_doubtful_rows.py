@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
 from fedfm.data.pictures import decode
 from fedfm.data.repetitions import notices
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.similar_names import spellings
 from fedfm.data.sources import csv, json, jsonl
 from fedfm.data.spec import DataSpec

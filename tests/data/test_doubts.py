@@ -70,7 +70,7 @@ def said(labels: list[Any], tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        ([20 + i % 60 for i in range(240)], "60 different numbers from 20 to 79.*quantity.*federate"),
+        ([20 + i % 60 for i in range(240)], "60 different numbers from 20 to 79.*quantity.*regression"),
         ([f"{i % 7 / 2}" for i in range(70)], "7 different numbers from 0 to 3"),
         ([i % 30 for i in range(240)], ""),
         ([1 + i % 30 for i in range(240)], ""),

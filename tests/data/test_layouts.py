@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
@@ -216,9 +217,9 @@ def test_rows_of_another_task_are_named_with_the_way_that_has_it(name: str, tmp_
     for task in (None, "classification", "instruction"):
         with pytest.raises(InputError, match=rf"a\.jsonl: no column .*{words}.*fedfm\.federate"):
             read(path, task)
-    with pytest.raises(InputError, match=r"several labels per row, fedfm\.federate"):
+    with pytest.raises(InputError, match=r'several labels per row, set model[.]task = "multi_label"'):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": ["x", "y"]}))
-    with pytest.raises(InputError, match=r"regression, fedfm\.federate"):
+    with pytest.raises(InputError, match=r'for numbers, set model\.task = "regression"'):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": 1.5}))
 
 

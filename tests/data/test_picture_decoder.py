@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
 from fedfm.data.pictures import decode, look, rgb, upright
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.images import pixels

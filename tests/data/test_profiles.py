@@ -12,7 +12,8 @@ import pytest
 import fedfm
 import small
 from fedfm.api.predict import predict
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

@@ -15,8 +15,9 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedfm.data import feature_doubts, text_doubts
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
 from fedfm.data.pictures import look
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

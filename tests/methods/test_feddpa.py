@@ -382,7 +382,7 @@ def test_the_adapters_on_disk(folder, tmp_path, when):
 
     (tmp_path / "new.jsonl").write_text((folder / "rows.jsonl").read_text())
     told = predict.predict(tmp_path / "run", tmp_path / "new.jsonl", "client-00")
-    from fedfm.data.load import read_inputs
+    from fedfm.data.rows_to_predict import read_inputs
 
     table = read_inputs(tmp_path / "new.jsonl", run.experiment.data, kind="text")
     expected = predictions.logits(

@@ -10,7 +10,7 @@ import tiny_text
 from fedfm.api.predict import export, predict
 from fedfm.cli import main
 from fedfm.errors import InputError
-from fedfm.models.adapters import adaptation
+from fedfm.models.adapters import base_alone
 from tiny_text import COMMON
 
 GOOD, BAD = ("swim river", "river water"), ("wing nest", "nest sky")
@@ -115,13 +115,13 @@ def test_a_killed_run_goes_on_with_the_same_bits(folder, tmp_path):
 def test_the_reference_is_computed_once_a_row(folder, tmp_path, monkeypatch):
     """However many rounds there are: the rows of every client and of the server, once."""
     counts = []
-    alone = adaptation.base_alone
+    alone = base_alone.base_alone
 
     def counted(module):
         counts[-1] += 1
         return alone(module)
 
-    monkeypatch.setattr(adaptation, "base_alone", counted)
+    monkeypatch.setattr(base_alone, "base_alone", counted)
     for rounds in (1, 4):
         counts.append(0)
         fedfm.run(tables(folder, rounds=rounds), tmp_path / f"rounds{rounds}")

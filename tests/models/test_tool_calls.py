@@ -10,7 +10,8 @@ import torch
 from chats import WEATHER, counted, row_of, talk, tokenizer_of
 from tiny_models import load
 
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import contents, fingerprint
 from fedfm.errors import InputError

@@ -43,6 +43,11 @@ def rows(name):
         "language_modelling": lambda i, text: {"text": text},
         "instruction": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
         "preference": lambda i, text: {"prompt": text, "chosen": f"old {text}", "rejected": "grey"},
+        "multi_label": lambda i, text: {
+            "text": text,
+            "label": [name for name, has in (("odd", i % 2), ("third", i % 3 == 0)) if has],
+        },
+        "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
         "token_classification": lambda i, text: {
             "tokens": text.split(),
             "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
@@ -121,9 +126,10 @@ def test_figures_over_clients_are_those_of_their_rows(ready, data):
     for name in ("accuracy", "loss", "perplexity", *task.figures, *task.sums):
         assert joined[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-5)), name
     if sum(map(bool, parts)) > 1:
-        assert joined["balanced_accuracy"] is joined["macro_f1"] is None  # they need counts by class, which none tells
+        assert joined["balanced_accuracy"] is None  # it needs counts by class, which none tells
+        assert joined["macro_f1"] is None or joined["macro_f1"] == pytest.approx(whole["macro_f1"])
     of_silos = task.join_scores([coarse(found) for found in scores])  # with few digits
-    for name in ("accuracy", "loss", "perplexity", *task.figures):
+    for name in ("accuracy", "loss", "perplexity", *(set(task.figures) - set(task.lists))):
         assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-3, abs=1e-3)), name
     in_pairs = [task.join_scores(scores[:2]), task.join_scores(scores[2:])]  # what is joined may be joined again
     assert task.join_scores(in_pairs)["loss"] == pytest.approx(whole["loss"], rel=1e-5)
@@ -174,7 +180,7 @@ def test_a_run_predicts_an_entry_for_each_row(name, place, tmp_path):
         assert result["details"][f"local_{figure}"] == pytest.approx(result["details"][figure], rel=1e-5)
     export_run(out, "torch", tmp_path / "torch")
     readme = (tmp_path / "torch" / "README.md").read_text()
-    for figure in ("loss", *task.figures):
+    for figure in ("loss", *(name for name in task.figures if name not in task.lists)):
         assert f"| {figure.replace('_', ' ')} | " in readme
     found = predict(out, path)
     json.dumps(found)
@@ -198,6 +204,7 @@ def test_names_and_columns_are_said_once():
         assert (SOURCES / "tasks" / f"{task.name}.py").is_file()
         assert set(task.drawn) <= set(task.figures)
         assert len({column.key for column in task.columns}) == len(task.columns)
+        assert tasks.lists() & {*task.figures, *task.sums} == set(task.lists)  # a name is a list for all tasks, or none
     keys = {name for name, of in DataSpec.__dataclass_fields__.items()}
     assert tasks.columns().keys() <= keys
 
@@ -258,13 +265,14 @@ def test_comparisons_are_found():
 def test_shuffled_targets_are_other_rows(ready):
     task, table, _, _ = ready
     reader, rng = tasks.owner(table.kind) or task, np.random.default_rng(0)
-    if table.labels is None and type(reader).shuffle_targets is Task.shuffle_targets:
+    if table.labels is table.targets is None and type(reader).shuffle_targets is Task.shuffle_targets:
         with pytest.raises(InputError, match="label_shuffle"):
             reader.shuffle_targets(table, rng)
         return
     other = reader.shuffle_targets(table, rng)
     assert len(other) == len(table)
     changed = other.labels is not None and (other.labels != table.labels).any()
+    changed |= other.targets is not None and (other.targets != table.targets).any()
     assert changed or list(other.inputs) != list(table.inputs)
 
 

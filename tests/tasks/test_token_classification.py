@@ -13,7 +13,8 @@ import tiny_text
 from fedfm.api.execute import run
 from fedfm.api.predict import predict
 from fedfm.core import tasks
-from fedfm.data.load import load_table, read_inputs
+from fedfm.data.load import load_table
+from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError

@@ -18,7 +18,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
-from fedfm.runtime import missing_files, row_cache
+from fedfm.runtime import row_cache
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
@@ -135,8 +135,11 @@ def drive(
                 from fedfm.runtime.trackers.tracker import with_trackers
 
                 progress = with_trackers(run, progress)
-            for notice in missing_files.settle(run, accept_loss):
-                progress.notice(notice)
+            if not fresh:  # a new run has no files yet
+                from fedfm.runtime import missing_files
+
+                for notice in missing_files.settle(run, accept_loss):
+                    progress.notice(notice)
             result = start(run, stop, progress, population, silos)
     except KeyboardInterrupt as error:
         error.args = (f"committed rounds are kept; continue with {_again(run, population)}",)

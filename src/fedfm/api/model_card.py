@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,12 @@ def card(
     if model.classes and not model.is_language_model:
         named = ", ".join(map(_code, model.classes[:_MOST]))
         more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
-        parts += ["## Classes", "", f"In the order of the outputs: {named}{more}.", ""]
+        parts += [
+            "## Targets" if model.task.own_targets else "## Classes",
+            "",
+            f"In the order of the outputs: {named}{more}.",
+            "",
+        ]
     parts += [
         "## Data and training",
         "",
@@ -175,6 +180,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         ]
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    if text := model.task.for_export(model, model.params())[0].about_outputs():
+        words += ["", text]
     if text := left_out(model):
         words += ["", f"{text[0].upper()}{text[1:]}."]
     return words
@@ -343,7 +350,11 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     details = mapping(run.result.get("details"))
     figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
-    rows += [(key.replace("_", " "), numeric(details.get(key))) for key in figures]
+    for key in figures:
+        value = details.get(key)
+        each = mapping(value) if isinstance(value, Mapping) else {}
+        rows += [(f"{key.replace('_', ' ')}: {name}", numeric(x)) for name, x in each.items() if 1 < len(each) <= _MOST]
+        rows += [] if each else [(key.replace("_", " "), numeric(value))]
     if client is not None:
         late = mapping(mapping(run.manifest.get("newcomers")).get(client))
         own = numeric(late.get("accuracy")) if late else run.client_accuracy.get(client)

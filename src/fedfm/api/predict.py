@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     run = _find_run(path, client)
     last = last and _another(run, client)
     experiment = run.experiment
-    shape, spec = run.manifest["model"], experiment.model
+    shape, spec = run.manifest["model"], replace(experiment.model, **run.manifest.get("chosen", {}))
     if client or last:
         folder = run.adapter(client or "", last=last)
         spec = at_rank(spec, rank_on_disk(folder))
@@ -146,6 +146,9 @@ def predict(
         - for instructions, prompts, or conversations, whose last turn is answered: ``answers``, and ``cut``, the
           indices of answers that reach the limit of tokens. Also ``loss``, ``perplexity``, ``exact_match`` and
           ``rouge_1`` as in the run's evaluation, over the rows that contain an expected output (null if there is none);
+        - for several labels per row: ``labels``, ``probabilities`` by label, and ``thresholds``, the least probability
+          of each label with which a row gets the label;
+        - for numbers: ``values``; with several targets, each value is a dict by target;
         - for words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - for running text: ``loss`` and ``perplexity``;
@@ -168,7 +171,7 @@ def predict(
 
 
 def _predict(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
-    from fedfm.data.load import read_inputs
+    from fedfm.data.rows_to_predict import read_inputs
     from fedfm.linalg.threads import torch_threads
     from fedfm.models import lost_words
     from fedfm.models.language.generation import left_out, settings_in_force
@@ -181,7 +184,10 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]
-        known = {"trained": profile_of(run), "classes": shape["classes"]}
+        known: dict[str, Any] = {
+            "trained": profile_of(run),
+            "classes": () if model.task.own_targets else shape["classes"],
+        }
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"], **known)
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(
@@ -202,7 +208,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
 
 def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
     """A warning if there are several rows and all have probability 1.000."""
-    sure = [max(p) for p in probabilities if p]
+    sure = [max(p) for p in probabilities if p and isinstance(p, list)]  # others are of several labels a row
     if len(sure) < _SEVERAL or min(sure) < _SURE or len(probabilities[0]) == 1:
         return []
     return [
@@ -254,6 +260,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     """
     rows, text = _lines(result), io.StringIO(newline="")
     if out.suffix == ".csv":
+        rows = [_flat(row) for row in rows]
         table = csv.DictWriter(text, list(rows[0]) if rows else [])
         table.writeheader()
         table.writerows(rows)
@@ -288,6 +295,17 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
     ]
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a row, with a column ``key.name`` for each entry of a dict; a list is written as JSON."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": x for name, x in value.items()}
+        else:
+            found[key] = to_json(value) if isinstance(value, list) else value
+    return found
 
 
 def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -97,9 +97,11 @@ class Backdoor(Attack):
         return update if self.factor == 1 else replace(update, delta=self.factor * update.delta)
 
     def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
-        if tasks.find(task).is_language_model or not classes:
+        found = tasks.find(task)
+        if found.is_language_model or found.own_targets or not classes:
             raise InputError(
-                f'attack.name = "backdoor": task "{task}" has no classes, so there is no target', key="attack.name"
+                f'attack.name = "backdoor": task "{task}" has no classes, one for each row, so there is no target',
+                key="attack.name",
             )
         if self.target and self.target not in classes:
             raise InputError(

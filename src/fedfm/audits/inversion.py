@@ -74,7 +74,7 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array]:
         rows = view.rng("own").permutation(view.federated.test)[:OWN]
         features, own = view.features(rows), pictures(view.federated.table, rows.tolist())
     else:
-        from fedfm.data.load import read_inputs
+        from fedfm.data.rows_to_predict import read_inputs
 
         table = read_inputs(Path(path), view.replay.run.experiment.data, kind="image")
         rows = view.rng("own").permutation(len(table))[:OWN]

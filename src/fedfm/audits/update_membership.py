@@ -47,7 +47,7 @@ def _finding(run: Run, cells: list[CellScores], drops: LossDrops, pool: RowPool)
     seed = run.experiment.run.seed
     purpose = ("audit", "update membership")
     scores = MemberScores(cells, lambda level: seeds.generator(seed, *purpose, str(level)), digits=6)
-    of = "" if pool.population.model.is_language_model else " of its class"
+    of = "" if pool.population.federated.table.labels is None else " of its class"
     what = "the sums that it saw" if drops.sums else "the client's own updates"
     says = f"In {drops.updates} updates, {what} lowered the loss of a training row more than the loss of a test row{of}"
     detail: dict[str, Any] = {"updates": drops.updates, "sums_only": drops.sums, **scores.of_clients()}

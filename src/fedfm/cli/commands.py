@@ -149,10 +149,9 @@ def predict(args: Namespace) -> int:
             "\t".join(visible(to_json(v)) for k, v in row.items() if k not in ("row", "id", "file"))
             for row in by_row(result)
         ]
-    lines += [
-        f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
-        for label, p in zip(result.get("predictions", ()), result.get("probabilities", ()), strict=True)
-    ]
+    else:
+        both = zip(result["predictions"], result.get("probabilities", ()), strict=True)
+        lines += [f"{visible(label)}\t{max(p):.3f}" if p else visible(label) for label, p in both]
     lines += ["\t".join(f"{number:.6g}" for number in row) for row in result.get("outputs", ())]
     if "losses" in result and "answers" not in result:
         lines += ["" if loss is None else f"loss {loss:.6g}" for loss in result["losses"]]

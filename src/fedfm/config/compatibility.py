@@ -61,6 +61,10 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
         )
+    if e.model.task is not None or tasks.lists_columns(e.data):
+        from fedfm.config import options
+
+        options.check_task(e, method)
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: then only silos have rows, which needs run.engine = "deployment", not "{run.engine}"',

@@ -1,4 +1,4 @@
-"""Rules on keys that few experiments set: coded transport, rows and model from a user's function, augmentation."""
+"""Rules on keys that few experiments set: tasks, coded transport, a user's function for the rows, augmentation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config.parts import ExperimentParts
+from fedfm.core import tasks
 from fedfm.core.client import Update
 from fedfm.core.method import Method, nested_methods
 from fedfm.errors import InputError
@@ -30,6 +31,41 @@ def check_momentum(local: Local) -> None:
             f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"',
             key="method.local.momentum",
         )
+
+
+def check_task(e: ExperimentParts, method: str) -> None:
+    """Check rules on the task that an experiment names.
+
+    Raises:
+        InputError: no task reads a list of columns; the method needs one class a row; the task needs scores on
+            validation rows, which no party has or no privacy covers; or it needs the training rows of all clients.
+    """
+    named = tasks.task_named(e.model.task)
+    for key in tasks.lists_columns(e.data):
+        readers = [of for of in tasks.available() if key in {column.key for column in of.columns}]
+        if named is None or named.name not in {of.name for of in readers}:
+            whose = " or ".join(f'model.task = "{of}"' for of in readers)
+            raise InputError(f"data.{key}: no column of this list is read without {whose}; set it", key=f"data.{key}")
+    if named is None:
+        return
+    if key := named.of(e.model).needs_validation:
+        if e.privacy is not None:
+            raise InputError(f"{key}: scores on validation rows are covered by no [privacy]; give a number")
+        if e.data.classes is not None and not e.data.val_fraction:
+            raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
+    if e.method.needs.one_class and named.own_targets:
+        raise InputError(
+            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use '
+            "a method that trains the model, such as fedavg",
+            key="method.name",
+        )
+    if (needed := named.of(e.model).reads_all_rows) is None:
+        return
+    what, cure = needed
+    if e.run.engine == "folder" or e.data.classes is not None:
+        raise InputError(f"{what}, and no party has the rows of all silos: {cure}", key="model.task")
+    if e.privacy is not None and e.privacy.states_epsilon:
+        raise InputError(f"{what}, without noise, so that [privacy] would not cover it: {cure}", key="model.task")
 
 
 def check_transport(e: ExperimentParts, method: str) -> None:

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin
 
 from fedfm.aggregation.base import Aggregator
@@ -154,7 +155,8 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     Raises:
         InputError: the value has another type.
     """
-    hint = plain_type(hint)
+    both = isinstance(hint, UnionType) and str in get_args(hint) and isinstance(value, str)  # of "float | str"
+    hint = str if both else plain_type(hint)
     origin, args = get_origin(hint), get_args(hint)
     _refuse_wide(value, path, deep=hint is Any)
     if kind := kind_of(hint):

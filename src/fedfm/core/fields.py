@@ -69,11 +69,11 @@ class Bounds:
 
     def admit(self, value: Any) -> bool:
         """Whether one value (no list or table) is within the bounds."""
-        if self.choices or self.pattern:
+        limited = self.finite or self.but or any(end is not None for end in (self.gt, self.ge, self.lt, self.le))
+        if (self.choices or self.pattern) and (isinstance(value, str) or not limited):  # else a number or a text
             known = isinstance(value, str) and (not self.choices or value in self.choices)
             return known and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
-        ends = (self.gt, self.ge, self.lt, self.le)
-        if not (self.finite or self.but or any(end is not None for end in ends)):
+        if not limited:
             return True
         if isinstance(value, (str, bool)) or not hasattr(value, "__float__"):
             return False

@@ -8,17 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """A key of the [data] table and of a silo's file that names a column.
+    """A key of the [data] table and of a silo's file that names a column, or several.
 
     Attributes:
         key: the key.
         help: what the column holds.
         default: the column's name if the key is not set; if empty, this is the key itself.
+        several: whether the key is a list of names of columns, which is empty if the key is not set.
     """
 
     key: str
     help: str
     default: str = ""
+    several: bool = False
 
     @property
     def name(self) -> str:

@@ -85,6 +85,11 @@ class Rows:
         return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
 
     @property
+    def targets(self) -> dict[str, Tensor]:
+        """The tensor ``targets`` of a task without labels, by its name; empty if there is none."""
+        return {name: tensor for name, tensor in self.tensors.items() if name == "targets"}
+
+    @property
     def longest(self) -> int:
         """Number of tokens of the longest row; 0 without tokens."""
         if self.tokens is None:

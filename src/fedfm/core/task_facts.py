@@ -27,6 +27,8 @@ class TaskFacts(Protocol):
     new_head: ClassVar[bool]
     needs_classes: ClassVar[bool]
     one_class_a_row: ClassVar[bool]
+    own_targets: ClassVar[bool]
+    absent_target: ClassVar[float | None]
     linear_head: ClassVar[bool]
     two_encoders: ClassVar[bool]
     is_language_model: ClassVar[bool]
@@ -42,6 +44,7 @@ class TaskFacts(Protocol):
     figures: ClassVar[tuple[str, ...]]
     drawn: ClassVar[tuple[str, ...]]
     sums: ClassVar[tuple[str, ...]]
+    lists: ClassVar[tuple[str, ...]]
     row_means: ClassVar[Mapping[str, str]]
     problem_type: ClassVar[str | None]
 
@@ -56,6 +59,14 @@ class TaskFacts(Protocol):
     @property
     def trained_classes(self) -> int | None:
         """How many classes have training rows: these are the first classes in order. None means all."""
+
+    @property
+    def needs_validation(self) -> str:
+        """The setting that needs validation rows; empty: none."""
+
+    @property
+    def reads_all_rows(self) -> tuple[str, str] | None:
+        """What the task takes from the training rows of all clients, and the settings without it; None: nothing."""
 
     @property
     def mixes_rows(self) -> str:

@@ -121,7 +121,12 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
     Args:
         help: a text that replaces the help of each column; {} in the text stands for the key.
     """
-    return {key: (str, setting(of.name, help.format(key) or of.help)) for key, of in columns().items()}
+
+    def column(key: str, of: Column) -> tuple[Any, Any]:
+        text = help.format(key) or of.help
+        return (tuple[str, ...], setting((), text)) if of.several else (str, setting(of.name, text))
+
+    return {key: column(key, of) for key, of in columns().items()}
 
 
 def model_settings() -> dict[str, tuple[Any, Any]]:
@@ -164,6 +169,11 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
             )
 
 
+def lists_columns(data: Any) -> tuple[str, ...]:
+    """The keys of a [data] table that list columns and are set."""
+    return tuple(key for key, column in columns().items() if column.several and getattr(data, key))
+
+
 def figures() -> tuple[str, ...]:
     """Names of the scores in results that only single tasks have."""
     return tuple(dict.fromkeys(name for task in available() for name in task.figures))
@@ -177,6 +187,11 @@ def figures_in_reports() -> tuple[str, ...]:
 def sums() -> tuple[str, ...]:
     """Names of the sums over rows from which tasks make their scores."""
     return tuple(dict.fromkeys(name for task in available() for name in task.sums))
+
+
+def lists() -> frozenset[str]:
+    """Names of the scores and sums that are lists, with an entry for each class or target."""
+    return frozenset(name for task in available() for name in task.lists)
 
 
 def sums_to_tell() -> tuple[str, ...]:

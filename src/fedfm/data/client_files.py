@@ -46,6 +46,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         for table in tables.values()
         if table.labels is not None
     ]
+    targets = [_at(table.targets, table.classes, code) for table in tables.values() if table.targets is not None]
     keys = sorted({key for table in tables.values() for key in table.columns} - {CLIENT})
     columns = {
         key: str_array([v for t in tables.values() for v in t.columns.get(key, np.full(len(t), "")).tolist()])
@@ -65,7 +66,15 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         (*(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices), *_apart(tables)),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
+        targets=np.concatenate(targets) if targets else None,
     )
+
+
+def _at(targets: np.ndarray, names: Sequence[str], code: Mapping[str, int]) -> np.ndarray:
+    """Targets (n, T) of a client in the order of all targets (n, U); NaN for those that the client does not have."""
+    found = np.full((len(targets), len(code)), np.nan)
+    found[:, [code[name] for name in names]] = targets
+    return found
 
 
 def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ rows, test rows that are also training rows, images without content, numbers tha
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -99,7 +100,7 @@ def _quantities(table: Table, label: str) -> str | None:
         return None
     return (
         f'column "{label}" holds {len(numbers)} different numbers from {numbers[0]:g} to {numbers[-1]:g}, and each '
-        f"becomes a class: if they are a quantity, regression predicts it, with {_WAY}"
+        'becomes a class: if they are a quantity, set model.task = "regression"'
     )
 
 
@@ -129,7 +130,8 @@ def _several(table: Table, label: str) -> str | None:
         if made:
             return (
                 f"{len(made)} of {len(table.classes)} classes seem to combine several labels, such as "
-                f"{listing(made[:2])}: each becomes a separate class; several labels per row need {_WAY}"
+                f"{listing(made[:2])}: each becomes a separate class; several labels per row need "
+                f'model.task = "multi_label" and data.label_separator = {json.dumps(mark)}'
             )
     return None
 

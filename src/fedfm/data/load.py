@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,13 +67,13 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
     if spec.name is None or spec.where or trained_classes is not None:  # complete built-in data need no check
         from fedfm.data.doubts import doubts
 
-        images = _figures(table)
+        images = image_figures(table)
         table = replace(table, notices=(*table.notices, *doubts(table, spec.label, images)))
         return _with_profile(scale_features(table, spec.scale), images)
     return scale_features(table, spec.scale)
 
 
-def _figures(table: Table) -> np.ndarray | None:
+def image_figures(table: Table) -> np.ndarray | None:
     """The result of :func:`fedfm.data.thumbnails.figures`; None if the rows are not images."""
     if table.kind != "image":
         return None
@@ -95,54 +94,6 @@ def _without_rows(spec: DataSpec) -> Table:
     inputs: Any = np.zeros((0, spec.width), np.float32) if spec.width is not None else []
     labels = np.zeros(0, np.int64) if spec.classes and tasks.owner(spec.kind or "") is None else None
     return Table(spec.kind or "", inputs, labels, spec.classes or (), np.zeros(0, "<U5"), source="data.classes")
-
-
-def read_inputs(
-    path: str | Path,
-    spec: DataSpec,
-    *,
-    kind: str,
-    trained: Mapping[str, Any] | None = None,
-    classes: Sequence[str] = (),
-) -> Table:
-    """Read rows to predict, without their labels, in any format of ``data.path``; a missing output becomes "".
-
-    A model trained on preferences predicts like one trained on instructions, so it takes rows of kind "instruction".
-
-    Args:
-        path: file or folder; a folder of images needs no classes.
-        spec: names of the columns and the scale, as in training.
-        kind: the kind of rows that the model reads.
-        trained: the profile of the model's training rows; notices say how the rows to predict differ from it.
-        classes: the model's classes; a notice lists labels in the file that are not among them.
-
-    Returns:
-        All rows in the order of the file; ``labels`` is None, and each row is marked "test".
-
-    Raises:
-        InputError: as in :func:`load_table`, or the file has another kind of rows, or other columns.
-    """
-    from fedfm.data import files, pixel_values
-    from fedfm.data.doubts import of_features, of_texts
-    from fedfm.data.sources._files import existing
-
-    owner = tasks.owner(kind)
-    table = files.read(existing(path, "file"), spec, None if owner is None else owner.name, labelled=False)
-    kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
-    if table.kind != kind:
-        raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
-    images = _figures(table)
-    table = replace(
-        table, notices=(*table.notices, *pixel_values.notices(table, images), *of_features(table), *of_texts(table))
-    )
-    table = scale_features(table, spec.scale)
-    if not trained and not classes:
-        return table
-    from fedfm.data.profiles import compare, unknown_classes
-
-    more = compare(trained, table, images) if trained else []
-    named = unknown_classes(table, spec.label_name if spec.label_name in table.columns else spec.label, classes)
-    return replace(table, notices=(*table.notices, *more, *([named] if named else [])))
 
 
 def check_files(spec: DataSpec) -> None:

@@ -69,7 +69,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
 
         if column not in table.columns and (key := key_that_reads(column, spec)):
             by_class = 'to deal classes, set name = "by_class" and classes_per_client'
-            way = by_class if key == "label" else "name another column"
+            way = by_class if key == "label" and table.targets is None else "name another column"
             raise InputError(
                 f'data.partition.column: column "{column}" is read as data.{key}, and cannot name clients: {way}',
                 key="data.partition.column",
@@ -151,7 +151,8 @@ def _by_rule(
         owners = [deal_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in named]
     elif labels is None:
         raise InputError(
-            f'data.partition.name: "{part.name}" needs labels, and {table.source} has none: use "iid" or "by_column"',
+            f'data.partition.name: "{part.name}" needs {"labels" if table.targets is None else "one class a row"}, and '
+            f'{table.source} has none: use "iid" or "by_column"',
             key="data.partition.name",
         )
     else:

@@ -41,6 +41,7 @@ class Table:
         read: keys of the [data] table that name the columns from which ``inputs`` were made.
         names: names of the columns of feature vectors, if the file has them.
         profile: coarse properties of the rows, see :mod:`fedfm.data.profiles`.
+        targets: float64 (N, T), if rows have several targets or numbers, which ``classes`` name; ``labels`` is None.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Table:
     read: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
+    targets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -75,6 +77,7 @@ class Table:
             self,
             inputs=inputs,
             labels=None if self.labels is None else self.labels[index],
+            targets=None if self.targets is None else self.targets[index],
             split=self.split[index],
             columns={name: column[index] for name, column in self.columns.items()},
         )
@@ -87,7 +90,7 @@ def words_of(kind: str) -> str:
 
 
 def fingerprint(table: Table) -> str:
-    """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split.
+    """SHA-256 (64 hex digits) over kind, inputs, labels or targets, class names and split.
 
     It covers the bytes of image files and, for kind "own", the number of rows. It covers no paths, further columns or
     notices, so it does not depend on the source.
@@ -121,6 +124,8 @@ def fingerprint(table: Table) -> str:
     add(b"unlabelled" if table.labels is None else b"labelled")
     if table.labels is not None:
         add_array(table.labels.astype(np.int64))
+    if table.targets is not None:
+        add_array(table.targets)
     for name in (*table.classes, "\0", *table.split.tolist()):
         add(name.encode())
     return digest.hexdigest()

@@ -11,9 +11,10 @@ from fedfm.core.task_facts import TaskFacts
 if TYPE_CHECKING:
     import numpy as np
 
+    from fedfm.core.row_targets import RowTargets
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
-    from fedfm.data.table import Table
+    from fedfm.data.table import FederatedData, Table
 
 
 class RowTask(TaskFacts, Protocol):
@@ -30,6 +31,12 @@ class RowTask(TaskFacts, Protocol):
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """Read rows of this task from the columns."""
+
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        """The targets of images, texts or feature vectors."""
+
+    def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Keys of the [model] table that follow from the training rows of all clients, and notices."""
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The same rows with their targets in random order."""

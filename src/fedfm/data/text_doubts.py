@@ -72,9 +72,9 @@ def notices(table: Table) -> tuple[str, ...]:
         found += [*_answers(items, where), _marks(items, where), _gaps(texts, where)]
         if all(len(item) == _COMPARED for item in items):
             found += [_contradictions(items, where), _same_worse(items, where)]
-    if table.labels is None and (text := _no_outside(table.classes, table.source)):
+    if table.labels is None and table.targets is None and (text := _no_outside(table.classes, table.source)):
         found.append(text)
-    if table.labels is None and len(table.classes) == 1:
+    if table.labels is None and table.targets is None and len(table.classes) == 1:
         found.append(f'all tags of {table.source} are "{table.classes[0]}": there is nothing to distinguish')
     return tuple(text for text in found if text)
 

@@ -27,7 +27,7 @@ from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 class OneShot(Method[Params]):
     """One round on the features of a frozen backbone. The server state is the model's trained head."""
 
-    needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
+    needs: ClassVar[Needs] = Needs("head", ("head",), one_class=True, bias=True)
 
     rounds: int = setting(
         1, "the method takes 1 round; 0 evaluates the initial model", ge=0, le=1, words="1, it takes one round"

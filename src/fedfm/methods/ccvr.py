@@ -34,7 +34,7 @@ from fedfm.training.fit_head import HeadSpec, fit_rows
 class CCVR(FedAvg):
     """FedAvg; then the head is trained again on virtual features, drawn from a Gaussian for each class."""
 
-    needs: ClassVar[Needs] = Needs("head", bias=True)
+    needs: ClassVar[Needs] = Needs("head", one_class=True, bias=True)
     traits: ClassVar[Traits] = Traits(last_round_differs=True)
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.covariance": Paper(

@@ -30,7 +30,7 @@ from fedfm.methods.fedavg import FedAvg
 class DSFL(FedAvg):
     """FedAvg with only the largest coordinates of every client's update."""
 
-    needs: ClassVar[Needs] = Needs("head", ("head",))
+    needs: ClassVar[Needs] = Needs("head", ("head",), one_class=True)
 
     keep: float = setting(0.5, "fraction of the coordinates that are sent", gt=0, le=1)
     feedback: bool = setting(True, "add the unsent coordinates to the client's next update")

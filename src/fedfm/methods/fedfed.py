@@ -53,7 +53,7 @@ class FedFedState:
 class FedFed(FedAvg):
     """Round 1 first distils features. Then every round is FedAvg on each client's own rows and on shared ones."""
 
-    needs: ClassVar[Needs] = Needs("head", ("head",))
+    needs: ClassVar[Needs] = Needs("head", ("head",), one_class=True)
     means: ClassVar[tuple[str, ...]] = ("distil", "train")
     asks: ClassVar[tuple[str, ...]] = ("share",)
     state_type: ClassVar[Any] = FedFedState

@@ -64,6 +64,15 @@ def export(
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
     if to != "peft" and weighed_by(w) == GATE:
         raise InputError(f"--to {to}: two experts and a gate are not a single model: use peft, which writes each")
+    task = model.task
+    model.task, w = task.for_export(model, w)
+    try:
+        return _write(model, w, to, out, head_takes, scale)
+    finally:
+        model.task = task
+
+
+def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str | None, scale: str) -> Path:
     if to == "peft":
         if not is_lora(model):
             other = "torch" if model.added_bias or _of_transformers(model.module) is None else "hf or torch"

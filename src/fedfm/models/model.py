@@ -218,7 +218,7 @@ class Model:
             isinstance(m, Bounded) for m in self.train_too
         ):  # activations of a polynomial student overflow outside its intervals
             features = torch.where(features.isfinite().all(1, keepdim=True), features, 0.0)
-        return Rows({"features": features}, labels=rows.labels)
+        return Rows({"features": features, **rows.targets}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
         """The head's inputs (n, d), on the CPU; in causal models the inputs for the last token before padding.

@@ -10,8 +10,10 @@ from fedfm.data.task_rows import RowTask
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.core.row_targets import FigureTable
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.table import Table
+    from fedfm.linalg.params import Params
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
@@ -85,11 +87,23 @@ class ModelTask(RowTask, Protocol):
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores on the union of several parts of rows, from the parts' scores."""
 
+    def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
+        """Values of the task's keys that follow from scores on validation rows."""
+
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
         """Lines for the user, after a run, on its figures."""
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The predictions that ``fedfm predict`` writes for the rows."""
+
+    def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
+        """The task and the weights of an export."""
+
+    def about_outputs(self) -> str:
+        """A sentence for the reader of an export about the model's outputs."""
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        """Tables of a report about the task's own scores."""
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""

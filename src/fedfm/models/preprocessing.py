@@ -79,13 +79,14 @@ def prepare(
         if image is None:
             raise InputError(f"{_source(table)} holds images, which the model of model.name does not read")
         labels, found = labels_of(table, classes, index), Pictures(table.inputs, index, image, loaders)
+        targets = targets_of(table, classes, task, index)
         if found.exceed(most):
-            return Rows(deferred={"pixel_values": found}, labels=labels)
-        return Rows({"pixel_values": found.compute()}, labels=labels)
+            return Rows(targets, deferred={"pixel_values": found}, labels=labels)
+        return Rows({"pixel_values": found.compute(), **targets}, labels=labels)
     part = table.take(index)
     if table.kind == "features":
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
-        return Rows({"features": x}, labels=labels_of(part, classes))
+        return Rows({"features": x, **targets_of(part, classes, task)}, labels=labels_of(part, classes))
     if tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
     reader = reader_of(table.kind, task)
@@ -116,6 +117,17 @@ def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None =
             raise InputError(f"{_source(table)}: label {unknown[0]!r} is none of the model's classes")
         labels = np.array([place.get(name, -1) for name in table.classes], dtype=np.int64)[labels]
     return torch.from_numpy(labels.copy())
+
+
+def targets_of(
+    table: Table, classes: tuple[str, ...], task: TaskFacts | None, index: np.ndarray | None = None
+) -> dict[str, Tensor]:
+    """As :func:`fedfm.models.row_targets.targets_of`, if rows have targets; else {}."""
+    if table.targets is None:
+        return {}
+    from fedfm.models import row_targets
+
+    return row_targets.targets_of(table.targets, table, classes, task, index)
 
 
 _PIXELS = {"pixel_values", "pixel_mask"}  # a mask without missing pixels has no information

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from fedfm.core import tasks
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import account, classes, sections
 from fedfm.reports.page import aside, page, save
@@ -41,6 +42,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         ("clients", "Clients", sections.clients(run)),
         ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("classes", "Classes", classes.section(run)),
+        ("targets", "Scores by target", _of_some("task_tables", run, any(key in details for key in tasks.lists()))),
         ("compare", "Compared with baselines", _comparison([run, *others]) if others else ""),
         ("map", "Who learns from whom", _of_some("client_weights", run, (run.path / WEIGHTS).exists())),
         ("split", "How the data are split", sections.split(run)),
@@ -82,8 +84,9 @@ def sentence(run: RunFiles) -> str:
     )
     perplexity, accuracy = run.value("perplexity"), run.value("accuracy")
     figures = [f"perplexity {number(perplexity)}"] if perplexity is not None else []
-    if accuracy is not None or perplexity is None:
+    if accuracy is not None or (perplexity is None and run.value("loss") is None):
         figures.append(f"accuracy {percent(accuracy)}")
+    figures = figures or [f"loss {number(run.value('loss'))}"]
     text += ", ".join(figures)
     if attackers := sequence(run.manifest.get("attackers")):
         attack = mapping(run.experiment.get("attack")).get("name")
@@ -128,7 +131,9 @@ def _tiles(run: RunFiles) -> str:
         of += f"; the model is that of round {count(best)}"
     epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
     tiles = [
-        ("Global accuracy", percent(run.value(GLOBAL_ACCURACY)), "on the global test rows"),
+        ("Global accuracy", percent(accuracy), "on the global test rows")
+        if (accuracy := run.value(GLOBAL_ACCURACY)) is not None or run.value("loss") is None
+        else ("Global loss", number(run.value("loss")), "on the global test rows"),
         ("Local accuracy", percent(run.value(LOCAL_ACCURACY)), "mean of the clients"),
         ("Worst client", percent(run.worst), worst),
         ("Spread", NONE if spread is None else f"{100 * spread:.1f}", "points, standard deviation over clients"),

@@ -11,7 +11,7 @@ from fedfm.reports.basis import basis, meaning
 from fedfm.reports.read import BASE_AND_NEW, RunFiles, read
 from fedfm.reports.text import NBSP, finite, number, shorten, size, width_of
 
-PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
+PLAIN = ("perplexity", "loss", "local loss")  # metrics that are not fractions
 
 
 def table(run_dirs: Sequence[Path]) -> str:
@@ -20,8 +20,8 @@ def table(run_dirs: Sequence[Path]) -> str:
     Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows in
     others, the column is left out, and a last line names the score by which runs are compared. ``spread`` is the
     standard deviation of the clients' accuracies. For language models the table has ``perplexity`` and ``local loss``
-    (mean over clients, on their own test rows); columns that all runs lack are left out. If a run is unfinished, there
-    is a column ``state``.
+    (mean over clients, on their own test rows), and ``loss`` in place of accuracies that no run has; columns that all
+    runs lack are left out. If a run is unfinished, there is a column ``state``.
 
     Raises:
         InputError: no run is given, or a file is missing or invalid.
@@ -91,7 +91,9 @@ def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
     judged = {column: [run.value(key) for run in runs] for column, key in of_names}
     shares |= {column: values for column, values in judged.items() if any(v is not None for v in values)}
     plain = {"perplexity": [run.value("perplexity") for run in runs]}
-    if not any(v is not None for v in plain["perplexity"]):
+    if not any(v is not None for values in shares.values() for v in values):  # no accuracy is defined
+        plain["loss"] = [run.value("loss") for run in runs]
+    if not any(v is not None for values in plain.values() for v in values):
         return shares
     plain["local loss"] = [run.value("local_loss") for run in runs]
     return {name: v for name, v in (plain | shares).items() if any(x is not None for x in v)}

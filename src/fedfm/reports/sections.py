@@ -201,6 +201,8 @@ def split(run: RunFiles) -> str:
     classes = [str(c) for c in sequence(part.get("classes"))]
     train = {c: rows.get("train", []) for c, rows in sizes_of.items()}
     widest = max(len(v) for v in train.values())
+    if widest < len(classes):  # the rows are not counted by class, since they do not have one class each
+        classes = []
     classes += [f"class {j}" for j in range(len(classes), widest)]
     train = {c: v + [0] * (len(classes) - len(v)) for c, v in train.items()}
     sizes = [sum(v) for v in train.values()]

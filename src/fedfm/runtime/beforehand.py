@@ -14,6 +14,7 @@ import torch
 
 from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
+from fedfm.errors import InputError
 from fedfm.models import lengths
 from fedfm.models.families import unwrap
 from fedfm.models.first_batch import look
@@ -39,6 +40,9 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         from fedfm.runtime.feature_columns import check_columns
 
         check_columns(table)
+    none = population.clients and not any(len(of.val) for of in population.federated.clients.values())
+    if none and isinstance(model, Model) and (key := model.task.needs_validation):
+        raise InputError(f"{key} needs validation rows: set data.val_fraction, e.g. 0.1, or mark rows as val")
     if isinstance(model, Model) and model.hollow:
         with refuse(f"model.name: {model.spec.name!r} fails on texts"), torch.random.fork_rng(devices=[]):
             from fedfm.models import later_words
@@ -48,7 +52,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         return []
     if lengths.exceeds(model.tools):
         model.prepare(table, rows)
-    if table.kind == "image" and model.tools.image is not None:
+    if table.kind == "image" and model.tools.image is not None and not isinstance(table.inputs, np.ndarray):
         from fedfm.models import picture_sizes
 
         picture_sizes.check(table.inputs, rows, model.tools.image, table.source)

@@ -33,6 +33,8 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _round(value: Any) -> Any:
     """Round to :data:`DIGITS` significant digits and :data:`PLACES` decimal places, and limit to :data:`MOST`."""
+    if isinstance(value, list):
+        return [_round(entry) for entry in value]
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(float(f"{min(max(value, -MOST), MOST):.{DIGITS - 1}e}"), PLACES)

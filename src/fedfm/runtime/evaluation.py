@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
-from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, PERPLEXITY
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, MACRO_F1, PERPLEXITY
 from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
@@ -29,6 +30,7 @@ from fedfm.runtime.who_scores import judged_by_clients, why_unasked
 from fedfm.training import packed
 
 if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
@@ -47,9 +49,17 @@ class Evaluation:
         self.method = method
 
     @on_client(kind="scores")
-    def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """Score the client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
+    def evaluate(
+        self, client: Client, w: Params, part: str, chosen: dict[str, dict[str, float]] | None = None
+    ) -> dict[str, Any]:
+        """Score the client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``).
+
+        Args:
+            chosen: values of the task's keys, by key and class, which the server has chosen by validation rows.
+        """
         client = seen_by(self.method, client)
+        if chosen:
+            client.model.task = replace(client.model.task, **chosen)
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
     @on_client(kind="scores")
@@ -77,8 +87,9 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
+    lists = tasks.lists()
     for key in ("accuracy", "loss", *tasks.figures(), *tasks.sums()):
-        conform(found.get(key), float | None, key)
+        conform(found.get(key), list[float | None] | None if key in lists else float | None, key)
 
 
 def _rows(client: Client, part: str) -> Rows:
@@ -96,10 +107,12 @@ class Evaluator:
 
     Attributes:
         missing: clients from which the server did not get scores or their own model, each with the reason.
+        chosen: values of the task's keys that were chosen by validation rows: key -> class -> value.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
         self.missing: list[Excluded] = []
+        self.chosen: dict[str, dict[str, float]] = {}
         self._run, self._fed, self.judge = run, fed, judge
         self._method: Method[Any] = run.experiment.method
         self._clients = Evaluation(self._method)
@@ -152,6 +165,8 @@ class Evaluator:
         models = self.models(state)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
         by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
+        chooses = self._validates and bool(self._task.needs_validation)
+        validated = self._choose(by_client) if chooses else {}
         tested = self._own(by_client, "test")
         own = {c: m.get("accuracy") for c, m in tested.items()}
         local, loss = _mean("accuracy", tested.values()), _mean("loss", tested.values())
@@ -165,13 +180,13 @@ class Evaluator:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
         if self._validates:
-            validated = {c: m for c, m in self._own(by_client, "val").items() if m.get("loss") is not None}
+            validated = validated or self._validated(by_client)
             line["val_loss"] = self._pooled_scores(validated.values())["loss"]
             if self._run.experiment.run.patience:  # two rounds are compared over the clients that are in both
                 line["client_val_loss"] = {c: m["loss"] for c, m in validated.items()}
                 line["client_val_rows"] = {c: m["n"] for c, m in validated.items()}
         if judged_by_clients(self._run.experiment):
-            line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY)}}
+            line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
             line |= {key: value for key, value in pooled.items() if key in tasks.figures()}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
@@ -201,7 +216,28 @@ class Evaluator:
             if "client_loss" in line:
                 line["server_client_loss"] = {c: m.get("loss") for c, m in found.items()}
         line["accuracy"] = local if personal(self._method) else line.get(GLOBAL_ACCURACY, local)
-        return line
+        return line | ({"chosen": self.chosen} if self.chosen else {})
+
+    @property
+    def _task(self) -> ModelTask:
+        """The task with the values of its keys in the experiment."""
+        return self._fed.model.task.of(self._fed.model.spec)
+
+    def _choose(self, models: Mapping[ClientId, Params]) -> dict[ClientId, dict[str, Any]]:
+        """Let the task choose values of its keys by the scores on all clients' validation rows together.
+
+        Returns:
+            These scores by client.
+        """
+        validated, model = self._validated(models), self._fed.model
+        self.chosen = dict(self._task.choose(self._pooled_scores(validated.values()), model.classes)) or self.chosen
+        if self.chosen:
+            model.task = replace(self._task, **self.chosen)
+        return validated
+
+    def _validated(self, models: Mapping[ClientId, Params]) -> dict[ClientId, dict[str, Any]]:
+        """Scores on validation rows of the clients that have some."""
+        return {c: m for c, m in self._own(models, "val").items() if m.get("loss") is not None}
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return scores on all clients' rows together, without clients that reported no scores."""
@@ -227,7 +263,8 @@ class Evaluator:
             return self._newest.of(part)
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
-        replies = self._aside(handler or self._clients.evaluate, check=check_scores, w=payload, part=part)
+        more = {"chosen": self.chosen} if self.chosen and part == "test" and handler is None else {}
+        replies = self._aside(handler or self._clients.evaluate, check=check_scores, w=payload, part=part, **more)
         if self._newest is not None and self._fed.round == 0:
             self._newest.begin(part, replies)
         return {client: replies.get(client, {}) for client in self._fed.clients}
@@ -248,8 +285,11 @@ class Evaluator:
         return found
 
 
-def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
+def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> Any:
+    """The mean of the known scores, of lists entry by entry; None if there are none."""
     known = [m[key] for m in scores if m.get(key) is not None]
+    if known and isinstance(known[0], list):
+        return [_mean("", [{"": entry} for entry in entries]) for entries in zip(*known, strict=True)]
     return sum(known) / len(known) if known else None
 
 

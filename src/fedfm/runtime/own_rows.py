@@ -13,13 +13,12 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
 from fedfm.core.text import listing
-from fedfm.data.load import read_inputs
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime import user_population
+from fedfm.runtime import keys_of_rows, user_population
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import augmentation, model_of
 
@@ -93,7 +92,11 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
         return Partitioned(_to_predict(rows, tuple(classes)), None)
     if experiment.own_code or is_function(rows.data):
         return _own(rows, experiment, tuple(classes))
+    named = tasks.task_named(experiment.model.task)
+    if named is not None and (needed := named.of(experiment.model).reads_all_rows) is not None:
+        raise InputError(f"{needed[0]}, and no party has the rows of all silos: {needed[1]}")
     federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
+    experiment, federated = keys_of_rows.add(experiment, federated)
     table = _with_classes(rows, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:
@@ -127,6 +130,8 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
         raise InputError(
             "the run predicts, but this silo's file names no rows to predict; set predict to a file or folder"
         )
+    from fedfm.data.rows_to_predict import read_inputs
+
     columns = DataSpec(path=rows.predict, **rows.columns)
     table = replace(read_inputs(rows.predict, columns, kind="image"), classes=classes)
     none, every = np.arange(0), np.arange(len(table))

@@ -53,6 +53,10 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         spec, base = experiment.model, tasks.trained_classes(experiment.model)
         table = load_table(experiment.data, seed=seed, task=spec.task, trained_classes=base)
         federated = deal(table, experiment.data, seed=seed)
+    if spec.task is not None:
+        from fedfm.runtime import keys_of_rows
+
+        experiment, federated = keys_of_rows.add(experiment, federated)
     if experiment.model.name == WITHHELD:  # this process is a silo, and only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fedfm.config.experiment import Experiment
@@ -91,7 +91,11 @@ def finish(
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
     more += [CONFUSION, CLASS_COUNTS, *tasks.figures(), *(f"local_{key}" for key in tasks.figures())]
     more += ["client_loss", "server_client_loss", "val_loss"]
-    result["details"] |= {key: last[key] for key in more if key in last}
+    result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
+    if chosen := last.get("chosen"):
+        run.manifest["chosen"] = chosen
+        fed.model.task = replace(fed.model.task, **chosen)
+        result["details"] |= chosen
     for text in fed.model.task.remarks(last):
         notice(text)
     details, notices = early_stopping.summarise(run, t, of)
@@ -137,6 +141,12 @@ def finish(
     run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run.write_manifest()
     return result
+
+
+def by_class(model: Model, value: Any) -> Any:
+    """A list with an entry for each class of the model as {class: entry}; any other value unchanged."""
+    named = isinstance(value, list) and len(value) == len(model.classes) and not any(isinstance(v, list) for v in value)
+    return dict(zip(model.classes, value, strict=True)) if named else value
 
 
 def account_of(run: Run, t: int) -> Accountant:

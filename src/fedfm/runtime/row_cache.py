@@ -171,12 +171,13 @@ class RowCache:
         labels = None
         if not self._model.is_language_model:
             labels = preprocessing.labels_of(table, self._model.classes, index)
+        targets = preprocessing.targets_of(table, self._model.classes, self._model.task, index)
         if "features" in found:
-            return Rows({"features": found["features"]}, labels=labels)
+            return Rows({"features": found["features"], **targets}, labels=labels)
         from fedfm.core.tokens import Tokens
 
         tokens = Tokens.one_after_the_other(found["flat"].numpy(), found["length"].numpy())
-        return Rows(tokens=tokens, labels=labels, pad=found["pad"])
+        return Rows(targets, tokens=tokens, labels=labels, pad=found["pad"])
 
     @functools.cached_property
     def _preparation(self) -> str | None:
@@ -202,9 +203,9 @@ def encodes(model: Model) -> bool:
 
 def _content_of(rows: Rows) -> dict[str, Any] | None:
     """Return the part of prepared rows that is written to the file; labels and texts are in the rows' source."""
-    if set(rows.tensors) == {"features"}:
+    if set(rows.tensors) - {"targets"} == {"features"}:
         return {"features": rows.tensors["features"]}
-    if rows.tokens is not None and not rows.tensors and not rows.token_arguments:
+    if rows.tokens is not None and not set(rows.tensors) - {"targets"} and not rows.token_arguments:
         return {
             "flat": rows.tokens.concatenate().int(),
             "length": torch.from_numpy(rows.tokens.length),

@@ -60,6 +60,10 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }
+    if run.experiment.model.task is not None:
+        from fedfm.runtime import keys_of_rows
+
+        keys_of_rows.keep(run, population.model)
     tell(run, population.summary(), notices, table.profile, partition)
     fits(run.experiment, population.model)
     # Under [privacy] the ledger has no operations, since these would disclose the exact numbers of rows.

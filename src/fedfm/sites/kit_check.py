@@ -165,7 +165,7 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
 def _rows(silo: silo_config.Silo) -> str:
     from fedfm.data.spec import DataSpec
 
-    rows = own_rows.deal(silo.rows, DataSpec(), seed=0, task=None).clients[silo.name]
+    rows = own_rows.deal(silo.rows, DataSpec(), seed=0, task=silo.task).clients[silo.name]
     return f"{len(rows.train)} training and {len(rows.test)} test rows"
 
 

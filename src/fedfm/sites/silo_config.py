@@ -90,6 +90,11 @@ class _File:
         required=True,
         words="the file or folder of this silo's rows",
     )
+    task: str | None = setting(
+        None,
+        "the task of its rows for `fedfm silo check`, if they do not imply it; an experiment names its own",
+        choices=tasks.names(),
+    )
     allow: tuple[str, ...] = setting(
         WORDS,
         "what requests may expose: mean (the silo's update, in a mean), reply (single replies, which the server sees), "
@@ -217,7 +222,7 @@ def report(path: Path) -> dict[str, Any]:
     silo = load(path)
     admit_methods(silo, path)
     identity = silo_identity.of(silo, create=True)
-    federated = deal(silo.rows, DataSpec(), seed=0, task=None)
+    federated = deal(silo.rows, DataSpec(), seed=0, task=silo.task)
     rows = federated.clients[silo.name]
     return {
         "name": silo.name,

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.preprocessors import Tools
 
+SECOND = "second"  # tensor of preferences, (n,): where the second of a row's two texts begins
+REFERENCE = "reference"  # tensor of preferences, (n, 2): log pi_ref of the two answers
+AT_ONCE = 32  # preferences (of two texts each) that are computed at once
+
 
 @dataclass(frozen=True)
 class AnswerTask(LanguageTask):

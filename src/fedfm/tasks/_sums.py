@@ -1,4 +1,7 @@
-"""Sums over rows, from which scores are computed; a sum may be unknown, or not finite."""
+"""Sums over rows, from which scores are computed; a sum may be unknown, or not finite.
+
+A sum is a number, or a list of numbers: one for each class or target.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Sums = Mapping[str, float | None]
+Sums = Mapping[str, Any]
 
 
 def mean(total: float, count: float) -> float | None:
@@ -14,17 +17,31 @@ def mean(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
-def add(parts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float]:
+def add(parts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """The sums of these names over all parts; NaN for a sum that one of the parts does not have."""
     some = [numbers(part, names) for part in parts]
-    return {name: sum(part[name] for part in some) for name in names}
+    return {name: _sum([part[name] for part in some]) for name in names}
 
 
-def numbers(sums: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
+def _sum(values: Sequence[Any]) -> Any:
+    """The sum of numbers, or of lists entry by entry; NaN if the values differ in form."""
+    if not any(isinstance(value, list) for value in values):
+        return sum(values)
+    sizes = {len(value) if isinstance(value, list) else -1 for value in values}
+    return math.nan if len(sizes) > 1 else [sum(entries) for entries in zip(*values, strict=True)]
+
+
+def numbers(sums: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The sums of these names; NaN for a sum that is not known."""
     return {name: math.nan if sums.get(name) is None else sums[name] for name in names}
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by name; None for a value that is not known or not finite."""
-    return {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+    """The values by name; None for a value, or for an entry of a list, that is not known or not finite."""
+
+    def json_value(value: Any) -> Any:
+        if isinstance(value, list):
+            return [json_value(entry) for entry in value]
+        return value if value is None or math.isfinite(value) else None
+
+    return {name: json_value(value) for name, value in values.items()}

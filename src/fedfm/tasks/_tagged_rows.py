@@ -1,12 +1,18 @@
-"""Read words with tags from lists in two columns, or from the lines of a CoNLL file."""
+"""Read words with tags from lists in two columns, or from the lines of a CoNLL file, and prepare them for a model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import torch
+
 from fedfm.core.row_kinds import Reading
+from fedfm.core.rows import Rows
 from fedfm.data.class_names import class_name, names_of
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
@@ -14,6 +20,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import word_tokens
+from fedfm.models.preprocessing import IGNORE
 from fedfm.models.preprocessors import Tools
 from fedfm.tasks import _tags
 
@@ -74,6 +81,34 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
     if tags and not any(_tags.PREFIX.fullmatch(tag) for tag in tags):
         found.append("no tag has a prefix such as B- or I-: neighbouring words of the same tag count as one entity")
     return found
+
+
+def to_rows(part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
+    """Rows as tokens, with a target at the place of each word's first token.
+
+    Raises:
+        InputError: a tag is none of the classes.
+    """
+    code = {tag: i for i, tag in enumerate(classes)}
+    if unknown := sorted({tag for _, of in part.inputs for tag in of} - code.keys()):
+        raise InputError(f"{part.source or 'the data'}: tag {unknown[0]!r} is none of the model's classes")
+    pieces = word_tokens.of([words for words, _ in part.inputs], tools)
+    longest = int(pieces.tokens.length.max(initial=0))
+    targets = torch.full((len(part), longest), IGNORE)  # (n, L)
+    for i, ((_, of), place) in enumerate(zip(part.inputs, pieces.places, strict=True)):
+        for word, at in place.items():
+            targets[i, at] = code[of[word]] if of else 0  # without tags, 0 marks the place of a word
+    pad = int(tools.tokenizer.pad_token_id or 0)
+    return Rows({"targets": targets}, tokens=pieces.tokens, pad=pad, token_arguments=pieces.token_arguments)
+
+
+def shuffle(rows: Table, rng: np.random.Generator) -> Table:
+    """The rows with randomly permuted tags of all words."""
+    tags = [tag for _, of in rows.inputs for tag in of]
+    mixed = [tags[i] for i in rng.permutation(len(tags))]
+    ends = list(accumulate(len(of) for _, of in rows.inputs))
+    inputs = [(words, tuple(mixed[end - len(of) : end])) for (words, of), end in zip(rows.inputs, ends, strict=True)]
+    return replace(rows, inputs=inputs)
 
 
 def _as_list(value: Any) -> list[Any] | None:

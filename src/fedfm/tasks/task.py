@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
-    from fedfm.data.table import Table
+    from fedfm.data.table import FederatedData, Table
+    from fedfm.linalg.params import Params
     from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
@@ -55,6 +57,9 @@ class Task:
         needs_classes: whether its rows have classes.
         one_class_a_row: whether a row has one label out of several classes. Then the logits are (b, C), and the loss is
             their cross-entropy.
+        own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because these are not
+            one class per row.
+        absent_target: the target of rows whose client does not have the target; None if such rows are refused.
         linear_head: whether fedfm works on the last linear map, so that a row's features before this map exist.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
         is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
@@ -71,6 +76,7 @@ class Task:
         figures: names of the task's own scores, which results report in addition to the common scores.
         drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
         sums: names of the sums over rows from which its scores are computed; empty if scores cannot be joined.
+        lists: names of the figures and sums that are lists, with an entry for each class or target.
         row_means: the name of a sum for each score that is this sum's mean over rows. A silo sends only the score, from
             which the sum follows.
         problem_type: ``problem_type`` in the configuration of an exported classifier; None if it has none.
@@ -87,6 +93,8 @@ class Task:
     new_head: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     one_class_a_row: ClassVar[bool] = False
+    own_targets: ClassVar[bool] = False
+    absent_target: ClassVar[float | None] = None
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
     is_language_model: ClassVar[bool] = False
@@ -102,6 +110,7 @@ class Task:
     figures: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
+    lists: ClassVar[tuple[str, ...]] = ()
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({})
     problem_type: ClassVar[str | None] = None
 
@@ -145,8 +154,18 @@ class Task:
         return None
 
     @property
+    def reads_all_rows(self) -> tuple[str, str] | None:
+        """What the task takes from the training rows of all clients, and the settings without it; None: nothing."""
+        return None
+
+    @property
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
+        return ""
+
+    @property
+    def needs_validation(self) -> str:
+        """The setting for which :meth:`choose` needs validation rows; empty: none."""
         return ""
 
     def packs(self, kind: str) -> bool:
@@ -179,6 +198,29 @@ class Task:
         """
         return None
 
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        """The targets of images, texts or feature vectors, for a task with :attr:`own_targets`.
+
+        Args:
+            sheet: the columns; those of an npz are its arrays with an entry for each row, ``y`` under ``data.label``.
+            spec: names of the columns.
+            source: name of the file in messages.
+
+        Raises:
+            InputError: a column is missing, or a cell is empty or of another form; the message says where.
+        """
+        raise NotImplementedError(f"{self.name}: no targets of its own")
+
+    def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Keys of the [model] table that follow from the training rows of all clients, and notices for the user.
+
+        The manifest has the keys, so that all parties and later commands use the same values.
+
+        Raises:
+            InputError: the model cannot learn from these rows.
+        """
+        return {}, ()
+
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The rows with randomly permuted targets, on which an attacker trains.
 
@@ -189,6 +231,8 @@ class Task:
 
         from fedfm.errors import InputError
 
+        if rows.targets is not None:
+            return replace(rows, targets=rows.targets[rng.permutation(len(rows))])
         if rows.labels is None:
             raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle', key="attack.name")
         return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
@@ -208,8 +252,10 @@ class Task:
         from fedfm.models import preprocessing
 
         tokens, more = preprocessing.encode(part.inputs, tools.tokenizer, tools.max_length)
-        labels = preprocessing.labels_of(part, classes)
-        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more)
+        labels, targets = preprocessing.labels_of(part, classes), preprocessing.targets_of(part, classes, self)
+        return Rows(
+            targets, tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more
+        )
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
         """Notices before a run about rows ("training" and "test") that are cut off, or are probably wrong."""
@@ -340,8 +386,22 @@ class Task:
         known = [part for part in parts if part.get("n") and any(part.get(name) is not None for name in self.sums)]
         if not known:
             return metrics.nothing(sum(part.get("n") or 0 for part in parts))
-        found = self._scores_from(sum(part["n"] for part in known), add(known, self.sums))
+        found = self._scores_from(sum(part["n"] for part in known), self.add_sums(known))
         return {**found, **known[0]} if len(known) == 1 else found
+
+    def add_sums(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The sums of all parts together; NaN where a part does not have one."""
+        return add(parts, self.sums)
+
+    def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
+        """Values of the task's keys that follow from scores and sums on the validation rows of all clients.
+
+        A run keeps them: its scores on test rows, predictions and exports use them.
+
+        Returns:
+            key -> class -> value; empty: there is nothing to choose, or too little is known.
+        """
+        return {}
 
     def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the sums that a silo does not send, which follow from its scores."""
@@ -379,6 +439,18 @@ class Task:
             "predictions": [model.classes[i] for i in probabilities.argmax(1).tolist()],
             "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
         }
+
+    def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
+        """The task and the weights of an export, if other programs need other weights than fedfm."""
+        return self, w
+
+    def about_outputs(self) -> str:
+        """A sentence for the reader of an export about the model's outputs; empty: there is nothing to say."""
+        return ""
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        """Tables of a report about the task's own scores in ``details`` of a result."""
+        return []
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's pipeline tag of an export for rows of this kind; None if there is none."""

@@ -70,22 +70,8 @@ class ZeroShotTask(OneClassTask):
             )
 
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return contrastive(logits, targets) if self.mixes_rows else super().objective(logits, targets)
+        if not self.mixes_rows:
+            return super().objective(logits, targets)
+        from fedfm.tasks._contrastive import contrastive
 
-
-def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
-    """CLIP's loss of a batch (Radford et al., Figure 3).
-
-    Each image is classified among the batch's texts, and each text among the batch's images. Images of one class share
-    their text, so the targets are uniform over equal labels.
-
-    Args:
-        logits: (b, C), s <V, T> of the images and all classes.
-        labels: (b,).
-    """
-    import torch.nn.functional as F
-
-    pairs = logits[:, labels]  # (b, b)
-    same = (labels[:, None] == labels).to(pairs.dtype)
-    targets = same / same.sum(1, keepdim=True)
-    return (F.cross_entropy(pairs, targets) + F.cross_entropy(pairs.T, targets)) / 2
+        return contrastive(logits, targets)

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.pictures import Look, Pictured, arrange
 from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, str_array
-from fedfm.data.sources._other_tasks import WAY, other_task, refuse_other
+from fedfm.data.sources._other_tasks import other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._unread import notice_of_unread, notices_of_marks
 from fedfm.data.spec import DataSpec
@@ -62,6 +63,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     inputs: Any
     used, notices = {spec.split}, (*sheet.notices, *guessed)
     label: Labels = UNLABELLED
+    targets: np.ndarray | None = None
     looks: list[Look] = []
     reader = _reader(columns, spec, task)
     reading = None if reader is None else reader.read(sheet, spec, source=source, labelled=labelled)
@@ -91,15 +93,25 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     keys = ("text", "image", *tasks.columns())
     read = tuple(key for key in keys if key not in _TARGETS and spec.column(key) in used & columns.keys())
     if kind in ("text", "image") and labelled:
-        if kind == "image":
-            classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
-            if spec.label not in classes and (way := other_task(columns, spec.label)):
-                raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
-        label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
+        classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
+        has_targets = reader is not None and reader.own_targets
+        if (
+            kind == "image"
+            and not has_targets
+            and spec.label not in classes
+            and (way := other_task(columns, spec.label))
+        ):
+            raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
+        if reader is not None and has_targets:
+            of = reader.read_targets(replace(sheet, columns=classes), spec, source=source)
+            targets, label = of.values, (None, of.classes, of.notices)
+            used |= of.used
+        else:
+            label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         if kind == "image":
             notices += picture_forms.notices(looks, label[0], label[1], source)
-        used |= {spec.label, spec.label_name}
+        used |= {spec.label, spec.label_name} if targets is None else set()
     ignored = used | {spec.label, spec.label_name}
     notices += notices_of_marks(columns, spec, source) if labelled else ()
     return Table(
@@ -112,6 +124,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         source=source,
         read=read,
         notices=(*notices, *notice_of_unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
+        targets=targets,
     )
 
 
@@ -268,8 +281,7 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
         return int(value)  # pandas writes integers as floats if a value is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
-        of = "several labels per row" if isinstance(value, list | dict) else "regression"
-        raise InputError(
-            f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; for {of}, {WAY}'
-        )
+        for_numbers = 'for numbers, set model.task = "regression"'
+        way = 'for several labels per row, set model.task = "multi_label"' if isinstance(value, list) else for_numbers
+        raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; {way}')
     raise InputError(f'{at(row)}: column "{name}" is empty: give a label, or remove the row')

@@ -128,15 +128,16 @@ def _load(hub: str) -> Any:
 
 
 def _class_names(kind: Any) -> tuple[str, ...] | None:
-    """The class names of a column, in their order; None if the column has none."""
+    """The names of a column's classes, or of the classes in its lists, in their order; None if there are no names."""
     import datasets
 
+    kind = getattr(kind, "feature", kind)
     return tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else None
 
 
 def _has_withheld_labels(part: Any, label: str) -> bool:
     """Whether all labels are -1, the mark of withheld labels in data sets of the Hub."""
-    return label in part.features and len(part) > 0 and set(part[label][:]) == {-1}
+    return label in part.features and len(part) > 0 and all(value == -1 for value in part[label][:])
 
 
 def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | None:

@@ -18,17 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data import picture_forms
 from fedfm.data.pictures import Look, look, notices_of
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import column
 from fedfm.data.sources._other_tasks import WAY
+from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
+from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError, close
 
 SUFFIXES = (
@@ -65,8 +68,15 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             f"{_scans(strange)}"
         )
     notices: tuple[str, ...] = ()
+    named, targets = tasks.task_named(task), None
+    own = named if labelled and named is not None and named.own_targets else None
     meta = _metadata(path, list(parts), files)
-    if labelled and spec.label not in meta:
+    if own is not None and not meta:
+        raise InputError(
+            f'{path}: folders are classes, and task "{own.name}" has none: put a metadata.csv into {path} with the '
+            f'columns "file_name" and "{spec.label}"'
+        )
+    if labelled and own is None and spec.label not in meta:
         homes = {path, *parts}
         for file in files:
             if file.parent in homes:
@@ -82,7 +92,13 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     def at(row: int) -> str:
         return str(files[row])
 
-    labels, classes, more = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
+    labels, classes, more = UNLABELLED
+    if own is not None:
+        of = row_task(own).read_targets(Sheet(meta, at), spec, source=str(path))
+        targets, classes, more = of.values, of.classes, of.notices
+        meta = {name: values for name, values in meta.items() if name not in of.used}
+    elif labelled:
+        labels, classes, more = labels_of(meta, spec, source=str(path), at=at)
     if labelled and set(parts.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
         notices += notices_of_marks(meta, spec, str(path))
@@ -109,6 +125,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         others(meta, {spec.label, spec.label_name, spec.split} if labelled else set()),
         str(path),
         notices,
+        targets=targets,
     )
 
 

@@ -14,14 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.pictures import to_eight_bits
 from fedfm.data.sources._files import begin, content_of, read_bytes, str_array
+from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
+from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError, close
 
 _NAMES = ("feature_names", "columns")  # arrays with names of feature columns
@@ -50,7 +53,14 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         raise InputError(f"{path}: x has no rows")
     if 0 in x.shape:
         raise InputError(f"{path}: x {x.shape} holds no values")
-    labels, classes, notices = _labels(arrays, length, path) if labelled else UNLABELLED
+    labels, classes, notices = UNLABELLED
+    targets, used = None, frozenset[str]()
+    reader = tasks.task_named(task)
+    if labelled and reader is not None and reader.own_targets:
+        read = row_task(reader).read_targets(_sheet(arrays, length, spec, path), spec, source=str(path))
+        targets, classes, notices, used = read.values, read.classes, read.notices, read.used
+    elif labelled:
+        labels, classes, notices = _labels(arrays, length, path)
     if image and x.dtype.itemsize > 1:
         inputs, more = to_eight_bits(x, str(path))
         notices += more
@@ -68,7 +78,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         split = np.array(values)
     columns = {}
     named = () if image else tuple(name for name in _NAMES if _is_names(arrays.get(name), x.shape[1]))[:1]
-    for name in sorted(set(arrays) - {"x", "y", "classes", "split", *named}):
+    for name in sorted(set(arrays) - {"x", "y", "classes", "split", *named, *used}):
         array = arrays[name]
         if array.shape == (length,) and array.dtype.kind in "USiu":
             columns[name] = str_array(_strings(arrays, name, length, path))
@@ -82,7 +92,21 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         notices += notices_of_marks({name: values.tolist() for name, values in columns.items()}, spec, str(path))
     of = "image" if image else "features"
     names = tuple(map(str, arrays[named[0]].tolist())) if named else ()
-    return Table(of, inputs, labels, classes, split, columns, str(path), notices, names=names)
+    return Table(of, inputs, labels, classes, split, columns, str(path), notices, names=names, targets=targets)
+
+
+def _sheet(arrays: dict[str, np.ndarray], length: int, spec: DataSpec, path: Path) -> Sheet:
+    """The arrays that have an entry for each row as columns; ``y`` is the column of labels, and may have lists."""
+    columns = {n: a.tolist() for n, a in arrays.items() if n not in ("x", "y") and a.ndim == 1 and len(a) == length}
+    y, names = arrays.get("y"), arrays.get("classes")
+    if y is not None and (y.ndim not in (1, 2) or len(y) != length):
+        raise InputError(
+            f"{path}: y has shape {y.shape} and x has {length} rows; expected y of shape ({length},) or ({length}, T)"
+        )
+    if y is not None:
+        columns[spec.label] = y.tolist()
+    named = {} if names is None else {spec.label: tuple(map(str, names.tolist()))}
+    return Sheet(columns, lambda row: f"{path}: row {row}", names=named)
 
 
 def _given_labels(arrays: dict[str, np.ndarray], length: int) -> np.ndarray | None:

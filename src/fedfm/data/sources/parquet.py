@@ -73,6 +73,8 @@ def _class_names(metadata: Any, path: Path) -> tuple[dict[str, tuple[str, ...]],
         return {}, ()  # metadata of another program
     found, notices = dict[str, tuple[str, ...]](), list[str]()
     for column, kind in kinds.items():
+        if isinstance(inner := kind.get("feature"), dict):  # a list of classes
+            kind = inner
         if kind.get("_type") != "ClassLabel" or not (names := kind.get("names")):
             continue
         try:

@@ -76,7 +76,7 @@ class FedPFT(Predictor, Private, Method[State]):
     message to the first one would contain the first client's own rows, and no rows may be counted twice.
     """
 
-    needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
+    needs: ClassVar[Needs] = Needs("head", ("head",), one_class=True, bias=True)
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     privacy: ClassVar[Plan | None] = None  # protect() sets it on an instance
 

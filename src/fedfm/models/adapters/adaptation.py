@@ -8,8 +8,7 @@ PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Mode
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,34 +106,6 @@ def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str
 
     line = left_out(module, parts, new)
     return (line,) if line else ()
-
-
-@contextmanager
-def base_alone(module: nn.Module) -> Iterator[None]:
-    """Context manager: LoRA is off, so that the module computes the same as its base.
-
-    Forward hooks of the adapted layers are off, too, because they add other adapters or shift the weights. Afterwards
-    the trained tensors, the active adapters and the hooks are as before.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[Any] = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
-    on = [layer for layer in layers if not layer.disable_adapters]
-    flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
-    hooks = [layer._forward_hooks for layer in layers]
-    for layer in on:
-        layer.enable_adapters(False)
-    for layer in layers:
-        layer._forward_hooks = type(layer._forward_hooks)()
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, hooks, strict=True):
-            layer._forward_hooks = own
-        for layer in on:
-            layer.enable_adapters(True)
-        for p, flag in flags:  # PEFT changes these flags when it turns adapters on and off
-            p.requires_grad_(flag)
 
 
 def give_bias(module: nn.Module, path: str) -> bool:

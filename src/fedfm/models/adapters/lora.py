@@ -186,8 +186,10 @@ def shift_weights(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
             hook = model.module.get_submodule(path).register_forward_hook(LowRankDelta(u, v, model.device))
             stack.callback(hook.remove)
         for path, found in experts.items():
+            from fedfm.models.adapters.expert_shift import add_factors
+
             both = torch.stack([u for u, _ in found]), torch.stack([v for _, v in found])
-            stack.enter_context(stacked.add_factors(model.module.get_submodule(path), both))
+            stack.enter_context(add_factors(model.module.get_submodule(path), both))
         yield
 
 

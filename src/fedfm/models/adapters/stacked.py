@@ -18,14 +18,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
-    from fedfm.linalg.low_rank import Factors
+    pass
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -123,29 +122,6 @@ def in_names_of_peft(config: Any, module: Any) -> Any | None:
     out.rank_pattern = {path: r for path, r in ranks.items() if r != config.r}
     out.alpha_pattern = {path: alpha for path, alpha in alphas.items() if alpha != config.lora_alpha}
     return out
-
-
-@contextmanager
-def add_factors(layer: Any, shift: Factors) -> Iterator[None]:
-    """Context manager: PEFT's layer of experts adds U_e V_e to W_e, in addition to its adapter.
-
-    Args:
-        shift: U (E, d_out, R), V (E, R, d_in).
-    """
-    own = layer.get_delta_factors
-
-    def with_shift(adapter: str) -> tuple[Tensor, Tensor, float]:
-        left, right, scale = own(adapter)
-        u, v = (t.to(left.device, left.dtype) for t in (shift[0] / scale, shift[1]))
-        if left.shape[1] != u.shape[1] or right.shape[2] != v.shape[2]:  # weights stored as (E, d_in, d_out)
-            u, v = v.transpose(1, 2), u.transpose(1, 2)
-        return torch.cat([left, u], 2), torch.cat([right, v], 1), scale
-
-    vars(layer)["get_delta_factors"] = with_shift
-    try:
-        yield
-    finally:
-        del vars(layer)["get_delta_factors"]
 
 
 def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:

@@ -1,0 +1,30 @@
+"""Keys of the [model] table that a task takes from the training rows of all clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedfm.config.experiment import Experiment
+from fedfm.core import tasks
+from fedfm.data.table import FederatedData
+from fedfm.data.task_rows import row_task
+from fedfm.models.model import Model
+from fedfm.runtime.run_directory import Run
+
+
+def add(experiment: Experiment, federated: FederatedData) -> tuple[Experiment, FederatedData]:
+    """The experiment with these keys, and the rows, whose notices name them. A silo has them from the experiment."""
+    named = tasks.task_named(experiment.model.task)
+    if named is None:
+        return experiment, federated
+    keys, notices = row_task(named.of(experiment.model)).keys_of_rows(federated)
+    found = replace(experiment, model=replace(experiment.model, **keys)) if keys else experiment
+    return found, replace(federated, notices=(*federated.notices, *notices))
+
+
+def keep(run: Run, model: Model) -> None:
+    """Write the keys into the experiment of the manifest, so that later commands use the same values."""
+    keys = {key: getattr(model.spec, key) for key in tasks.model_settings()}
+    if changed := {key: value for key, value in keys.items() if value != getattr(run.experiment.model, key)}:
+        run.manifest["experiment"]["model"] |= changed
+        run.experiment = replace(run.experiment, model=replace(run.experiment.model, **changed))

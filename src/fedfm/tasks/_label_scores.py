@@ -1,0 +1,199 @@
+"""Scores of rows with several labels, from sums over rows that can be added.
+
+AUROC and average precision need the order of the rows by their logits. A sum holds it as counts: for each label and
+each bin of the logit, how many rows have the label and how many do not. Bins are fixed, so that counts of several
+clients can be added. A bin is 0.06 % of its logit wide, and 0.000006 near zero; rows of one bin count as tied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Array = np.ndarray
+Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place
+
+_FINE, _STEPS = 0.01, 1600  # a logit z is in bin floor(1600 asinh(z / 0.01)): zero is an edge
+_HALF = 1 << 15  # a label has bins -_HALF .. _HALF - 1, which reach to logits of 3.9 million
+
+
+def rank_counts(logits: Array, targets: Array) -> Ranks:
+    """The counts of rows by label and bin, from logits and targets (n, C); bins without rows are left out."""
+    bins = np.floor(np.arcsinh(logits.astype(np.float64) / _FINE) * _STEPS).clip(-_HALF, _HALF - 1)
+    place = (2 * np.arange(logits.shape[1]) + 1) * _HALF + bins.astype(np.int64)  # (n, C)
+    return _counted(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
+
+
+def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
+    """The counts of the rows of all parts together; None if a part does not have them."""
+    if None in parts:
+        return None
+    triples = np.concatenate([np.zeros((0, 3), np.int64), *(_triples(part or ()) for part in parts)])
+    return _counted(*triples.T)
+
+
+def _counted(place: Array, with_label: Array, without: Array) -> Ranks:
+    places, of = np.unique(place, return_inverse=True)
+    counts = [np.bincount(of, weights, len(places)).astype(np.int64) for weights in (with_label, without)]
+    found: Ranks = np.stack([places, *counts], axis=1).ravel().tolist()
+    return found
+
+
+def _triples(ranks: Sequence[float]) -> Array:
+    return np.asarray(ranks, np.float64).reshape(-1, 3).astype(np.int64)
+
+
+def _by_label(ranks: Sequence[float], labels: int) -> list[tuple[Array, Array, Array]]:
+    """For each label (bins, rows with the label, rows without it), by ascending bin."""
+    place, with_label, without = _triples(ranks).T
+    label, bins = place // (2 * _HALF), place % (2 * _HALF) - _HALF
+    return [(bins[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
+
+
+def auroc(with_label: Array, without: Array) -> float | None:
+    """The share of pairs (row with the label, row without it) in the right order; ties count half.
+
+    Args:
+        with_label, without: numbers of rows by ascending logit.
+
+    Returns:
+        None if all rows have the label, or none has it.
+
+    Example:
+        >>> auroc(np.array([0, 1]), np.array([2, 1]))
+        0.8333333333333334
+    """
+    pairs = int(with_label.sum()) * int(without.sum())
+    below = np.cumsum(without) - without
+    return float((with_label * (below + without / 2)).sum() / pairs) if pairs else None
+
+
+def average_precision(with_label: Array, without: Array) -> float | None:
+    """The mean over the rows with the label of the precision at their logit, as scikit-learn's.
+
+    Args:
+        with_label, without: numbers of rows by ascending logit.
+
+    Returns:
+        None if no row has the label, or all have it.
+
+    Example:
+        >>> average_precision(np.array([0, 1]), np.array([2, 1]))
+        0.5
+    """
+    if not with_label.sum() or not without.sum():
+        return None
+    found, wrong = np.cumsum(with_label[::-1]), np.cumsum(without[::-1])
+    return float((with_label[::-1] * found / (found + wrong)).sum() / with_label.sum())
+
+
+def f1_by_label(labelled: Sequence[float], found: Sequence[float], right: Sequence[float]) -> list[float | None]:
+    """F1 of each label; None if no row has the label and none was predicted to have it."""
+    both = np.asarray(labelled, np.float64) + np.asarray(found, np.float64)
+    return [2 * r / n if n else None for r, n in zip(right, both.tolist(), strict=True)]
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are defined; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """All scores that follow from the sums of :class:`fedfm.tasks.multi_label.MultiLabel`; none without rows.
+
+    A score that is undefined is None. A sum that is unknown is NaN, or a list with NaN.
+    """
+    if sums["rows"] == 0:
+        return {}
+    labelled, found, right = (_numbers(sums[key]) for key in ("positives", "predicted_positives", "true_positives"))
+    known = all(map(math.isfinite, (*labelled, *found, *right)))
+    f1 = f1_by_label(labelled, found, right) if known else []
+    total = sum(labelled) + sum(found)
+    ranks = _numbers(sums["ranks"])
+    of = _by_label(ranks, len(labelled)) if known and all(map(math.isfinite, ranks)) else []
+    aurocs = [auroc(positive, negative) for _, positive, negative in of]
+    precisions = [average_precision(positive, negative) for _, positive, negative in of]
+    return {
+        "micro_f1": 2 * sum(right) / total if known and total else None,
+        "macro_f1": mean_of_known(f1),
+        "auroc": mean_of_known(aurocs),
+        "average_precision": mean_of_known(precisions),
+        "rows_by_label": list(map(int, labelled)) if known else None,
+        "f1_by_label": f1 or None,
+        "auroc_by_label": aurocs or None,
+        "average_precision_by_label": precisions or None,
+    }
+
+
+def _numbers(value: Any) -> list[float]:
+    return list(value) if isinstance(value, list | tuple) else [math.nan]
+
+
+def best_thresholds(ranks: Sequence[float], labels: int) -> list[float | None]:
+    """For each label the probability from which on rows get it, such that F1 on these rows is largest.
+
+    It lies in the middle between the logits of the last row below it and the first row above it, and of several best
+    ones it is the nearest to 0.5. None for a label that no row has.
+    """
+    return [_best_threshold(*of) for of in _by_label(ranks, labels)]
+
+
+def _best_threshold(bins: Array, with_label: Array, without: Array) -> float | None:
+    if not with_label.sum():
+        return None
+    right = np.cumsum(with_label[::-1])[::-1]  # rows at or above each bin
+    found = right + np.cumsum(without[::-1])[::-1]
+    f1 = 2 * right / (found + with_label.sum())
+    edges = np.sinh(bins / _STEPS) * _FINE
+    ends = np.sinh((bins + 1) / _STEPS) * _FINE
+    middle = np.append(edges[:1], (ends[:-1] + edges[1:]) / 2)
+    best = np.flatnonzero(f1 >= f1.max() - 1e-12)
+    z = middle[best[np.abs(middle[best]).argmin()]]
+    return float(1 / (1 + math.exp(-z))) if abs(z) < 500 else float(z > 0)
+
+
+def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The best thresholds as a value of the key ``threshold``, 0.5 for a label that no row has."""
+    if ranks is None:
+        return {}
+    best = best_thresholds(ranks, len(classes))
+    return {"threshold": {name: 0.5 if p is None else p for name, p in zip(classes, best, strict=True)}}
+
+
+def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean binary cross-entropy over labels of each row (b,), from logits and targets (b, C), and a 1 for each."""
+    losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(1)
+    return losses, torch.ones_like(losses, dtype=torch.int64)
+
+
+def count(logits: Tensor, targets: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
+    """The sums over rows of :class:`fedfm.tasks.multi_label.MultiLabel`, from logits and targets (n, C)."""
+    least = torch.tensor([*thresholds.values()], dtype=torch.float64)
+    found, right = logits.double() >= least.logit(), targets > 0
+    return {
+        "rows": len(targets),
+        "right": int((found == right).all(1).sum()),
+        "loss_of_rows": float(row_losses(logits.double(), targets)[0].sum()),
+        "positives": right.sum(0).tolist(),
+        "predicted_positives": found.sum(0).tolist(),
+        "true_positives": (found & right).sum(0).tolist(),
+        "ranks": rank_counts(logits.numpy(), targets.numpy()),
+    }
+
+
+def answer(logits: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
+    """The predictions of rows with these logits (n, C), for labels with these thresholds."""
+    shares = [dict(zip(thresholds, row, strict=True)) for row in logits.double().sigmoid().tolist()]
+    return {
+        "classes": list(thresholds),
+        "thresholds": dict(thresholds),
+        "labels": [[name for name, p in row.items() if p >= thresholds[name]] for row in shares],
+        "probabilities": [{name: round(p, 6) for name, p in row.items()} for row in shares],
+    }

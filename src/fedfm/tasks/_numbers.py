@@ -1,0 +1,292 @@
+"""Read targets that are numbers, scale them, and score predictions of them.
+
+The scores follow from sums over rows. With e = prediction - target and z = target, both in units of the target's
+deviation, the sums of each target are those of |e|, e^2, z, z^2, and, for the standard errors, e^4, e^2 z, e^2 z^2,
+z^3, z^4.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedfm.core.row_targets import FigureTable, RowTargets
+from fedfm.core.text import listing
+from fedfm.data.sources._files import column
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import FederatedData
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedfm.core.rows import Batch
+    from fedfm.data.table import Table
+    from fedfm.models.network import Network
+    from fedfm.models.trained import Trained
+
+ONE = "value"  # name of the only target, which silos may have in columns of different names
+_MOMENTS = 9
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_COMMA = re.compile(r"[-+]?\d+,\d+")
+_LARGEST = 1e30  # squares of float32 values above it overflow
+_SURE = 1.959963984540054  # standard errors on each side of an interval of 95 %
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
+    """The numbers of the columns ``data.targets``, or else of the column ``data.label``.
+
+    Raises:
+        InputError: a column is missing, or a cell is not a finite number; the message says where.
+    """
+    names: tuple[str, ...] = vars(spec)["targets"]
+    if not names:
+        return _of_label(sheet, spec, source)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f'data.targets: "{twice[0]}" occurs twice; each column is one target', key="data.targets")
+    columns = [_numbers(column(sheet.columns, name, "data.targets", source), name, sheet) for name in names]
+    return RowTargets(np.stack(columns, axis=1), names, frozenset(names))
+
+
+def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
+    """The numbers of the column of labels; lists of numbers are several targets."""
+    values, name, notices = column(sheet.columns, spec.label, "data.label", source), spec.label, tuple[str, ...]()
+    known = sheet.names.get(name)
+    if not any(isinstance(value, list) for value in values):
+        if known:
+            notices = (
+                f'the numbers in column "{name}" stand for classes ({listing(known, 3)}): they are read as numbers',
+            )
+        return RowTargets(_numbers(values, name, sheet)[:, None], (ONE,), frozenset({name}), notices)
+    sizes = [len(value) if isinstance(value, list) else 1 for value in values]
+    if odd := [row for row, size in enumerate(sizes) if size != sizes[0]]:
+        raise InputError(
+            f'{sheet.at(odd[0])}: {sizes[odd[0]]} numbers in "{name}", and {sizes[0]} in {sheet.at(0)}: each row needs '
+            "as many"
+        )
+    columns = [_numbers([value[j] for value in values], name, sheet) for j in range(sizes[0])]
+    named = known if known and len(known) == sizes[0] else tuple(f"{name}-{j}" for j in range(sizes[0]))
+    if not columns:
+        raise InputError(f'{sheet.at(0)}: column "{name}" holds an empty list: numbers are expected')
+    return RowTargets(np.stack(columns, axis=1), (ONE,) if len(named) == 1 else named, frozenset({name}))
+
+
+def _numbers(values: Sequence[Any], name: str, sheet: Sheet) -> np.ndarray:
+    """A column of finite numbers (N,), float64."""
+    return np.array([_number(value, name, sheet, row) for row, value in enumerate(values)], dtype=np.float64)
+
+
+def _number(value: Any, name: str, sheet: Sheet, row: int) -> float:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise InputError(f'{sheet.at(row)}: column "{name}" is empty: give a number, or remove the row')
+    found, hint = math.nan, ""
+    if isinstance(value, str):
+        if _NUMBER.fullmatch(value.strip()):
+            found = float(value)
+        elif _COMMA.fullmatch(value.strip()):
+            hint = ", with a decimal point and no other separator"
+    elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
+        found = float(value)
+    if not math.isfinite(found):
+        raise InputError(f'{sheet.at(row)}: column "{name}" holds {value!r:.40}: a finite number is expected{hint}')
+    if abs(found) > _LARGEST:
+        raise InputError(
+            f'{sheet.at(row)}: column "{name}" holds {found:g}: expected numbers up to {_LARGEST:g}; use another unit'
+        )
+    return found
+
+
+def scale_of(
+    data: FederatedData, means: Sequence[float], scales: Sequence[float], wanted: bool
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Means and deviations of the training rows of all clients, as keys of the [model] table, with a notice.
+
+    Args:
+        means, scales: values of the keys, which replace those of the rows; () if they are not set.
+        wanted: whether targets are scaled.
+
+    Raises:
+        InputError: all rows have the same target, or the keys do not fit the targets.
+    """
+    table, given = data.table, (means, scales)
+    names = table.classes
+    if bool(means) != bool(scales):
+        raise InputError("model.target_means, target_scales: set both or neither", key="model.target_means")
+    if means and not wanted:
+        raise InputError(
+            "model.scale_targets = false: target_means and target_scales have no effect; drop them",
+            key="model.scale_targets",
+        )
+    for key, values in zip(("target_means", "target_scales"), given, strict=True):
+        if values and len(values) != len(names):
+            raise InputError(
+                f"model.{key}: {len(values)} numbers for {len(names)} targets ({listing(names, 6)})", key=f"model.{key}"
+            )
+    if table.targets is None or not data.clients:
+        return {}, ()
+    y = table.targets[np.concatenate([rows.train for rows in data.clients.values()])]  # (n, T)
+    if constant := np.flatnonzero((y == y[0]).all(0)).tolist():
+        which = f'"{names[constant[0]]}"' if len(names) > 1 else "target"
+        raise InputError(
+            f"{table.source}: all {len(y)} training rows have the same {which}, {y[0, constant[0]]:g}: there is "
+            "nothing to learn"
+        )
+    if means or not wanted:
+        return {}, ()
+    found = {"target_means": tuple(y.mean(0).tolist()), "target_scales": tuple(y.std(0).tolist())}
+    of = [f"{name} {m:.4g} and {s:.4g}" for name, m, s in zip(names, y.mean(0), y.std(0), strict=True)]
+    notice = (
+        f"targets are centred and scaled by mean and deviation of the {len(y)} training rows of all clients: "
+        f"{'; '.join(of[:4])}{f' and {len(of) - 4} more' if len(of) > 4 else ''}; all parties learn these numbers"
+    )
+    return found, (notice,)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The squared error of each row (b,), the mean over its targets, and the counts 1."""
+    import torch
+
+    logits = model.logits(batch).float()  # (b, T)
+    targets = scale(batch["targets"], means, scales).float().to(logits.device)
+    return (logits - targets).square().mean(1), torch.ones(len(logits), dtype=torch.int64)
+
+
+def scale(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> Tensor:
+    """Targets (b, T) in units of their deviations, as the head predicts them; () are means 0 and deviations 1."""
+    return (targets - targets.new_tensor(means or [0.0])) / targets.new_tensor(scales or [1.0])
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+def count(said: Tensor, targets: Tensor) -> dict[str, Any]:
+    """The sums of predictions and targets (n, T), both in units of the targets' deviations."""
+    import torch
+
+    e, z = said - targets, targets
+    parts = (e.abs(), e**2, z, z**2, e**4, e**2 * z, e**2 * z**2, z**3, z**4)
+    moments = torch.stack([part.sum(0) for part in parts])  # (9, T)
+    return {"rows": len(said), "loss_of_rows": float((e**2).mean(1).sum()), "moments": moments.flatten().tolist()}
+
+
+def scores(n: float, moments: Any, scales: Sequence[float]) -> dict[str, Any]:
+    """MSE, MAE and R^2 of each target and their means over targets, in the users' units, with standard errors.
+
+    The standard errors are those of means over independent rows; R^2 has that of the delta method, which is the
+    infinitesimal jackknife over rows.
+    """
+    known = moments if isinstance(moments, list) and moments and len(moments) % _MOMENTS == 0 else [math.nan] * _MOMENTS
+    sums = np.array([math.nan if value is None else value for value in known], np.float64).reshape(_MOMENTS, -1)
+    s = np.array(scales) if len(scales) == sums.shape[1] else np.ones(sums.shape[1])
+    a, u, z, zz, uu, uz, uzz, z3, z4 = sums  # each (T,)
+    with np.errstate(all="ignore"):
+        mean = z / n
+        spread = zz - n * mean**2
+        spread = np.where(spread > 1e-12 * zz, spread, math.nan)
+        q = u / spread
+        uv = uzz - 2 * mean * uz + mean**2 * u
+        vv = z4 - 4 * mean * z3 + 6 * mean**2 * zz - 3 * n * mean**4
+        found = {
+            "mse": u / n * s**2,
+            "mae": a / n * s,
+            "r2": 1 - q,
+            "mse_se": _error(uu - u**2 / n, n) * s**2,
+            "mae_se": _error(u - a**2 / n, n) * s,
+            "r2_se": _error(uu - 2 * q * uv + q**2 * vv, n) * n / spread,
+        }
+    lists = {f"{name}_by_target": values.tolist() if n else None for name, values in found.items()}
+    return {name: float(found[name].mean()) if n else None for name in ("mse", "mae", "r2")} | lists
+
+
+def _error(squares: np.ndarray, n: float) -> np.ndarray:
+    """The standard error of a mean, from the sum of squared deviations from it; NaN for fewer than two values."""
+    found: np.ndarray = np.sqrt(np.maximum(squares, 0) / (n - 1) / n) if n > 1 else np.full(len(squares), math.nan)
+    return found
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+def answer(trained: Trained, table: Table, means: Sequence[float], scales: Sequence[float]) -> dict[str, Any]:
+    """The predictions in the users' units: a number a row, or several by name."""
+    model = trained.model
+    said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
+    rows: list[list[float]] = (said * said.new_tensor(scales or [1.0]) + said.new_tensor(means or [0.0])).tolist()
+    several = len(model.classes) > 1
+    values = [dict(zip(model.classes, row, strict=True)) if several else row[0] for row in rows]
+    return {"classes": list(model.classes), "values": values}
+
+
+def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence[float]) -> tuple[Params, bool] | None:
+    """The weights with the scale folded into the head, which then predicts in the users' units.
+
+    Returns:
+        The weights, and whether the head has a bias, which takes the means. None: there is no scale, or no head that
+        takes it.
+    """
+    if not scales or model.head is None:
+        return None
+    import torch
+
+    weight, bias = _name_of(model, model.head.weight), _name_of(model, model.head.bias)
+    if weight not in w:
+        return None
+    factors, shifts = torch.tensor(scales, dtype=torch.float64), torch.tensor(means, dtype=torch.float64)
+    new = {weight: (w[weight].double() * factors[:, None]).to(w[weight].dtype)}
+    if bias in w:
+        new[bias] = (w[bias].double() * factors + shifts).to(w[bias].dtype)
+    return Params({name: new.get(name, w[name]) for name in w}), bias in w
+
+
+def _name_of(model: Network, tensor: Tensor | None) -> str:
+    return next((name for name, p in model.module.named_parameters() if p is tensor), "")
+
+
+def about_outputs(means: Sequence[float], scales: Sequence[float]) -> str:
+    """A sentence on how the outputs become numbers in the users' units."""
+    if scales:
+        return f"The outputs times {_text_of(scales)}, plus {_text_of(means)}, are in the units of the targets."
+    if means:
+        return f"The head has no bias: add {_text_of(means)} to the outputs; the sums are in the units of the targets."
+    return "The outputs are in the units of the targets."
+
+
+def _text_of(values: Sequence[float]) -> str:
+    return repr(values[0]) if len(values) == 1 else str(list(values))
+
+
+def tables(figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+    """A table of the targets' scores, on the global test rows, or else on the clients' test rows."""
+    whose = "" if figures.get("mse_by_target") else "local_"
+    if not figures.get(f"{whose}mse_by_target"):
+        return []
+    where = "the global test rows" if not whose else "the clients' test rows, each by its client's model"
+    rows = []
+    for j, name in enumerate(classes):
+        cells = []
+        for figure in ("mse", "mae", "r2"):
+            value, error = (_entry(figures.get(f"{whose}{figure}{part}_by_target"), j) for part in ("", "_se"))
+            cells.append("-" if value is None else f"{value:.4g}{_interval(value, error, figure)}")
+        rows.append((name, *cells))
+    note = (
+        f"On {where}. In brackets: intervals of 95 % over rows, estimate +- 1.96 standard errors (for R2 by the delta "
+        "method); they take rows as independent, and the model as given."
+    )
+    return [FigureTable("Errors by target", ("target", "MSE", "MAE", "R2"), tuple(rows), note)]
+
+
+def _entry(values: Any, j: int) -> float | None:
+    found = list(values.values()) if isinstance(values, Mapping) else values
+    return found[j] if isinstance(found, list) and j < len(found) else None
+
+
+def _interval(value: float, error: float | None, figure: str) -> str:
+    if error is None:
+        return ""
+    low, high = value - _SURE * error, value + _SURE * error
+    low, high = (low, min(high, 1.0)) if figure == "r2" else (max(low, 0.0), high)
+    return f" [{low:.4g}, {high:.4g}]"

@@ -1,0 +1,143 @@
+"""Several labels a row, or none: a new head gives each label a probability of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fedfm.core.fields import setting
+from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedfm.core.row_targets import FigureTable, RowTargets
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import Table
+    from fedfm.models.network import Network
+    from fedfm.models.preprocessors import Tools
+
+BY_LABEL = ("rows_by_label", "f1_by_label", "auroc_by_label", "average_precision_by_label")
+
+
+@dataclass(frozen=True)
+class MultiLabel(Task):
+    """Logits (b, C); the loss is the binary cross-entropy, a mean over rows and labels."""
+
+    name: ClassVar[str] = "multi_label"
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("label_separator", 'text between the names of a row\'s labels in one cell, task "multi_label"', ";"),
+    )
+    own_targets: ClassVar[bool] = True
+    absent_target: ClassVar[float | None] = 0.0
+    new_head: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True
+    linear_head: ClassVar[bool] = True
+    compared_by_row: ClassVar[bool] = True
+    adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
+    figures: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision", *BY_LABEL)
+    drawn: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision")
+    lists: ClassVar[tuple[str, ...]] = ("positives", "predicted_positives", "true_positives", "ranks", *BY_LABEL)
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
+    sums: ClassVar[tuple[str, ...]] = (
+        "rows",
+        "right",
+        "loss_of_rows",
+        "positives",
+        "predicted_positives",
+        "true_positives",
+        "ranks",
+    )
+    problem_type: ClassVar[str | None] = "multi_label_classification"
+
+    threshold: float | str = setting(
+        0.5,
+        'multi_label: probability from which on a row gets a label, or "validation": one for each label, with the '
+        "largest F1 on the validation rows",
+        gt=0,
+        lt=1,
+        choices=("validation",),
+        words='a number in (0, 1), or "validation"',
+    )
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        from fedfm.tasks import _label_sets
+
+        return _label_sets.read(sheet, spec, source)
+
+    def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
+        from fedfm.tasks import _label_sets
+
+        return _label_sets.forewarnings(parts)
+
+    # --- model --------------------------------------------------------------------------------------------------------
+    def auto_class(self, kind: str) -> str:
+        return "ImageClassification" if kind == "image" else "SequenceClassification"
+
+    def peft_type(self, kind: str) -> str | None:
+        return None if kind == "image" else "SEQ_CLS"
+
+    def loss(self, model: Network, batch: Batch) -> Tensor:
+        return self.row_losses(model, batch)[0].mean()
+
+    def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
+        from fedfm.tasks import _label_scores
+
+        return _label_scores.row_losses(model.logits(batch).float(), batch["targets"])
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+    def thresholds(self, classes: Sequence[str]) -> dict[str, float]:
+        """The probability from which on a row gets each label."""
+        chosen: Mapping[str, float] = self.threshold if isinstance(self.threshold, Mapping) else {}
+        every = 0.5 if chosen or isinstance(self.threshold, str) else self.threshold
+        return {name: chosen.get(name, every) for name in classes}
+
+    @property
+    def needs_validation(self) -> str:
+        return 'model.threshold = "validation"' if self.threshold == "validation" else ""
+
+    def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
+        from fedfm.tasks import _label_scores
+
+        return _label_scores.choose(scores.get("ranks"), classes) if self.needs_validation else {}
+
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        from fedfm.tasks import _label_scores
+
+        return _label_scores.count(logits, rows.tensors["targets"], self.thresholds(model.classes))
+
+    def add_sums(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        from fedfm.tasks import _label_scores
+
+        plain = super().add_sums([{**part, "ranks": 0} for part in parts])
+        return {**plain, "ranks": _label_scores.add_ranks([part.get("ranks") for part in parts])}
+
+    def from_sums(self, sums: Mapping[str, Any]) -> Scores:
+        from fedfm.tasks import _label_scores
+
+        return {**self.means_over_rows(sums), **_label_scores.scores(sums)}
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        from fedfm.tasks import _label_scores
+
+        rows = trained.encode(trained.model.prepare(table, range(len(table))))
+        return _label_scores.answer(trained.logits(rows), self.thresholds(trained.model.classes))
+
+    def about_outputs(self) -> str:
+        from fedfm.tasks import _label_sets
+
+        return _label_sets.about_outputs(self.threshold)
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        from fedfm.tasks import _label_sets
+
+        return _label_sets.tables(figures, classes, BY_LABEL)
+
+    def describe(self, model: Network) -> dict[str, Any]:
+        return {"task": self.name, "thresholds": self.thresholds(model.classes)}

@@ -1,0 +1,135 @@
+"""Regression: an image, a text or a vector -> a number, or several; :mod:`fedfm.tasks._numbers` has the long code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from fedfm.core.fields import setting
+from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedfm.core.row_targets import FigureTable, RowTargets
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import FederatedData, Table
+    from fedfm.linalg.params import Params
+    from fedfm.models.network import Network
+
+_BY_TARGET = tuple(f"{name}{part}_by_target" for part in ("", "_se") for name in ("mse", "mae", "r2"))
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """A new linear head predicts the targets in units of their deviations; the loss is the squared error."""
+
+    name: ClassVar[str] = "regression"
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("targets", 'columns of numbers, each a target, task "regression" [the column data.label]', several=True),
+    )
+    new_head: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True
+    own_targets: ClassVar[bool] = True
+    linear_head: ClassVar[bool] = True
+    softmax: ClassVar[bool] = False
+    compared_by_row: ClassVar[bool] = True
+    no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
+    adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
+    figures: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2", *_BY_TARGET)
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"loss": "loss_of_rows"})
+    sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments")
+    lists: ClassVar[tuple[str, ...]] = ("moments", *_BY_TARGET)
+    problem_type: ClassVar[str | None] = "regression"
+
+    scale_targets: bool = setting(
+        True, "regression: train on (target - mean) / deviation, both of the training rows of all clients"
+    )
+    target_means: tuple[float, ...] = setting(
+        (), "regression: a mean for each target, in place of those of the rows", finite=True
+    )
+    target_scales: tuple[float, ...] = setting(
+        (), "regression: a deviation for each target, in place of those of the rows", gt=0, finite=True
+    )
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    @property
+    def reads_all_rows(self) -> tuple[str, str] | None:
+        if not self.scale_targets or self.target_means or self.target_scales:
+            return None
+        what = "model.scale_targets = true takes means and deviations of the targets from all clients' training rows"
+        return what, "set it to false, or set a fixed scale by model.target_means and model.target_scales"
+
+    def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.scale_of(data, self.target_means, self.target_scales, self.scale_targets)
+
+    def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
+        from fedfm.tasks import _numbers
+
+        return _numbers.read(sheet, spec, source)
+
+    # --- model --------------------------------------------------------------------------------------------------------
+    def auto_class(self, kind: str) -> str:
+        return "ImageClassification" if kind == "image" else "SequenceClassification"
+
+    def peft_type(self, kind: str) -> str | None:
+        return None if kind == "image" else "SEQ_CLS"
+
+    def loss(self, model: Network, batch: Batch) -> Tensor:
+        return self.row_losses(model, batch)[0].mean()
+
+    def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.row_losses(model, batch, self.target_means, self.target_scales)
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        from fedfm.tasks import _numbers
+
+        if "targets" not in rows.tensors:
+            return {}
+        targets = _numbers.scale(rows.tensors["targets"], self.target_means, self.target_scales)
+        return _numbers.count(logits.double(), targets)
+
+    def from_sums(self, sums: Mapping[str, Any]) -> Scores:
+        from fedfm.tasks import _numbers
+
+        scores = _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
+        return {"accuracy": None, **self.means_over_rows(sums), **scores}
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.answer(trained, table, self.target_means, self.target_scales)
+
+    def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
+        from fedfm.tasks import _numbers
+
+        found = _numbers.in_units(model, w, self.target_means, self.target_scales)
+        if found is None:
+            return self, w
+        w, biased = found
+        left = () if biased or not any(self.target_means) else self.target_means
+        return replace(self, target_means=left, target_scales=()), w
+
+    def about_outputs(self) -> str:
+        from fedfm.tasks import _numbers
+
+        return _numbers.about_outputs(self.target_means, self.target_scales)
+
+    def describe(self, model: Network) -> dict[str, Any]:
+        scale = {"target_means": list(self.target_means), "target_scales": list(self.target_scales)}
+        return {"task": self.name, **{key: value for key, value in scale.items() if value}}
+
+    def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
+        from fedfm.tasks import _numbers
+
+        return _numbers.tables(figures, classes)
