@@ -75,7 +75,8 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} has {done} rounds already; expected more")
     if experiment.privacy is not None:
         raise InputError(
-            f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds, and more would exceed its epsilon"
+            f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds; more rounds would exceed the "
+            "run's epsilon"
         )
     if method.traits.last_round_differs and done >= method.rounds:
         raise InputError(

@@ -86,7 +86,7 @@ class Flat:
                 take = min(size - filled, count - done)
                 part = stage[filled : filled + take].zero_()
                 if gradient is not None:
-                    part.add_(gradient[done : done + take])  # to zeros, for the same bits as collect
+                    part.add_(gradient[done : done + take])  # added to zeros, as in collect, for the same bits
                 done, filled = done + take, filled + take
                 if filled == size:
                     yield slice(at, at + size), stage

@@ -205,7 +205,7 @@ def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], 
 
 
 def _marks(model: Model, live: dict[str, Tensor]) -> dict[str, int]:
-    """A hash of every tensor of the module that is not trained."""
+    """By name, a hash of each of the module's tensors that are not trained."""
     trained = {id(p) for p in live.values()}
     tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     rest = {name: t.detach() for name, t in tensors.items() if id(t) not in trained and t.numel()}
@@ -226,4 +226,4 @@ def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: d
             )
     for name, mark in _marks(model, live).items():
         if mark != frozen[name]:
-            raise RunError(f"DP-SGD: {name} is frozen and changed in the first private step; no noise covers it")
+            raise RunError(f"DP-SGD: {name} is frozen but changed in the first private step; no noise covers it")

@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The model's net, None if unsupported. It is read once, with ``fresh`` again if frozen weights have changed."""
+    """The model's net, None if unsupported. It is read once; with ``fresh``, also after frozen weights change."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")
