@@ -206,7 +206,7 @@ def template_notices(population: Partitioned) -> list[str]:
     if cut:
         found.append(
             f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts "
-            "lose their beginning, and answers lose the tokens before their end"
+            "lose their beginning, and answers lose their last tokens before the end token"
         )
     return found
 

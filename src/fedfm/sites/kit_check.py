@@ -82,7 +82,7 @@ def _of_kit(kit: Kit) -> Iterator[Line]:
 
 
 def _port_use(port: int) -> str:
-    return "free" if kits.free(port) else "in use, by this kit if the kit runs"
+    return "free" if kits.free(port) else "in use, perhaps by this kit itself"
 
 
 def _files(kit: Kit) -> str:

@@ -32,7 +32,7 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_l
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
-OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure whose answers count as a round
+OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure for which an answer counts as a round
 ONCE = ("scores", "reveal")  # words for which a silo answers one question per (run, round, handler, part)
 
 

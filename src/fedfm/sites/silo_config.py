@@ -246,7 +246,7 @@ def report(path: Path) -> dict[str, Any]:
 def render(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`report` as text."""
     rows = found["rows"]
-    policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
+    policies = {"": found["allow"], **{f" under method {m}": words for m, words in found["allow_by_method"].items()}}
     runs = ["built-in methods", *found["methods"]] if found["allow_methods"] is None else found["allow_methods"]
     lines = [
         f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "

@@ -63,7 +63,7 @@ class Task:
         keeps_base: whether its loss compares the model with its base, so that no adaptation may change the base.
         loss_is_opaque: whether only the mean loss of a batch is known.
         softmax: whether the loss is the cross-entropy of the logits, unless :attr:`mixes_rows` gives a reason against
-            it. A class that overrides ``loss`` or ``objective`` has to state it again.
+            it. A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
         texts_a_row: number of texts in the tokens of a row.
         no_pretraining: why ``fedfm pretrain`` does not train it; empty if it does.
         adaptations: the adaptations that the task supports.

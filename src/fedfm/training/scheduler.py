@@ -73,7 +73,7 @@ def _is_plain(local: Any) -> bool:
 
 
 def trains_without(model: Model) -> bool:
-    """Whether a fast trainer supports the model; it trains without calling the model's modules."""
+    """Whether a fast trainer supports the model; such a trainer does not call the model's modules."""
     return cached_head.applies(model) or packed.applies(model, getattr(model, "kernels", "exact"))
 
 

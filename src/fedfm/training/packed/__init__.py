@@ -45,7 +45,7 @@ def applies(model: Model | None, kernels: str) -> bool:
 
 
 def packs(model: Model | None) -> bool:
-    """Whether the model is set to fast kernels and they support it; their results differ from those of ``exact``."""
+    """Whether the model is set to fast kernels that support it; they give other results than ``exact`` kernels."""
     return _fast_net(model) is not None
 
 

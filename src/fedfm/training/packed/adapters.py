@@ -34,7 +34,7 @@ class FlatLayout:
             self.turned.add(name)
 
     def join(self, name: str, parts: Sequence[str]) -> None:
-        """Give adjacent tensors, stacked along their first dimension, a common name."""
+        """Give adjacent tensors a common name, which stands for them stacked along their first dimension."""
         slots = [self.slots[part] for part in parts]
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
