@@ -118,7 +118,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)
     model.train_mode()
-    # LoRA's dropout draws from torch's global generator, so it gets this client's own seed.
+    # LoRA's dropout draws from torch's global generator, so the generator gets this client's own seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(client.seed)
         for step in range(local.steps(n)):
