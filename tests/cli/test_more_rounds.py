@@ -55,7 +55,7 @@ def test_what_cannot_go_on_says_why(tmp_path):
         "privacy": {"unit": "client", "target_epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0}
     }
     fedfm.run(private, tmp_path / "private")
-    with pytest.raises(InputError, match="would exceed its epsilon"):
+    with pytest.raises(InputError, match="would exceed the run's epsilon"):
         fedfm.resume(tmp_path / "private", rounds=3)
 
 

@@ -398,7 +398,7 @@ def test_no_round_is_answered_that_the_experiment_does_not_have(tmp_path):
     for t in (4, 9, 10**6):
         for handler, body in ((TRAIN, {"w": head(0.0)}), (SCORES, {"w": head(0.0), "part": "test"})):
             told = silo.send(handler, body, t)["fault"]
-            assert told == {"code": "E_REFUSED", "reason": f"round {t}: the experiment has 3"}
+            assert told == {"code": "E_REFUSED", "reason": f"round {t}: the experiment ends after round 3"}
 
 
 def test_scores_have_few_digits_and_nothing_that_no_result_needs(tmp_path):

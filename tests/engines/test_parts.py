@@ -171,8 +171,8 @@ def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
     told = silo_config.report(silo(tmp_path, text + '\nallow_by_method = { fedpft = ["reply"], fedavg = [] }'))
     assert told["shows_single_replies"]
     said = silo_config.render(told)
-    assert "exposes of method fedpft: single replies, which the server sees one by one\n" in said
-    assert "exposes of method fedavg: nothing\n" in said
+    assert "exposes under method fedpft: single replies, which the server sees one by one\n" in said
+    assert "exposes under method fedavg: nothing\n" in said
     told = silo_config.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = []'))
     assert not told["takes_part"]
 

@@ -156,7 +156,7 @@ def test_what_is_shown_adds_up(tmp_path, capsys):
         assert part in text
     for command in (["silo", "check", path], ["silo", path]):
         assert main(command) == 0
-        assert "discloses in all runs at most rounds = 50" in capsys.readouterr().out
+        assert "discloses at most rounds = 50 in all runs" in capsys.readouterr().out
 
 
 def test_a_silo_of_which_nothing_left_says_so(tmp_path, capsys):

@@ -413,7 +413,7 @@ def test_training_that_does_not_train_is_found_before_the_second_step(monkeypatc
         model.module.out.weight.data[0, 0] += 1
 
     monkeypatch.setattr(private.Rule, "step", leaking)
-    with pytest.raises(RunError, match=r"out\.weight is frozen and changed"):
+    with pytest.raises(RunError, match=r"out\.weight is frozen but changed"):
         private.train([Job(client(frozen, rows, plan()), frozen.params(), SGD(batch_size=2))])
     assert steps == [1, 2]
 

@@ -54,7 +54,7 @@ def _refusal(run: Run, found: list[Loss]) -> str:
     others = f" ({more} more file{'s are' if more > 1 else ' is'} lost)" if more else ""
     return (
         f"{first.path} {first.how}{others}: {_meaning(first)}. Put the file{'s' if more else ''} back, or continue "
-        f"without, which marks the run: fedfm resume {run.path} --accept-loss"
+        f"without {'them' if more else 'it'}, which the manifest then records: fedfm resume {run.path} --accept-loss"
     )
 
 

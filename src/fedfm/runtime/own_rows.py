@@ -34,7 +34,7 @@ class OwnRows:
 
     Attributes:
         name: the client's name.
-        data: file or folder of the client's rows; or its own "module:function", which returns rows and module.
+        data: file or folder of the client's rows; or the client's own "module:function", which returns rows and module.
         classes: names of the classes that the federation agreed on, in order; None for the classes of the rows.
         models: folders and hub ids that experiments may name in addition to the built-in models.
         device: the model's device; "" for the device in the experiment.
@@ -71,7 +71,7 @@ def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
     compares the fingerprints of the models.
 
     Raises:
-        InputError: the silo does not list such a model.
+        InputError: the silo does not list the model.
     """
     if spec.name == "features" or spec.name in BUILT_IN:
         return spec
@@ -112,7 +112,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
     if not (experiment.own_code and is_function(rows.data)):
         has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
         raise InputError(
-            f'data = "{rows.data}" is {has}, but data and model of this experiment ("{experiment.model.name}") need '
+            f'data = "{rows.data}" is {has}, but this experiment (model.name = "{experiment.model.name}") needs '
             f"{wants} of the silo's own"
         )
     found = user_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
@@ -124,7 +124,7 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
     """Read the rows for which the silo wants predictions, as the test rows of one client.
 
     Raises:
-        InputError: the silo's file names no such rows.
+        InputError: the silo's file names no rows to predict.
     """
     if not rows.predict:
         raise InputError(

@@ -93,7 +93,7 @@ class Partitioned:
         return self._data[client]
 
     def _forget_images(self) -> None:
-        """Drop prepared images until the rest fits into the memory limit, the last clients' images first.
+        """Drop prepared images, the last clients' images first, until the rest fits into the memory limit.
 
         Clients take turns, so the images of the first clients are used next.
         """

@@ -40,7 +40,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
     if experiment.in_memory:
         raise InputError(
-            "data and model of this run came from Python; call fedfm.federate(...) again with the same out"
+            "data and model of this run came from Python; call fedfm.federate(...) again with the same value of out"
         )
     if isinstance(experiment.method, HiddenModel) and experiment.model.name != WITHHELD:
         experiment.method.check_model()
@@ -72,7 +72,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
 
 def handles_parameters(experiment: Experiment) -> bool:
-    """Whether the server half declares that it needs only the model's parameters, and never computes the model."""
+    """Whether the server half declares that it needs only the model's parameters, and never runs the model."""
     method = experiment.method
     declared, keeps = method.traits.server_needs_weights_only, method.traits.keeps_foundation
     plain = isinstance(method, TrainsLocally) and not keeps and not isinstance(method, HiddenModel)

@@ -1,4 +1,4 @@
-"""Final models and their predictions: the method's own if it has a role for them (e.g. Predictor), else the default."""
+"""Final models and their predictions: computed by the method if it has a role such as Predictor, else by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN: dict[type, bool] = {}
 
 
 def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
-    """Call ``isinstance`` with a cache: it takes tens of microseconds, and evaluation needs it 5 times per client."""
+    """``isinstance`` with a cache, since one call takes tens of microseconds and evaluation needs 5 per client."""
     if type(method) not in _KNOWN:
         _KNOWN[type(method)] = isinstance(method, TrainsLocally)
     return _KNOWN[type(method)]

@@ -54,7 +54,7 @@ class AuditProgress:
         """The audit begins with this number of attacks."""
 
     def begins(self, name: str, seconds: float) -> None:
-        """An attack begins, or several that share a replay of the run; they may take this number of seconds."""
+        """One attack begins, or several that share a replay of the run; together they may take this many seconds."""
 
     def done(self) -> None:
         """An attack has ended."""

@@ -21,7 +21,7 @@ _LOGGED = 20.0  # seconds between two lines of a log file
 class Bar(Progress):
     """One bar per run with the completed rounds, the clients of this round, and the last accuracy or perplexity.
 
-    A log file gets a line every 20 seconds at most.
+    A log file gets at most one line in 20 seconds.
 
     Attributes:
         path: the run directory, once it exists; a message names this path if the run stops.
@@ -53,7 +53,7 @@ class Bar(Progress):
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            # A resumed run may evaluate its first round again, so that it reports this round twice.
+            # A resumed run may evaluate its first round again, and then reports this round twice.
             self._bar.update(line["round"] - self._bar.n)
         elif line["round"] == self._rounds or time.monotonic() - self._written > _LOGGED:
             self._written = time.monotonic()

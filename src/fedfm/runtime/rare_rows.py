@@ -59,11 +59,12 @@ def try_single(method: TrainsLocally, population: Partitioned) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model.loss(batch)
     except ValueError as error:
-        more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-        what = "method.local.batch_size = 1" if size == 1 else f"{alone[0]}{more} has one training row"
+        more = f"and {len(alone) - 1} more have one training row each" if len(alone) > 1 else "has one training row"
+        them = "these clients" if len(alone) > 1 else "this client"
+        what = "method.local.batch_size = 1" if size == 1 else f"{alone[0]} {more}"
         raise InputError(
             f"{what}, and the model's batch norm computes its statistics over the rows of a batch ({describe(error)}): "
-            + ("take at least 2" if size == 1 else "give it more rows, or leave it out")
+            + ("take at least 2" if size == 1 else f"give {them} more rows, or leave {them} out")
         ) from error
     finally:
         model.eval_mode()

@@ -129,7 +129,7 @@ def finish(
         run.note(text)
         notice(text)
     hindsight = overfitting_notices(lines, run.experiment) if of == t else []
-    if privacy is None:  # the counts in this notice depend on the clients' rows, and no epsilon covers them
+    if privacy is None:  # no epsilon covers the counts in this notice, which depend on the clients' rows
         hindsight += outside(fed.model.module)
     for text in hindsight:
         run.note(text)
@@ -174,7 +174,7 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
 
 
 def enter(run: Run, spent: Accountant) -> None:
-    """Enter the privacy that all planned rounds spend into the ledger, before the first round.
+    """Enter into the ledger the privacy that all planned rounds spend, before the first round.
 
     If the run ends early, the entry does not change.
     """

@@ -75,7 +75,8 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} has {done} rounds already; expected more")
     if experiment.privacy is not None:
         raise InputError(
-            f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds, and more would exceed its epsilon"
+            f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds; more rounds would exceed the "
+            "run's epsilon"
         )
     if method.traits.last_round_differs and done >= method.rounds:
         raise InputError(
@@ -85,9 +86,8 @@ def extend(run: Run, rounds: int) -> None:
     optimiser = method.local if isinstance(method, TrainsLocally) else None
     if isinstance(optimiser, Local) and (optimiser.schedule != "constant" or optimiser.warmup):
         raise InputError(
-            f"{where}: method.local.schedule and warmup set the learning rate by the completed part of the run, which "
-            f"is "
-            f"planned for {method.rounds} rounds; start a new run"
+            f"{where}: method.local.schedule and warmup set the learning rate by the completed share of the "
+            f"{method.rounds} planned rounds; start a new run"
         )
     if run.manifest["result"] is not None and run.manifest["result"]["rounds"] < method.rounds:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")

@@ -1,6 +1,6 @@
-"""Files of keys that outlive a run: a silo's own private key, and a roster with the other silos' public keys.
+"""Key files that outlive a run: a silo's own private key, and a roster with the other silos' public keys.
 
-The silos agree on the roster without the server. With it they detect a server that impersonates or invents silos.
+The silos agree on the roster without the server. The roster shows if the server impersonates or invents silos.
 """
 
 from __future__ import annotations

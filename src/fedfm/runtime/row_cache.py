@@ -69,14 +69,14 @@ def limit() -> float:
     except ValueError:
         found = math.nan
     if not found >= 0:
-        raise InputError(f'FEDFM_CACHE_GB = "{given}": expected a number of gigabytes of at least 0')
+        raise InputError(f'FEDFM_CACHE_GB = "{given}": expected a number of gigabytes, at least 0')
     return found
 
 
 def trim(place: Path, most: float) -> None:
     """Remove the least recently used files of a cache folder until it has at most ``most`` bytes.
 
-    A run that has already mapped a removed file can still use it. A run that opens it later computes the rows again. A
+    A run that has already mapped a removed file can still use it. A run that needs it later computes the rows again. A
     file that another process removes at the same time is skipped.
     """
     found = []

@@ -34,7 +34,7 @@ _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
 _PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
 _PARTS += ["private/folder/*/.*", "private/folder/*/*/.*", "private/.underway.json.*", "private/underway/.*"]
-KEEP = 2  # number of checkpoints that are kept: the newest, and the one before as a reserve
+KEEP = 2  # number of checkpoints that are kept: the newest, and as a reserve the one before it
 
 
 class Run:
@@ -149,7 +149,7 @@ class Run:
         self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
 
     def discard(self) -> None:
-        """Remove a run that this process made and locked; the lock is removed last, and frees the folder."""
+        """Remove a run that this process made and locked; the lock file is removed last, which frees the folder."""
         storage.discard(self.path, (MANIFEST, "checkpoint", "private"), self.path / "private" / LOCK)
 
     def refuse_links(self) -> None:
@@ -307,7 +307,7 @@ class Run:
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
         """Put the values of a restored checkpoint into a federation."""
         fed.begin(record["round"])
-        fed.call = record.get("call", 0)  # then the next requests read the memories that this round has written
+        fed.call = record.get("call", 0)  # so the next requests read the memories that this round has written
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort = tuple(record["cohort"])
@@ -324,7 +324,7 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """Stack the rounds' arrays into one file per name, and add ``rounds``, ``clients`` and the texts' arrays."""
+        """Stack the rounds' arrays into one file per name, and add ``rounds``, ``clients`` and all arrays of texts."""
         by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
         if not by_round:
             return {}

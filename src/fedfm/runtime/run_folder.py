@@ -71,7 +71,7 @@ def claim(out: Path, shared: bool) -> Lock:
                 lock.path.parent.mkdir(mode=0o700, exist_ok=True)
                 taken = lock.take()
                 break
-            except FileNotFoundError:  # another process removes its own run here, which could not begin
+            except FileNotFoundError:  # another process removes this folder, since its own run could not begin
                 if last:
                     raise
         if not taken:
@@ -118,7 +118,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         schema = manifest.get("schema") if isinstance(manifest, dict) else None
         raise InputError(
-            f"{path}: its schema is {schema}, and this release reads {SCHEMA}; use the release of fedfm that wrote it"
+            f"{path}: its schema is {schema}, and this release reads {SCHEMA}; use the release that wrote the run"
         )
     if missing := sorted(_NEEDED - manifest.keys()):
         raise InputError(f'{path / MANIFEST} is damaged: "{missing[0]}" is missing')

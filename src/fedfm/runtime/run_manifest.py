@@ -115,7 +115,7 @@ def fits(experiment: Experiment, model: Model) -> None:
 
 
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
-    """Return the method's notices before round 1; ``counts`` are each client's training rows by class, if known."""
+    """Return notices before round 1. ``counts``: each client's number of training rows of each class, if known."""
     return method.forewarnings(counts or {})
 
 
@@ -128,7 +128,7 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
 
 
 def _similar(names: Sequence[str], of: str = "class") -> list[str]:
-    """Return notices about names that are spelled in two ways; names that are numbers of one length cannot be."""
+    """Return notices about names that are spelled in two ways; numbers of one length have only one spelling."""
     if len({len(name) for name in names}) < 2 and all(
         n.isascii() and n.removeprefix("client-").isdecimal() for n in names
     ):
@@ -152,7 +152,7 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
-    """Return notices about a silo's rows, and about its model on them, for its log and for ``fedfm silo check``.
+    """Return notices about a silo's rows and its model, for the silo's log and for ``fedfm silo check``.
 
     Raises:
         InputError: for the reasons of :func:`fedfm.runtime.beforehand.check`.
@@ -164,7 +164,7 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Return the notices of the model's template and of the task about the rows.
+    """Return notices about the rows, from the model's template and from the task.
 
     Raises:
         InputError: for the reason of :func:`template_notices`.
@@ -210,13 +210,13 @@ def template_notices(population: Partitioned) -> list[str]:
     if cut:
         found.append(
             f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts "
-            "lose their beginning, and answers lose the tokens before their end"
+            "lose their beginning, and answers lose their last tokens before the end token"
         )
     return found
 
 
 def _on_disk(population: Partitioned) -> list[str]:
-    """Return a notice if an earlier run has cached rows of these clients; it is about this machine, not the run."""
+    """Return a notice if an earlier run has cached rows of these clients; it concerns this machine, not the run."""
     cache, table = population.cache, population.federated.table
     if cache is None or population.encode is not None or population.client_model is None:
         return []
@@ -258,7 +258,7 @@ def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
     if not method.traits.clients_judge or REST not in population.pieces:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
-    return [f"{rest} of {total} global test rows belong to no client: the accuracy is over the others"]
+    return [f"{rest} of {total} global test rows belong to no client: the accuracy covers only the others"]
 
 
 def of_model(spec: RunSpec, model: Model) -> list[str]:
@@ -300,8 +300,8 @@ def _too_wide(model: Model) -> list[str]:
     more = f" and of {len(wide) - 1} more" if len(wide) > 1 else ""
     return [
         f"model.adaptation.rank = {rank[wide[0]]} is above the width {least[wide[0]]} of {wide[0]}{more}; an update "
-        f"of a "
-        "layer never has a higher rank than its width, so a rank of that width learns as much with fewer bytes"
+        "of a layer never has a higher rank than the layer's width, so a rank equal to the width learns as much with "
+        "fewer bytes"
     ]
 
 

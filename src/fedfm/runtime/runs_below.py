@@ -19,7 +19,7 @@ def write_order(folder: Path, names: Sequence[str]) -> None:
 
 
 def order_in(folder: Path) -> list[Path]:
-    """Read the folders of a run and its baselines, in the order of :func:`write_order`; empty without a valid list."""
+    """Read the folders of a run and its baselines, in the order of :func:`write_order`; [] without a valid list."""
     try:
         storage.refuse_pipe(folder / STUDY)
         names = from_json((folder / STUDY).read_text(encoding="utf-8"))["runs"]

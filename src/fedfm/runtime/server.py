@@ -166,11 +166,11 @@ class Server:
             if not t:
                 raise RunError(
                     f"the server's {where} has NaN or infinity before any training; the weights of model.name, "
-                    "or of another model that the method names, contain it; use an undamaged copy"
+                    "or of another model that the method names, are damaged; use an undamaged copy"
                 )
             raise RunError(
                 f"round {t}: the server's {where} has NaN or infinity; round {t - 1} stays committed. "
-                "Training diverged; run it again with a smaller learning rate"
+                "Training diverged; repeat the run with a smaller learning rate"
             )
         self.fed.commit()
         if t:

@@ -78,7 +78,7 @@ class SitePolicy(Protocol):
         """Agree to the run: from now on the silo takes part."""
 
     def rereading(self) -> AbstractContextManager[None]:
-        """A context in which rows of a run that the silo agreed to are read again; runs that no longer fit are counted.
+        """A context for reading the rows again in a run that the silo agreed to; a run that no longer fits is counted.
 
         Raises a ClientFault.
         """

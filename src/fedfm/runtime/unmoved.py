@@ -27,7 +27,7 @@ def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], kn
 
     Args:
         start: checksums of the model before the first round.
-        models: the final models; a model whose tensors are not the trained tensors is ignored.
+        models: the final models; if one of them has other tensors than the trained ones, there is no notice.
         known: earlier notices of the run; tensors that are named there are not named again.
     """
     still, seen = set(start), False

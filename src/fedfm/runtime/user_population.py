@@ -48,7 +48,7 @@ def brought_by(experiment: Experiment) -> Brought:
 
 
 def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
-    """Make one silo's population from ``train``, or the silo's entry in ``clients``, of the silo's own function.
+    """Make one silo's population: its own function returns ``train``, or ``clients`` with an entry for the silo.
 
     Raises:
         InputError: for the reasons of :func:`of_experiment`, or if the function returns no rows of this silo.

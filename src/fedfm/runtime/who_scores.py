@@ -48,15 +48,15 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
         if client_rows == 0 and (not server_rows or judged_by_clients(experiment)):
             return [
                 "this run ends without an accuracy or a loss: there are no test rows; data.test_fraction takes some "
-                'from the training rows, and a column for data.split marks them by "test"'
+                'from the training rows, or the column of data.split marks test rows as "test"'
             ]
         return []
     hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # so no client's model is at the server
     if server_rows and not hidden and not judged_by_clients(experiment):
-        there = f"{GLOBAL_ACCURACY}, of the clients' models on the server's test rows, is there"
+        there = f"{GLOBAL_ACCURACY} scores the clients' models on the server's test rows"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
     has_none = "the server has none of the clients' own models" if server_rows else "the server has no test rows"
-    cure = "" if server_rows else "test rows at the server give one (data.path instead of data.classes), and so does "
+    cure = "" if server_rows else "test rows at the server give scores (data.path in place of data.classes), as does "
     cure = cure or "a score comes from "
     return [
         f"this run ends without an accuracy or a loss: {why}, and {has_none}; {cure}`fedfm predict` at a client "

@@ -85,7 +85,7 @@ def issue(folder: Path, out: Path, hosts: Sequence[str], days: int) -> datetime.
 
 
 def _write_pair(private: Path, key: bytes, public: Path, certificate: bytes) -> None:
-    """Write a key and its certificate; a full disk leaves both old files, because a key needs its own certificate."""
+    """Write a key and its certificate. If the disk is full, both old files stay, since a key needs its certificate."""
     fresh = {path: path.with_name(f".{path.name}") for path in (private, public)}
     try:
         write_private(fresh[private], key)

@@ -137,7 +137,7 @@ a silo's file, in the folder of its rows:
   allow = ["mean", "scores"]                           what requests may expose: mean, reply, scores, reveal, or []
   allow_methods = ["fedavg"]                           the only methods that experiments may name [all]
   require = { aggregator = "secagg", smallest_cohort = 5 }   properties that every experiment must have
-  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   limits on answers in its lifetime, over all runs
+  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   limits on the silo's answers, over all its runs
   identity = "silo.key"                                key that signs under secagg; fedfm silo check creates it
   roster = "roster.toml"                               the other silos' public keys, agreed without the server
   server = "64 hexadecimal digits"                     the server's public key, for fedfm silo serve

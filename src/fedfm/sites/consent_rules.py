@@ -29,7 +29,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     faults = Faults()
     for key in ("test_fraction", "val_fraction"):
         if not (share := getattr(experiment.data, key)) <= _MOST:
-            faults.say(f"data.{key} = {share}: at a silo at most {_MOST} of the rows", key=f"data.{key}")
+            faults.say(f"data.{key} = {share}: a silo allows at most {_MOST} of its rows", key=f"data.{key}")
     if silo.allow_methods is not None and experiment.method_name not in silo.allow_methods:
         text = f'method.name = "{experiment.method_name}": allow_methods is {quote_names(silo.allow_methods)}'
         faults.say(text, key="method.name")

@@ -1,4 +1,4 @@
-"""A federation's file: the server's address and the silos. ``fedfm provision`` makes the kits from it.
+"""A federation's file: the server's address and the silos. ``fedfm provision`` makes the kits from this file.
 
 server = "fed.example.org:8443"         # port 0 on loopback means a free port
 silos = ["hospital-a", "hospital-b"]

@@ -62,7 +62,7 @@ class SiloDesk:
         if identity.key is None:
             raise InputError(
                 f'{path}: identity: a folder needs a lasting key; set identity = "silo.key"; '
-                "`fedfm silo check` makes it"
+                "`fedfm silo check` makes the key"
             )
         if not silo.server:
             raise InputError(f"{path}: server: set it to the server's public key, which `fedfm run` prints")
@@ -78,7 +78,7 @@ class SiloDesk:
         """Read the silo's file again if this file, the key or the roster changed.
 
         Returns:
-            Whether requests may be answered: the file is valid.
+            Whether the file is valid, so that requests may be answered.
         """
         if changed := self._files.find_changes():
             try:
@@ -127,7 +127,7 @@ class SiloDesk:
             return False
         asked, state = digest(handler, content.head, [content.data]), _state(self._folder(header.run))
         if header.number == state.get("number") and asked != state.get("digest"):
-            self._note(f"request {header.number} of run {header.run[:100]} is ignored: another one had its number")
+            self._note(f"request {header.number} of run {header.run[:100]} is ignored: another request had this number")
             return False
         try:
             folder = client_stub.admit({"experiment": experiment, "key": header.run}, {"silo": str(self._path)}, 0)

@@ -3,7 +3,7 @@
     identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
     roster = "roster.toml"      # or .json: for each silo, the public key that `fedfm silo check` prints at that silo
 
-The silos agree on the roster without the server. With it, a silo detects a server that impersonates or invents silos.
+The silos agree on the roster without the server. The roster shows if the server impersonates or invents silos.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _of_kit(kit: Kit) -> Iterator[Line]:
 
 
 def _port_use(port: int) -> str:
-    return "free" if kits.free(port) else "in use: by this kit if it runs"
+    return "free" if kits.free(port) else "in use, perhaps by this kit itself"
 
 
 def _files(kit: Kit) -> str:
@@ -92,7 +92,7 @@ def _files(kit: Kit) -> str:
             raise InputError(f"{name} is missing; copy the kit again")
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
             raise InputError(f"{name} is open to other users; run chmod 600 {path}")
-    return "all there, keys for their owner only"
+    return "all there; only the owner can read the keys"
 
 
 def _certificate(path: Path, now: datetime.datetime) -> str:
@@ -200,12 +200,12 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
         with contextlib.suppress(InputError):
             theirs = load_table(spec, seed=needed.run.seed, task=needed.model.task).classes
     if theirs is None:
-        return _line("classes", NOTE, f"{list(mine)}; the server's rows, with its classes, are not here")
+        return _line("classes", NOTE, f"{list(mine)}; the server's rows, which have its classes, are not here")
     if tuple(theirs) == tuple(mine):
         return _line("classes", OK, f"{list(mine)}")
     same = sorted(theirs) == sorted(mine)
     difference = "the same names in another order" if same else _difference(tuple(theirs), tuple(mine))
-    return _line("classes", DIFFERS, f"{difference}: the experiment has {list(theirs)}, silo.toml {list(mine)}")
+    return _line("classes", DIFFERS, f"{difference}: the experiment has {list(theirs)}, and silo.toml has {list(mine)}")
 
 
 def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:

@@ -105,8 +105,11 @@ def render(found: dict[str, Any]) -> str:
         f"the server's certificate is valid until {found['valid_until'][:10]}",
         "",
         f"{out / AUTHORITY}: keep it here; its key signs certificates, and no machine of the federation needs it",
-        f"{out / SERVER}: to the server's machine, then: {SERVER}/start.sh",
-        *(f"{out / name}: to that silo, by a way that others cannot read, then: {name}/start.sh" for name in silos),
+        f"{out / SERVER}: copy it to the server's machine, then run {SERVER}/start.sh",
+        *(
+            f"{out / name}: send it to the silo so that no one else can read it, then run {name}/start.sh"
+            for name in silos
+        ),
         "each silo first writes into its silo.toml where its rows are",
     ]
     return "\n".join(lines)
@@ -139,7 +142,7 @@ def _address(federation: FederationFile, old: Kit | None, out: Path) -> tuple[st
 
 
 def _ports(federation: FederationFile, out: Path, server: int) -> Any:
-    """Yield ports for the silos' processes: ports that no other kit uses, and on loopback no other program."""
+    """Yield ports for the silos' processes: ports that no other kit uses and, on loopback, no other program uses."""
     used = {server, *(load(path.parent).port for path in out.glob(f"*/{FILE}"))}
     port = federation.first_port
     while True:

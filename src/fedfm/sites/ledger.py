@@ -32,7 +32,7 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_l
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
-OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure whose answers count as a round
+OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure for which an answer counts as a round
 ONCE = ("scores", "reveal")  # words for which a silo answers one question per (run, round, handler, part)
 
 
@@ -180,7 +180,7 @@ def _round(entry: Entry) -> tuple[str, int]:
 
 
 class Unusable(ClientFault):
-    """The ledger is damaged, or an older copy, or cannot be written, so the silo sends no message."""
+    """The ledger is damaged, is an older copy or cannot be written, so the silo sends no message."""
 
     def __init__(self, what: str) -> None:
         super().__init__(E_REFUSED, f"the silo's ledger {what}: nothing leaves")
@@ -221,9 +221,9 @@ class Ledger:
         """Write an entry to the disk; its message may leave only after this method returns.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written. Also
-                if a repeated question has another answer now and its round already answered another question: the
-                client's own model or its rows changed.
+            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written. The
+                fault is also raised if the answer to a repeated question has changed (because the client's own model
+                or rows changed) and its round has already answered another question.
         """
         with self._current() as file:
             if (why := self._exceeded_budget(entry)) is not None:
@@ -250,7 +250,7 @@ class Ledger:
         """A context with the file open and locked, in which all lines of the file are counted.
 
         Raises:
-            Unusable: the file is damaged, or an older copy, or cannot be written.
+            Unusable: the file is damaged, is an older copy or cannot be written.
         """
         try:
             with self._alone() as file:

@@ -25,7 +25,7 @@ def report(path: Path) -> dict[str, Any]:
         path: the silo's file.
 
     Raises:
-        InputError: the silo's file is wrong, or its ledger is damaged, or an older copy.
+        InputError: the silo's file is wrong, or its ledger is damaged or an older copy.
     """
     silo = silo_config.load(path)
     left = entries(Path(silo.ledger))

@@ -54,7 +54,7 @@ class ReleaseCosts:
         self._hidden = isinstance(experiment.aggregation, Secure)
 
     def of(self, handler: str) -> Cost:
-        """Return the cost of an answer of this handler; nothing bounds an answer that [privacy] does not cover."""
+        """Return the cost of an answer of this handler; an answer that [privacy] does not cover has no bound."""
         kind = handler.partition(".")[0]
         if kind == "train" or (kind == "query" and self._asks):
             return self.release

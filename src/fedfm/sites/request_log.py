@@ -59,7 +59,7 @@ class SiloLog:
             misfits = self._misfits()
             if len(misfits[of]) >= MISFITS and (of == HELLOS or _digest(question) not in misfits[of]):
                 what = "no hello" if of == HELLOS else "nothing in this run"
-                raise ClientFault(E_REFUSED, f"this silo answers {what}: too many did not fit")
+                raise ClientFault(E_REFUSED, f"this silo answers {what}: too many experiments did not fit")
             misfits[of].append(_digest(question))
             self._keep(misfits)
 

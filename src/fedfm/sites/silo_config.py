@@ -27,7 +27,7 @@
     epsilon = 8.0
     rounds = 100
 
-The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
+The server never sees this file and cannot override it by messages: the silo refuses an experiment that names another
 model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
 means only; the aggregation decides whether the server sees more than the mean. The server gets neither single replies
 nor the silo's accuracy on its own test rows. With ``allow = []`` the silo answers no request. See
@@ -86,7 +86,7 @@ class _File:
     )
     data: str = setting(
         "",
-        'its rows, relative to this file; or its own "module:function", which returns rows and module',
+        'the silo\'s rows, relative to this file; or its own "module:function", which returns rows and module',
         required=True,
         words="the file or folder of this silo's rows",
     )
@@ -179,7 +179,7 @@ def load(path: Path) -> Silo:
     """Read a silo's file.
 
     Raises:
-        InputError: the file is absent, not TOML, or has wrong keys or values, one line each.
+        InputError: the file is absent, not TOML, or has wrong keys or values; the error has a line for each.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -251,7 +251,7 @@ def report(path: Path) -> dict[str, Any]:
 def render(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`report` as text."""
     rows = found["rows"]
-    policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
+    policies = {"": found["allow"], **{f" under method {m}": words for m, words in found["allow_by_method"].items()}}
     runs = ["built-in methods", *found["methods"]] if found["allow_methods"] is None else found["allow_methods"]
     lines = [
         f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "
@@ -261,9 +261,9 @@ def render(found: Mapping[str, Any]) -> str:
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
         f"runs {', '.join(runs) or 'nothing'}",
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
-        *(f"discloses in all runs at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
+        *(f"discloses at most {key} = {value} in all runs" for key, value in found["budget"].items() if key != "delta"),
         *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),
-        f"lists all messages that leave it in {found['ledger']}",
+        f"lists in {found['ledger']} all messages that leave it",
         *([f"answers the files of the server {found['server']}"] if found["server"] else []),
         f"signs as {found['public_key'] or 'a new key in each run'}",
         f"knows the keys of {', '.join(found['roster'])}"

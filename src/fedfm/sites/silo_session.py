@@ -133,9 +133,9 @@ class SiloSession:
 
     @contextlib.contextmanager
     def rereading(self) -> Iterator[None]:
-        """A context in which the rows of a run that the silo agreed to are read again.
+        """A context for reading the rows again in a run that the silo agreed to.
 
-        It counts the run as a misfit if the run no longer fits, or if the process dies.
+        The run counts as a misfit if it no longer fits, or if the process dies.
 
         Raises:
             ClientFault: E_REFUSED, too many runs no longer fit.
@@ -168,7 +168,7 @@ class SiloSession:
         """
         t, rounds = question.at[0], experiment.method.rounds
         if t > rounds:
-            raise ClientFault(E_REFUSED, f"round {t}: the experiment has {rounds}")
+            raise ClientFault(E_REFUSED, f"round {t}: the experiment ends after round {rounds}")
         entry = self._entry(question, experiment)
         if entry.cost != NOTHING:
             self._unanswered.settle(self.ledger, entry)
@@ -176,7 +176,7 @@ class SiloSession:
             self._unanswered.begin(entry)
 
     def leaves(self, question: Question, reply: tuple[str, bytes], experiment: Experiment, fault: str = "") -> None:
-        """Enter a reply into the silo's ledger, before it leaves.
+        """Enter a reply into the silo's ledger, before the reply leaves.
 
         Args:
             reply: head and data of the reply's message.
@@ -237,7 +237,7 @@ class SiloSession:
         self.ledger.enter(entry)
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """Enter a fault after rows were read into the ledger, as an answer; return the fault that the silo reports."""
+        """Enter into the ledger, as an answer, a fault that came after rows were read; return the fault to report."""
         try:
             if depends_on_rows(fault) and self._entry(question, experiment).cost != NOTHING:
                 self._enter_refusal(question, fault, experiment)

@@ -240,7 +240,7 @@ class _Supervisor:
         for name in [name for name in self._admitted if name not in files]:
             del self._admitted[name]
             self._tell(
-                f"{NODES}/{name}.pub is missing, but its key is still admitted: another key in its place revokes it"
+                f"{NODES}/{name}.pub is missing, but its key is still admitted; another key in this file revokes it"
             )
         try:
             if self._control is None:

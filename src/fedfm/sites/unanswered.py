@@ -1,9 +1,9 @@
 """Marks of the questions that a silo works on. If its process dies, the ledger counts the question as answered.
 
-Whether a process dies may depend on rows: a server can ask a question that needs too much memory only if a row has some
-length. So before rows are read, the silo writes a mark for the question and locks it. It removes the mark when the
-answer is in the ledger. A mark without a lock belongs to a process that died. If the same question comes again, the
-silo still answers it. Before the silo answers any other question, the mark becomes a line of the ledger.
+Whether a process dies may depend on rows: a server can ask a question that needs too much memory only if some row is
+long. So before rows are read, the silo writes a mark for the question and locks it. It removes the mark when the answer
+is in the ledger. A mark without a lock belongs to a process that died. If the same question comes again, the silo still
+answers it. Before the silo answers any other question, the mark becomes a line of the ledger.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Unanswered:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             try:
                 self._held.write(to_json(asdict(entry)).encode())
-                self._held.flush()  # no sync: only a power failure could lose the mark, and it does not depend on rows
+                self._held.flush()  # no sync: only a power failure could lose the mark, and rows cannot cause it
             except OSError:
                 self.end()
                 raise
@@ -67,7 +67,7 @@ class Unanswered:
                 held.close()
 
     def settle(self, ledger: Ledger, question: Entry) -> None:
-        """Enter the marks of processes that died into the ledger, except a mark of this same question.
+        """Enter into the ledger the marks of processes that died, except a mark of this same question.
 
         If a mark's line would exceed a budget, it is not written: the silo then refuses other questions as well.
 

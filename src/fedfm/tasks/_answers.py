@@ -1,4 +1,4 @@
-"""The base class of tasks whose rows are prompts with answers. A template writes them as text."""
+"""The base class of tasks whose rows are prompts with answers. A template turns each row into text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AnswerTask(LanguageTask):
         template = chat_templates.text_of(self.template, tokenizer)
         if template is not None and self.chat_template_kwargs:
             raise InputError(
-                "model.chat_template_kwargs: the template is a text without variables; drop one",
+                "model.chat_template_kwargs: the template is a text without variables; drop one of the two",
                 key="model.chat_template_kwargs",
             )
         return template, chat_templates.fit(tokenizer, template, self.chat_template_kwargs or {})

@@ -36,10 +36,10 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
 
 
 def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
-    """Pairs of answers; for rows to predict only the prompts are read, as instructions.
+    """Pairs of answers. If the rows are to be predicted, only their prompts are read, as instructions.
 
     Raises:
-        InputError: as :func:`instructions`.
+        InputError: for the reasons of :func:`instructions`.
     """
     columns, at, notices = sheet.columns, sheet.at, tuple[str, ...]()
     inputs: Any

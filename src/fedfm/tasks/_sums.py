@@ -13,7 +13,7 @@ Sums = Mapping[str, Any]
 
 
 def mean(total: float, count: float) -> float | None:
-    """The mean of ``count`` values with this sum; None if there are none."""
+    """The mean of ``count`` values with this sum; None without values."""
     return total / count if count else None
 
 

@@ -6,8 +6,8 @@ prompt x:
 
     L = -E log sigma(beta log(pi(y_w | x) / pi_ref(y_w | x)) - beta log(pi(y_l | x) / pi_ref(y_l | x)))
 
-The reference pi_ref is the frozen base: the model with its adapter off. So it takes no further memory. It never
-changes, so its log-probabilities are computed once for each row and stored with the row.
+The reference pi_ref is the frozen base: the model with its adapter off. So the reference takes no further memory. It
+never changes, so its log-probabilities are computed once for each row and stored with the row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Preference(AnswerTask):
         Column("chosen", 'column of the better answers, task "preference"'),
         Column("rejected", 'column of the worse answers, task "preference"'),
     )
-    no_pretraining: ClassVar[str] = "it trains an adapter against its frozen base; pretrain one of the others"
+    no_pretraining: ClassVar[str] = "it trains an adapter against its frozen base; expected another task"
     adaptations: ClassVar[tuple[str, ...]] = LORA
     keeps_base: ClassVar[bool] = True
     softmax: ClassVar[bool] = False
@@ -63,7 +63,10 @@ class Preference(AnswerTask):
     sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
 
     beta: float = setting(
-        0.1, "preference: how strongly DPO keeps the model near its frozen base; larger is closer", gt=0, finite=True
+        0.1,
+        "preference: how strongly DPO keeps the model near its frozen base; a larger beta keeps it closer",
+        gt=0,
+        finite=True,
     )
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:

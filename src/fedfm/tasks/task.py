@@ -1,8 +1,8 @@
 """Task: the facts and the computations that define a task.
 
 A task is a frozen dataclass in a file of its own. Its fields are the keys of the [model] table that only this task has.
-Its class variables are facts, which the packages below read. Its methods are the task's computations. The defaults of
-this class fit a classifier of rows: logits (b, C), and one label per row.
+Its class variables are facts, which packages below this one read. Its methods are the task's computations. The defaults
+of this class fit a classifier of rows: logits (b, C), and one label per row.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Task:
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
         columns: keys of the [data] table and of a silo's file that name its columns.
-        endings: endings of the names of files that :meth:`sheet` reads. If the experiment names the task, it reads
-            plain text (.txt), too.
+        endings: endings of the names of files that :meth:`sheet` reads. If the experiment names the task, the
+            method reads plain text (.txt), too.
         new_head: whether transformers builds a new head for the classes.
         needs_classes: whether its rows have classes.
         one_class_a_row: whether a row has one label out of several classes. Then the logits are (b, C), and the loss is
@@ -60,7 +60,7 @@ class Task:
         own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because these are not
             one class per row.
         absent_target: the target of rows whose client does not have the target; None if such rows are refused.
-        linear_head: whether fedfm works on the last linear map, so that a row's features before this map exist.
+        linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
         is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
         means_over_tokens: whether the loss of a row is a mean over tokens.
@@ -68,7 +68,7 @@ class Task:
         keeps_base: whether its loss compares the model with its base, so that no adaptation may change the base.
         loss_is_opaque: whether only the mean loss of a batch is known.
         softmax: whether the loss is the cross-entropy of the logits, unless :attr:`mixes_rows` gives a reason against
-            it. A class that overrides ``loss`` or ``objective`` has to state it again.
+            it. A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
         texts_a_row: number of texts in the tokens of a row.
         no_pretraining: why ``fedfm pretrain`` does not train it; empty if it does.
         adaptations: the adaptations that the task supports.
@@ -77,8 +77,8 @@ class Task:
         drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
         sums: names of the sums over rows from which its scores are computed; empty if scores cannot be joined.
         lists: names of the figures and sums that are lists, with an entry for each class or target.
-        row_means: the name of a sum for each score that is this sum's mean over rows. A silo sends only the score, from
-            which the sum follows.
+        row_means: for each score that is a mean over rows, the name of the sum over rows. A silo sends only the score,
+            since the sum follows from it.
         problem_type: ``problem_type`` in the configuration of an exported classifier; None if it has none.
     """
 
@@ -150,7 +150,7 @@ class Task:
 
     @property
     def trained_classes(self) -> int | None:
-        """The number of classes with training rows, which are the first ones in order; None if all have them."""
+        """The number of classes with training rows (the first ones in order); None if every class has some."""
         return None
 
     @property
@@ -258,7 +258,7 @@ class Task:
         )
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
-        """Notices before a run about rows ("training" and "test") that are cut off, or are probably wrong."""
+        """Notices, before a run, about rows ("training" and "test") that are cut off or probably wrong."""
         return []
 
     # --- model --------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class Task:
         return len(next(iter(batch.values())))
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
-        """The mean loss over the targets that count, a scalar; multiplied by :meth:`count_targets` it is their sum."""
+        """The mean loss over the targets that count, a scalar; times :meth:`count_targets`, it is the losses' sum."""
         return self.objective(*model.flat(model.logits(batch), batch))
 
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class Task:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE)
 
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each row as (sums (b,), counts (b,)); the total sum over the total count is :meth:`loss`."""
+        """The loss of each row as (sums (b,), counts (b,)); total sum divided by total count is :meth:`loss`."""
         import torch.nn.functional as F
 
         from fedfm.models.preprocessing import IGNORE

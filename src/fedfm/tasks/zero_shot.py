@@ -29,7 +29,7 @@ class ZeroShotTask(OneClassTask):
 
     templates: tuple[str, ...] = setting(
         ("a photo of a {}.",),
-        "zero_shot: prompts with {} for the class name; the features of several are averaged",
+        "zero_shot: prompts with {} for the class name; the features of several prompts are averaged",
         pattern=r"[^{}]*\{\}[^{}]*",
         least=1,
         most=512,

@@ -19,7 +19,7 @@ from fedfm.training.optimisers import Local
 
 
 def fit(local: Local, client: Client, w: Params) -> Params:
-    """Train LoRA parameters ``w`` of rank r, at most the rank of the model's adapters, with the scale alpha / r."""
+    """Train LoRA parameters ``w`` with the scale alpha / r; their rank r is at most that of the model's adapters."""
     if w.layout is client.model.layout or (rank := rank_of(w)) is None:
         return local(client, w)
     with scale_for_rank(client.model, rank):

@@ -57,7 +57,7 @@ def fit(
     """
     count, mean, present = _moments(blocks, classes, dim)
     if not count:
-        raise ValueError("a head cannot be trained on no rows")
+        raise ValueError("a head cannot be trained without rows")
     if spec.optimizer == "adam":
         w, b = _adam(blocks, classes, dim, spec, seed)
     else:

@@ -8,10 +8,10 @@ With several epochs over fewer rows than features, SGD runs in the span of the c
 along their features x_i. So W_t = s_t W_0 + A_t^T X, where A_t (n, C) has one coefficient for each row and class, and
 s_t is the product of the weight decays. The logits of a batch are
 
-    X_b W_t^T = s_t (X_b W_0^T) + (X_b X^T) A_t,
+    X_b W_t^T = s_t (X_b W_0^T) + (X_b X^T) A_t.
 
-whose products are rows of X W_0^T and of the Gram matrix X X^T. Both matrices are computed once. A step costs b n C
-multiply-adds instead of 2 b d C. The bias is the weight of one more feature, which is always 1.
+The terms in brackets are rows of X W_0^T and of the Gram matrix X X^T. Both matrices are computed once. A step costs
+b n C multiply-adds instead of 2 b d C. The bias is the weight of one more feature, which is always 1.
 """
 
 from __future__ import annotations

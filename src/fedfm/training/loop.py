@@ -86,7 +86,7 @@ class Flat:
                 take = min(size - filled, count - done)
                 part = stage[filled : filled + take].zero_()
                 if gradient is not None:
-                    part.add_(gradient[done : done + take])  # to zeros, for the same bits as collect
+                    part.add_(gradient[done : done + take])  # added to zeros, as in collect, for the same bits
                 done, filled = done + take, filled + take
                 if filled == size:
                     yield slice(at, at + size), stage
@@ -155,7 +155,7 @@ def _train(job: Job) -> Params:
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
     backward, rates = _Backward(job, flat), job.rates()
     model.train_mode()
-    # LoRA's dropout draws from torch's global generator, so it gets this client's own seed.
+    # LoRA's dropout draws from torch's global generator, so the generator gets this client's own seed.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for rows, index in job.batches():

@@ -20,7 +20,7 @@ Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: 
 # would fall by less than GAP times itself (half the squared Newton decrement).
 GRADIENT = 1e-8
 GAP = 1e-13
-_ROUNDING = 1e-14  # a gradient below it counts as zero
+_ROUNDING = 1e-14  # a gradient norm below this counts as zero
 _NOTHING = 1e-13  # nats; the search ends at this loss, since without l2 the loss of separable classes approaches 0
 _KEPT = 1 << 24  # largest number of probabilities kept between passes: 128 MiB
 _FACTORISED = 2048  # largest number of unknowns of a factorised Hessian: 32 MiB

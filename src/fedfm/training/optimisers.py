@@ -149,7 +149,7 @@ class Local:
 
     @property
     def plain(self) -> Local:
-        """The optimiser that only trains w."""
+        """The optimiser that trains only w, without a model of the client's own."""
         return self
 
     def own(self, client: Client, w: Params) -> Params:

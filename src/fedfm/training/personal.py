@@ -83,10 +83,10 @@ class DualAdapter(TwoModels):
 
     Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
     The second adapter v starts as the first w that the client receives. While v is trained, w is frozen, and the output
-    is W x plus half of each adapter's output; w itself is trained alone. In predictions v has the share a, and w
-    has 1 - a. The share a of a row is lambda times the mean cosine between the row's last hidden state and the last
-    hidden states of some training rows. These states are computed with v, and a negative a counts as 0. If a head is
-    trained in addition to LoRA, it is mixed in the same way.
+    is W x plus half of each adapter's output; w itself is trained alone. In predictions v has the share ``a``, and w
+    has 1 - ``a``. For each row, ``a`` is lambda times the mean cosine between the row's last hidden state and the last
+    hidden states of some training rows. These states are computed with v, and a negative ``a`` counts as 0. If a head
+    is trained in addition to LoRA, it is mixed in the same way.
 
     With ``when = "after"`` v starts as the last w. Then every evaluation before the end trains a new v from the current
     w; ``run.evaluate_every = 0`` avoids that.
@@ -101,13 +101,13 @@ class DualAdapter(TwoModels):
     )
     weight: str = setting(
         "instance",
-        "the share a: instance (by the row's similarity to training rows) or fixed (lambda)",
+        "share of one adapter (see to): instance (by the row's similarity to training rows) or fixed (lambda)",
         choices=("instance", "fixed"),
     )
-    lambda_: float = setting(0.5, "the largest a; with fixed weight, a itself", ge=0, le=1)
+    lambda_: float = setting(0.5, "the largest share; with fixed weight, the share itself", ge=0, le=1)
     to: str = setting(
         "local",
-        "adapter with share a: local (the client's own) or global (the shared one, as in the authors' code)",
+        "adapter that gets this share: local (the client's own) or global (the shared one, as in the authors' code)",
         choices=("local", "global"),
     )
     instances: int = setting(5, "S, number of training rows with which a row is compared", ge=1)

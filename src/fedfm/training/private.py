@@ -118,7 +118,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)
     model.train_mode()
-    # LoRA's dropout draws from torch's global generator, so it gets this client's own seed.
+    # LoRA's dropout draws from torch's global generator, so the generator gets this client's own seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(client.seed)
         for step in range(local.steps(n)):
@@ -205,7 +205,7 @@ def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], 
 
 
 def _marks(model: Model, live: dict[str, Tensor]) -> dict[str, int]:
-    """A hash of every tensor of the module that is not trained."""
+    """By name, a hash of each of the module's tensors that are not trained."""
     trained = {id(p) for p in live.values()}
     tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     rest = {name: t.detach() for name, t in tensors.items() if id(t) not in trained and t.numel()}
@@ -226,4 +226,4 @@ def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: d
             )
     for name, mark in _marks(model, live).items():
         if mark != frozen[name]:
-            raise RunError(f"DP-SGD: {name} is frozen and changed in the first private step; no noise covers it")
+            raise RunError(f"DP-SGD: {name} is frozen but changed in the first private step; no noise covers it")

@@ -1,9 +1,10 @@
 """Sums of clipped gradients of single rows, by one backward pass per batch if possible, else by one per row.
 
 A forward pass records the inputs of every layer with a trained parameter. A backward pass computes only the gradients
-of these layers' outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from both.
-This is right only if the model computes each row independently. Two checks ensure this: :func:`agrees` compares a batch
-with single rows, and a tensor is split into rows only if its first axis is certainly the axis of rows.
+of these layers' outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from these
+inputs and gradients. This is right only if the model computes each row independently. Two checks ensure this:
+:func:`agrees` compares a batch with single rows, and a tensor is split into rows only if its first axis is certainly
+the axis of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fedfm.models.model import Model
 from fedfm.training.row_terms import Gradient, Term, Use, fit, has_closed_form, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this share of C, so that C holds despite rounding in float32 sums
-_SAME = 1e-3  # largest relative difference of a row's gradient in a batch from its gradient alone
+_SAME = 1e-3  # largest relative difference between a row's gradients in a batch and alone
 
 Live = dict[str, Tensor]
 
@@ -40,7 +41,7 @@ def factors(squared: Tensor, clip_norm: float) -> Tensor:
 def clipped_sum(
     model: Model, rows: Rows, index: np.ndarray, clip_norm: float, live: Live, by_layers: bool = True
 ) -> Tensor:
-    """The sum (P,) over rows of their gradients, each scaled down to L2 norm C over all these parameters together.
+    """The sum (P,) of the rows' gradients. Each is scaled down to L2 norm C, taken over all these parameters together.
 
     Args:
         rows: the client's rows.

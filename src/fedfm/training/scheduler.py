@@ -1,4 +1,4 @@
-"""Schedule local training: one client at a time, or several clients, a chunk, as one batch.
+"""Schedule local training: one client at a time, or a chunk of several clients as one batch.
 
 A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients trains
 as one batch, each handler runs in a greenlet. The greenlets stop at :attr:`fedfm.core.client.Client.trainer`. Then all
@@ -73,7 +73,7 @@ def _is_plain(local: Any) -> bool:
 
 
 def trains_without(model: Model) -> bool:
-    """Whether a fast trainer supports the model; it trains without calling the model's modules."""
+    """Whether a fast trainer supports the model; such a trainer does not call the model's modules."""
     return cached_head.applies(model) or packed.applies(model, getattr(model, "kernels", "exact"))
 
 

@@ -84,7 +84,7 @@ class Tracked(Progress):
                 self._try(name, tracker.finish, run, result)
 
     def _begin(self, tracker: Tracker, run: Run, done: int) -> None:
-        """Open the run in a tracker, and log committed rounds that it lacks because a process was killed."""
+        """Open the run in a tracker, and log committed rounds that the tracker lacks because a process was killed."""
         known = tracker.start(run, done)
         for line in run.metrics():
             if known < line["round"] <= done:

@@ -45,7 +45,7 @@ def applies(model: Model | None, kernels: str) -> bool:
 
 
 def packs(model: Model | None) -> bool:
-    """Whether the model is set to fast kernels and they support it; their results differ from those of ``exact``."""
+    """Whether the model is set to fast kernels that support it; they give other results than ``exact`` kernels."""
     return _fast_net(model) is not None
 
 
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The model's net, None if unsupported. It is read once, with ``fresh`` again if frozen weights have changed."""
+    """The model's net, None if unsupported. It is read once; with ``fresh``, also after frozen weights change."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")

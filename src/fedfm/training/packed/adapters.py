@@ -34,12 +34,12 @@ class FlatLayout:
             self.turned.add(name)
 
     def join(self, name: str, parts: Sequence[str]) -> None:
-        """Give adjacent tensors, stacked along their first dimension, a common name."""
+        """Give adjacent tensors a common name, which stands for them stacked along their first dimension."""
         slots = [self.slots[part] for part in parts]
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of ``vector`` (P,) by name, in this layout's shapes; of several vectors (b, P) with b in front."""
+        """Views of ``vector`` (P,) by name, in this layout's shapes; for vectors (b, P), the views have b in front."""
         front = vector.shape[:-1]
         return {n: vector[..., start:stop].view(*front, *shape) for n, (start, stop, shape) in self.slots.items()}
 
@@ -102,7 +102,8 @@ class RowSegment(Segment):
     """Rows of one client, with a gradient for each row's loss: gradients have an additional first axis of b rows.
 
     Attributes:
-        place: (b, T) positions of each row's tokens, n after a row's last token; None: all rows have the same length.
+        place: (b, T) positions of each row's tokens, filled with n after the last token; None if all rows are equally
+            long.
     """
 
     place: Tensor | None
@@ -135,7 +136,7 @@ class Adapted:
 
     @property
     def a(self) -> str:
-        """Name of the stacked A of this map (R, in), R the sum of the ranks."""
+        """Name of the stacked A of this map (R, in), where R is the sum of the ranks."""
         return f"{self.name}/A"
 
     def declare(self, flat: FlatLayout) -> None:

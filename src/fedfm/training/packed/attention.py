@@ -19,7 +19,7 @@ _MULTIPLE = 16  # torch's softmax over fewer than 16 entries is ten times slower
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences attended together, each padded to ``length`` positions.
+    """Sequences that are computed together, each padded to ``length`` positions.
 
     Attributes:
         take: (S * length,) row of each position; a padded position takes a row whose gradient is zero; None takes all.
@@ -83,7 +83,7 @@ class Shape:
         self.back = torch.from_numpy(back)
 
 
-# For each group q, k, v (S H, T, d / H) and probabilities (S H, T, T); fused: the inputs q and kv, all probabilities.
+# For each group: q, k, v (S H, T, d / H) and probabilities (S H, T, T). Fused loops keep q, kv and all probabilities.
 Saved = list[tuple[Tensor, ...]]
 
 

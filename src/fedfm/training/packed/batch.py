@@ -77,7 +77,7 @@ class Batch:
         return torch.addmm(w[self.net.head[1]], self._pool(x)[0], w[self.net.head[0]].t())
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Pool the last layer's output to (S, d); it is (N, d), or (S, d) if it has only the first tokens."""
+        """Pool the last layer's output to (S, d); the output is (N, d), or (S, d) if it has only first tokens."""
         if self.net.pooler is not None:
             z = torch.tanh(self.net.pooler.forward(x))
             return z, z

@@ -2,7 +2,7 @@
 
 ``torch.ops.mkldnn._linear_pointwise`` runs oneDNN's kernels, ``F.linear`` runs MKL's. On an AMD EPYC with AVX-512
 oneDNN is 2.1 to 2.3 times as fast in float32 at every shape of a small transformer (16 to 5,000 rows), and 4.4 times in
-bfloat16. On an Intel Xeon both run at the processor's peak, and bfloat16 without AMX at half of it. The processor's
+bfloat16. On an Intel Xeon both run at the processor's peak; without AMX, bfloat16 runs at half of it. The processor's
 features decide which library is used. A measurement must not decide, since two processes with exact kernels must use
 the same library.
 """
