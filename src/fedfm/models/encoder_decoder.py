@@ -15,13 +15,11 @@ _START = "decoder_start_token_id"
 
 
 def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
-    """Set the decoder's start token in the configuration of an encoder-decoder; other models stay unchanged.
+    """Set the decoder's start token in the configuration of an encoder-decoder.
 
     Raises:
         InputError: the model does not fit the task, or no file names the token.
     """
-    if not getattr(config, "is_encoder_decoder", False):
-        return
     what = f"model.name: {name!r} is of type {config.model_type!r}, an encoder-decoder"
     if task.is_language_model:
         raise InputError(

@@ -13,7 +13,6 @@ from fedfm.models import (
     configuration,
     derived_modules,
     devices,
-    encoder_decoder,
     weights,
 )
 from fedfm.models.hub_tools import Loaded, tools_of
@@ -51,7 +50,10 @@ def load_pretrained(
         if config.model_type in _TWO_HEADS:
             config.architectures = []  # transformers then takes its first class, which has one head
         _check_kind(config, spec.name, kind, task)
-        encoder_decoder.prepare(config, path, spec.name, task)
+        if getattr(config, "is_encoder_decoder", False):
+            from fedfm.models import encoder_decoder
+
+            encoder_decoder.prepare(config, path, spec.name, task)
         if kind == "image" and task.classifies_by_head and _is_encoder(config):
             from fedfm.models.hub_encoders import load_pooled_encoder
 
