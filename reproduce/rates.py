@@ -123,13 +123,18 @@ def _widened(grid: Sequence[float], first: Collection[float], best: float) -> li
 def rates(method: Mapping[str, Any], within: str = "method") -> dict[str, float]:
     """Dotted key -> value of every learning rate that a method uses: none where no round is made or no step descends.
 
-    A method that wraps another takes that one's rates.
+    A method that wraps another uses the other's rates. Where the wrapping method's own table sets one of them
+    (``method.local`` for ``method.base.local``), the key is that of its own table.
     """
     if method.get("rounds") == 0 or method.get("optimizer") == "newton":
         return {}
-    if isinstance(base := method.get("base"), Mapping):
-        return rates(base, f"{within}.base")
     found: dict[str, float] = {}
+    if isinstance(base := method.get("base"), Mapping):
+        own = rates({key: value for key, value in method.items() if key != "base"}, within)
+        for key, value in rates(base, f"{within}.base").items():
+            handed_on = key.replace(f"{within}.base.", f"{within}.", 1)
+            found[handed_on if own.get(handed_on) == value else key] = value
+        return found
     for key, value in method.items():
         if isinstance(value, Mapping):
             found |= rates(value, f"{within}.{key}")

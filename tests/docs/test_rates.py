@@ -130,6 +130,8 @@ def test_where_a_rate_came_from(rates: ModuleType) -> None:
     assert rates.rates(method) == {RATE: 0.1}
     wrapped = {"rounds": 2, "local": {"learning_rate": 9.0}, "base": both}
     assert rates.rates(wrapped) == {"method.base.local.learning_rate": 0.1, "method.base.server_learning_rate": 0.01}
+    wrapped["local"]["learning_rate"] = 0.1  # handed on to the base
+    assert rates.rates(wrapped) == {RATE: 0.1, "method.base.server_learning_rate": 0.01}
     assert rates.rates({**method, "rounds": 0}) == {}
     paper = {"how": "paper", "of": "its Section 5"}
     chosen = {RATE: 0.3}
