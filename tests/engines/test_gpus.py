@@ -21,7 +21,7 @@ from fedfm.engines.flower.simulation import shares
 from fedfm.engines.local.engine import LocalLink, seats, silos_of
 from fedfm.engines.local.spawned import spawn
 from fedfm.errors import InputError, RunError
-from fedfm.runtime.evaluation import judge
+from fedfm.runtime.judge import judge
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run

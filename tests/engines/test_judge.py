@@ -25,7 +25,8 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
-from fedfm.runtime.evaluation import Evaluation, judge
+from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.judge import judge
 from fedfm.runtime.partitioned import REST, Partitioned
 from fedfm.training import packed
 from fedfm.training.packed import predictor

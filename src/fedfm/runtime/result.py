@@ -34,8 +34,9 @@ from fedfm.runtime import early_stopping, failures, logs
 from fedfm.runtime.after_run_checks import outside, overfitting_notices
 from fedfm.runtime.client_memory import Store
 from fedfm.runtime.disclosure import guarantee, rows_of
-from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
+from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.exposure import exposure_of
+from fedfm.runtime.judge import CLASS_COUNTS, CONFUSION
 from fedfm.runtime.predictions import feature_transform, keeps_parts
 from fedfm.runtime.run_directory import Run
 

@@ -37,7 +37,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import missing_files
 from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.disclosure import tell
-from fedfm.runtime.evaluation import judge
+from fedfm.runtime.judge import judge
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress

@@ -25,7 +25,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 from fedfm.privacy.crypto import keys
 from fedfm.runtime.disclosure import tell
-from fedfm.runtime.evaluation import judge
+from fedfm.runtime.judge import judge
 from fedfm.runtime.population import populate
 from fedfm.runtime.rosters import key_in, roster_in
 from fedfm.runtime.run_manifest import describe

@@ -30,7 +30,8 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
-from fedfm.runtime.evaluation import Evaluation, judge
+from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.judge import judge
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
 from fedfm.runtime.run_manifest import describe
