@@ -21,7 +21,10 @@ def lacks_one(tensors, name):
 
 
 def behind_a_wrapper(tensors, name):
-    return {f"module.{k}": v for k, v in tensors.items()}, ["lacks ", " more. Its names have the prefix 'module.'"]
+    return {f"module.{k}": v for k, v in tensors.items()}, [
+        "lacks ",
+        " more. Its names are the model's names with the prefix 'module.'",
+    ]
 
 
 def misshapen(tensors, name):

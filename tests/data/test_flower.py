@@ -114,7 +114,7 @@ def test_another_seed_is_another_split() -> None:
         (spec("LinearPartitioner", 2, gamma=1), r"LinearPartitioner\(gamma=1, num_partitions=2\) refuses: TypeError"),
         (spec("NaturalIdPartitioner", 2), r"clients: NaturalIdPartitioner has no argument for the number of clients"),
         (spec("NaturalIdPartitioner", partition_by="sight"), r"refuses: .*sight"),
-        (spec("IidPartitioner", 99), r"99 clients and 40 training rows"),
+        (spec("IidPartitioner", 99), r"clients = 99: there are 40 training rows"),
         (spec("ShardPartitioner", 3, num_shards_per_partition=2), r"gives 4 of 40 training rows to no client"),
         (
             spec("PathologicalPartitioner", 3, num_classes_per_partition=1),

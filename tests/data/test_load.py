@@ -151,7 +151,10 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"a": a, "b": str(tmp_path / "head.csv")}, r"data\.clients\.b: .*head\.csv .* no rows"),
         ({"a": a, "b": only}, r"data\.clients\.b: .*only\.csv has no training rows"),
         ({"a": a, "b": str(tmp_path / "none.csv")}, r"^data\.clients\.b: there is no"),
-        ({"a": a, "b": str(tmp_path / "f2.npz")}, r"b \(.*f2\.npz\) holds feature vectors of 2 and a \(.*\) texts"),
+        (
+            {"a": a, "b": str(tmp_path / "f2.npz")},
+            r"b \(.*f2\.npz\) holds feature vectors of 2 and a \(.*\) holds texts",
+        ),
         ({"a": str(tmp_path / "f2.npz"), "b": str(tmp_path / "f3.npz")}, r"vectors of 3 and a .* feature vectors of 2"),
     ]
     for clients, message in cases:

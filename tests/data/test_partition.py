@@ -300,7 +300,7 @@ def test_summary_by_hand() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (spec(clients=9), r"data\.partition\.clients: 9 clients and 8 training rows"),
+        (spec(clients=9), r"data\.partition\.clients = 9: there are 8 training rows"),
         (spec("by_class", classes_per_client=5, clients=3), r"classes_per_client: 5 classes per client, .* have 4"),
         (spec("by_class", classes_per_client=1, clients=3), r"at most 3 of 4.*raise the key to 2, or clients to 4"),
         (

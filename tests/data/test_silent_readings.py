@@ -316,4 +316,4 @@ def test_a_rare_class_that_is_a_misspelt_one_is_told(rare: str, rows: int, told:
     lines = [{"text": f"row {i}", "label": label} for i, label in enumerate(labels)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     notices = load_table(DataSpec(path=str(tmp_path / "a.jsonl")), seed=0).notices
-    assert told == any(f'the class "{rare}" has' in n and 'from "positive"' in n for n in notices)
+    assert told == any(f'the class "{rare}" (rows:' in n and 'from "positive"' in n for n in notices)

@@ -96,7 +96,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "empty label": ("a.csv", b"text,label\nx,a\ny, \n", r'a\.csv, row 3: column "label" is empty'),
     "empty text": ("a.csv", b"text,label\n,a\n", r'a\.csv, row 2: column "text" is empty'),
     "twice": ("a.csv", b"text,label,text\nx,a,y\n", r'row 1: column "text" occurs 2 times'),
-    "ragged semicolons": ("a.csv", b"text;label\nx;a\ny\n", r"a\.csv, row 3: 1 field .*that hold semicolons"),
+    "ragged semicolons": ("a.csv", b"text;label\nx;a\ny\n", r"a\.csv, row 3: 1 field .*fields with semicolons"),
     "json object": ("a.json", b'{"text": "x"}', r'a\.json holds one object, with "text": a list'),
     "json lists": ("a.json", b'{"a": [{"x": 1}], "b": [{"x": 1}]}', r'several lists \("a", "b"\): a list of objects'),
     "json cut": ("a.json", b'[{"text": "x"},\n{"te', r"a\.json: line 2, column 2: not JSON"),

@@ -85,5 +85,5 @@ def test_true_is_the_default_mode_and_false_none():
 def test_what_does_not_go_together_is_refused(folder):
     with pytest.raises(InputError, match=r'run.kernels = "fast": packed clients skip the blocks'):
         Experiment.from_dict(TABLES | {"model": {"name": "nano-vit", "compile": True}, "run": {"kernels": "fast"}})
-    with pytest.raises(InputError, match=r"drop it or model\.gradient_checkpointing"):
+    with pytest.raises(InputError, match=r"drop this key or model\.gradient_checkpointing"):
         load(folder("gpt2"), sentences(), "lora", compile="default", gradient_checkpointing=True)

@@ -112,7 +112,9 @@ class TestAFolderOfBits:
             load(tmp_path, sentences(), "lora")
         for file, tensors in files.items():
             save_file({f"module.{n}": t for n, t in tensors.items()}, tmp_path / file, {"format": "pt"})
-        with pytest.raises(InputError, match=r"lacks .* more\. Its names have the prefix 'module\.' before"):
+        with pytest.raises(
+            InputError, match=r"lacks .* more\. Its names are the model's names with the prefix 'module\.'"
+        ):
             load(tmp_path, sentences(), "lora")
 
 

@@ -203,7 +203,10 @@ def read_table(*rows):
     [
         ({"tool_calls": ["weather"]}, r"message 3 .* has \"tool_calls\" 'weather': calls are expected, each like"),
         ({"tool_calls": [{"function": {"arguments": {}}}]}, "calls are expected, each like"),
-        ({"tool_calls": [{"function": {"name": "weather"}}]}, "calls 'weather' with arguments None: an object"),
+        (
+            {"tool_calls": [{"function": {"name": "weather"}}]},
+            "calls 'weather' with arguments None: expected an object",
+        ),
         ({"tool_calls": [{"name": "weather", "arguments": "Bern"}]}, "calls 'weather' with arguments 'Bern'"),
         ({"role": "user"}, 'has "tool_calls", which is not read'),
         ({"weight": 1}, 'has "weight", which is not read'),

@@ -83,7 +83,7 @@ def test_separable_rows_one_class_and_constant_features_are_no_trouble():
     assert (x @ w.T + b).argmax(1).tolist() == [0, 0, 1, 1]
     w, b = fit_rows(x, torch.tensor([1, 1, 1, 1]), 2)
     assert (x @ w.T + b).argmax(1).tolist() == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="without rows"):
         fit(lambda: [], 2, 2)
 
 

@@ -172,7 +172,7 @@ class Evaluator:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
         if self._validates:
-            validated = validated or self._validated(by_client)
+            validated = validated or self._validation_scores(by_client)
             line["val_loss"] = self._pooled_scores(validated.values())["loss"]
             if self._run.experiment.run.patience:  # two rounds are compared over the clients that are in both
                 line["client_val_loss"] = {c: m["loss"] for c, m in validated.items()}
@@ -221,13 +221,13 @@ class Evaluator:
         Returns:
             These scores by client.
         """
-        validated, model = self._validated(models), self._fed.model
+        validated, model = self._validation_scores(models), self._fed.model
         self.chosen = dict(self._task.choose(self._pooled_scores(validated.values()), model.classes)) or self.chosen
         if self.chosen:
             model.task = replace(self._task, **self.chosen)
         return validated
 
-    def _validated(self, models: Mapping[ClientId, Params]) -> dict[ClientId, dict[str, Any]]:
+    def _validation_scores(self, models: Mapping[ClientId, Params]) -> dict[ClientId, dict[str, Any]]:
         """Scores on validation rows of the clients that have some."""
         return {c: m for c, m in self._own(models, "val").items() if m.get("loss") is not None}
 
