@@ -27,7 +27,7 @@ def rank_counts(logits: Array, targets: Array) -> Ranks:
     """The counts of rows by label and bin, from logits and targets (n, C); bins without rows are left out."""
     bins = np.floor(np.arcsinh(logits.astype(np.float64) / _FINE) * _STEPS).clip(-_HALF, _HALF - 1)
     place = (2 * np.arange(logits.shape[1]) + 1) * _HALF + bins.astype(np.int64)  # (n, C)
-    return _counted(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
+    return _count_by_bin(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
 
 
 def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
@@ -35,10 +35,10 @@ def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
     if None in parts:
         return None
     triples = np.concatenate([np.zeros((0, 3), np.int64), *(_triples(part or ()) for part in parts)])
-    return _counted(*triples.T)
+    return _count_by_bin(*triples.T)
 
 
-def _counted(place: Array, with_label: Array, without: Array) -> Ranks:
+def _count_by_bin(place: Array, with_label: Array, without: Array) -> Ranks:
     places, of = np.unique(place, return_inverse=True)
     counts = [np.bincount(of, weights, len(places)).astype(np.int64) for weights in (with_label, without)]
     found: Ranks = np.stack([places, *counts], axis=1).ravel().tolist()
