@@ -47,7 +47,8 @@ def curves(run: RunFiles) -> str:
     for key in tasks.figures_in_reports():
         where = {key: "on the global test rows", f"local_{key}": "on the clients' test rows"}
         if some := {k: v for k, v in where.items() if _any(rounds, k)}:
-            out.append(f"<h3>{esc(key.replace('_', ' ').capitalize())}</h3>" + _plot(rounds, some, percent))
+            title = " ".join({"f1": "F1", "auroc": "AUROC"}.get(word, word) for word in key.split("_"))
+            out.append(f"<h3>{esc(title[:1].upper() + title[1:])}</h3>" + _plot(rounds, some, percent))
     losses = {"loss": "loss, global test rows", "train_loss": "training loss, mean of the cohort"}
     losses["val_loss"] = "loss on the clients' validation rows"
     if not _any(rounds, "accuracy"):
