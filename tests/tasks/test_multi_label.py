@@ -329,7 +329,8 @@ def test_thresholds_by_validation_are_kept_and_used(place, tmp_path):
     assert json.loads((tmp_path / "torch" / "fedfm.json").read_text())["thresholds"] == chosen
     assert "is at least its threshold" in (tmp_path / "torch" / "README.md").read_text()
     html = (tmp_path / "run" / "report.html").read_text()
-    assert "<h3>AUROC</h3>" in html and "<h3>Micro F1</h3>" in html
+    assert "<h3>AUROC</h3>" in html
+    assert "<h3>Micro F1</h3>" in html
     assert "Scores of each label" in html
 
 
