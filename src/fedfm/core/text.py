@@ -29,7 +29,7 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
     """
     try:
         return json.dumps(value, indent=indent, ensure_ascii=ascii, default=_scalar, allow_nan=False)
-    except ValueError:  # NaN or infinity is rare; only then the value is copied
+    except ValueError:  # NaN and infinity are rare; only a value with them is copied
         return json.dumps(finite(value), indent=indent, ensure_ascii=ascii, allow_nan=False)
 
 
@@ -132,8 +132,8 @@ _LONGEST = 255  # largest number of bytes of a file name
 
 
 def safe_name(text: str) -> str:
-    """A file name for an untrusted text, e.g. a client's name. It has no separators and not only dots, and
-    differs by text.
+    """A file name for an untrusted text, e.g. a client's name. Different texts get different names. A name
+    has no separators, and does not consist of dots only.
 
     A name that is too long for a file system is cut and ends with "+" and a hash; no other file name contains "+".
     """

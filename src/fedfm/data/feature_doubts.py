@@ -16,7 +16,7 @@ _SHARE = 0.005  # smallest share of rows in which such a mark recurs
 _DISTINCT = 3  # smallest number of distinct other values that show the range of a column
 _MANY = 20  # with fewer rows a column may match the label by chance
 _A_CLASS = 3  # with fewer rows per class on average, a column may match the label by chance
-_STEPS = 0.9  # smallest share of rows numbered one above the previous row; each client's file may start again
+_STEPS = 0.9  # smallest share of rows whose number is the previous row's plus one; each file may start again
 _PIECE = 1 << 22  # number of values that are compared at a time
 
 

@@ -18,7 +18,7 @@ def to_record(value: Any) -> Any:
 
 
 def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
-    """The value of a RecordDict made by :func:`to_record`, of at most ``most`` bytes of data.
+    """The value of a RecordDict made by :func:`to_record`; its data may have at most ``most`` bytes.
 
     Raises:
         ClientFault: the record has another form, or the value does not fit ``hint``.

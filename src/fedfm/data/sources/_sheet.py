@@ -26,7 +26,7 @@ class Sheet:
         columns: name -> N values.
         at: maps a row's index to its name in messages.
         notices: sentences for the user about how the file was read.
-        names: name of a column of integers -> the class names that the integers index, if the file has class names.
+        names: name of a column of integers -> the names of the classes that they number, if the file has such names.
     """
 
     columns: Mapping[str, Sequence[Any]]

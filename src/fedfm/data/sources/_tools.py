@@ -20,7 +20,7 @@ _LIKE_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {..
 
 
 def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
-    """Put each row's tools, as a message of their own, before its other messages.
+    """Put a message with each row's tools before the row's other messages.
 
     Args:
         rows: for each row its prompt and answers.
