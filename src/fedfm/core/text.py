@@ -34,7 +34,7 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
 
 
 def finite(value: Any) -> Any:
-    """A copy in which NaN and infinity are None, scalars are Python's, and tuples are lists."""
+    """A copy in which NaN and infinity are None, scalars are Python numbers, and tuples are lists."""
     if isinstance(value, Mapping):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +101,7 @@ def visible_lines(text: object) -> str:
     return "".join(c if c in "\n\t" else visible(c) for c in str(text))
 
 
-# Names of silos and clients, which are also names of folders. Syntax common to Python and JSON Schema.
+# The form of names of silos and clients, which also name folders. Python and JSON Schema both read this syntax.
 NAME = r"[^\W_][\w.-]{0,63}"
 NAME_WORDS = 'letters, digits, "-", "_" and "." only, at most 64, the first one a letter or a digit'
 

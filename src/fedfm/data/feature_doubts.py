@@ -10,7 +10,7 @@ from fedfm.data.table import Table
 
 # Numbers that files write where a value is missing
 _MARKS = (*(s * n for n in (99, 999, 9999, 99999, 999999) for s in (-1, 1)), -9, -998, -9998, -32768, 32767, 65535)
-_FILLS = 1e15  # a number of at least this size that recurs is a fill value, such as 1e20, 9.97e36 and -3.4e38
+_FILLS = 1e15  # recurring numbers of at least this size are fill values, such as 1e20, 9.97e36 and -3.4e38
 _TIMES = 3  # smallest number of rows in which a mark of missing values recurs
 _SHARE = 0.005  # smallest share of rows in which such a mark recurs
 _DISTINCT = 3  # smallest number of distinct other values that show the range of a column

@@ -39,7 +39,7 @@ class Look:
         fault: why the image cannot be read; None if it can be read.
         frames: number of pages or frames.
         transparent: whether a pixel is not opaque.
-        top: the value that becomes white, for grey with more than 8 bits; else 0.
+        top: for grey with more than 8 bits, the value that becomes white; 0 for other images.
         size: stored width and height.
         grey: whether the image is without colours.
         form: name of the file format.

@@ -28,7 +28,7 @@ _BYTES = 1 << 27  # largest size of such a table in bytes, since its images must
 _LEAST = 8  # smallest number of training rows that shows the usual distance between rows
 _SAMPLE = 256  # number of training rows from which the usual distance to the nearest other row is taken
 _NEAR = {"image": 0.2, "features": 1e-3}  # a row closer than this share of the usual distance is a repetition
-_FEW = 4  # smallest length of vectors; in shorter ones a small distance may arise by chance
+_FEW = 4  # smallest length of vectors that are compared; shorter vectors may be close by chance
 _PARTS = {"val": "validation", "test": "test"}
 
 

@@ -29,7 +29,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
 
 
 def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """Split ``total`` in the proportions ``shares`` (G,), which sum to 1, by largest remainder: int64 (G,).
+    """Split ``total`` by largest remainder in the proportions ``shares`` (G,), which sum to 1: int64 (G,).
 
     The generator breaks ties between remainders.
     """

@@ -30,7 +30,7 @@ def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
 
 
 def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
-    """A message in either direction: the request's identity, and the payload or the reply's value."""
+    """A message in either direction: round and call of the request, and its payload or the value of the reply."""
     return {"round": round, "call": call, "body": body}
 
 

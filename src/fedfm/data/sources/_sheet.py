@@ -39,7 +39,7 @@ class Sheet:
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int] = ()) -> Sheet:
-    """Make a sheet from JSON objects, one per row; a key that a row lacks is None.
+    """Make a sheet from JSON objects, one per row; a row has None for each key that it lacks.
 
     Args:
         repairs: indexes of the rows in which lone surrogates were replaced.

@@ -24,7 +24,7 @@ def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str
 
     Args:
         rows: for each row its prompt and answers.
-        values: the cells of the column of tools, each a list of schemas, such a list as JSON text, or empty.
+        values: the cells of the column of tools, each empty, a list of schemas, or JSON text of such a list.
 
     Raises:
         InputError: a cell has another form.

@@ -167,7 +167,7 @@ def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str 
 
 
 class Encoded(Sequence[str | bytes], Pictured):
-    """The images of several data sets, one set after the other, as paths or encoded; each is read on access.
+    """The images of several data sets, in the order of the sets, as paths or encoded; an image is read on access.
 
     Args:
         parts: data sets whose column of images is not decoded.

@@ -61,7 +61,7 @@ class Ciphertexts:
 
     Attributes:
         limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
-        scale: factor between the encoded polynomial and the encrypted one.
+        scale: factor by which a polynomial is multiplied before it is rounded and encrypted.
         evaluator: has the keys for operations on these ciphertexts.
 
     Raises:
