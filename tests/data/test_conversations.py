@@ -128,7 +128,7 @@ def test_preferences_in_every_form(tmp_path, row, asked):
 def test_equal_answers_are_told(tmp_path):
     rows = [{"prompt": "a", "chosen": "b", "rejected": c} for c in "bcc"]
     assert read(tmp_path, rows).notices == (
-        "1 of 3 rows have the same answer as chosen and rejected: they teach nothing",
+        "in 1 of 3 rows, chosen and rejected are the same answer: such rows teach nothing",
     )
 
 

@@ -1,7 +1,7 @@
 """The tasks by name: one for each file of ``fedfm/tasks``.
 
-A package that the tasks themselves import reads a task's properties here. This module names the folder of the tasks,
-but no task.
+Packages that tasks import cannot import the tasks, so they read a task's properties here. This module finds the tasks
+in their folder and names none of them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """How many classes have training rows by the [model] table: the first classes in order. None means all."""
+    """Number of classes, counted from the first, that have training rows by the [model] table; None means all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 
@@ -170,7 +170,7 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
 
 
 def lists_columns(data: Any) -> tuple[str, ...]:
-    """The keys of a [data] table that list columns and are set."""
+    """The keys of a [data] table that are set and whose value is a list of columns."""
     return tuple(key for key, column in columns().items() if column.several and getattr(data, key))
 
 

@@ -29,12 +29,12 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
     """
     try:
         return json.dumps(value, indent=indent, ensure_ascii=ascii, default=_scalar, allow_nan=False)
-    except ValueError:  # NaN or infinity is rare; only then the value is copied
+    except ValueError:  # NaN and infinity are rare; only a value with them is copied
         return json.dumps(finite(value), indent=indent, ensure_ascii=ascii, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """A copy in which NaN and infinity are None, scalars are Python's, and tuples are lists."""
+    """A copy in which NaN and infinity are None, scalars are Python numbers, and tuples are lists."""
     if isinstance(value, Mapping):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +101,7 @@ def visible_lines(text: object) -> str:
     return "".join(c if c in "\n\t" else visible(c) for c in str(text))
 
 
-# Names of silos and clients, which are also names of folders. Syntax common to Python and JSON Schema.
+# The form of names of silos and clients, which also name folders. Python and JSON Schema both read this syntax.
 NAME = r"[^\W_][\w.-]{0,63}"
 NAME_WORDS = 'letters, digits, "-", "_" and "." only, at most 64, the first one a letter or a digit'
 
@@ -132,8 +132,8 @@ _LONGEST = 255  # largest number of bytes of a file name
 
 
 def safe_name(text: str) -> str:
-    """A file name for an untrusted text, e.g. a client's name. It has no separators and not only dots, and
-    differs by text.
+    """A file name for an untrusted text, e.g. a client's name. Different texts get different names. A name
+    has no separators, and does not consist of dots only.
 
     A name that is too long for a file system is cut and ends with "+" and a hash; no other file name contains "+".
     """

@@ -10,7 +10,7 @@ from fedfm.errors import InputError
 
 
 def _trait(default: Any, help: str, *, claim: bool = False) -> Any:
-    """A field of :class:`Traits`; ``claim``: it is about the mathematics, so a subclass must state it again."""
+    """A field of :class:`Traits`. A ``claim`` is about the mathematics, so a subclass must state it again."""
     return field(default=default, metadata={"help": help, "claim": claim})
 
 
@@ -19,7 +19,7 @@ class Traits:
     """Properties of a method. The defaults are safe for a method about which nothing is known.
 
     A claim is about the mathematics of the method. A subclass may change the mathematics, so it inherits no claim: it
-    has one only if its own class states ``traits``.
+    has only the claims that its own ``traits`` state.
     """
 
     accepts_stale_updates: bool = _trait(

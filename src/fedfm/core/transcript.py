@@ -15,8 +15,8 @@ class Crossing(NamedTuple):
     Attributes:
         round: 1, 2, ... for training rounds, 0 before the first.
         sender, receiver: "server" or a client's name.
-        handler: ``kind.Class_function``. The server sees ``train`` replies in the aggregation's form, and each single
-            ``query`` reply; ``aggregate`` belongs to the aggregation, ``scores`` and ``reveal`` to evaluation.
+        handler: ``kind.Class_function``. The server sees ``train`` replies in the aggregation's form, and ``query``
+            replies one by one. The aggregation sends ``aggregate``. Evaluation sends ``scores`` and ``reveal``.
         nbytes: size of the message in Flower's serialised records, the same on every engine.
         form: what the receiver sees: plain, masked or encrypted values.
         counted: whether the message counts as the method's own. Hellos, evaluation and messages to a client that trains
@@ -66,11 +66,11 @@ class Transcript:
     def add_exchange(
         self, reply: Reply, handler: str, round: int, call: int, *, form: str, down: str, counted: bool, part: str
     ) -> None:
-        """Add a request and its reply; if a fault came without a message, add only the request.
+        """Add a request and its reply; if the client sent no message, add only the request.
 
         Args:
             handler: the request's handler, with its kind.
-            form, down: form of the reply for the server, and of the request for the client.
+            form, down: the form in which the server sees the reply, and the client sees the request.
             part: part of the rows that the request is about.
         """
         client, spared = reply.client, reply.spared

@@ -2,7 +2,7 @@
 
 A :class:`Coding` replaces each Params of a payload or a reply by its coded form (:mod:`fedfm.linalg.quantised`), and
 rebuilds it at the receiver. Other tensors (statistics, features, logits) are not changed. Both sides have w_0, the
-model's parameters before the first round, so a tensor near w_0 is sent as a difference.
+model's parameters before the first round, so a tensor near w_0 is sent as its difference from w_0.
 The server encodes in :class:`CodedLink`, the clients in ``runtime.client``. So engines see ordinary values, whose bits
 and sizes are the same on every engine.
 """
@@ -36,7 +36,7 @@ class _Sent:
     """The value of :data:`KEY` in a message.
 
     Attributes:
-        start: the first digits of the hash of w_0, the reference of differences.
+        start: the first digits of the hash of w_0, from which differences are taken.
         largest, squares: largest error and sum of squared errors of the sender's coding.
     """
 
@@ -171,7 +171,7 @@ class CodedLink:
 
 
 def link_of(link: Link, precision: str, model: Model) -> Link:
-    """The link, whose messages are coded unless ``precision`` is exact."""
+    """The link itself if ``precision`` is exact; else a link that codes its messages."""
     return link if precision == EXACT else CodedLink(link, Coding(precision, model))
 
 
@@ -193,7 +193,7 @@ def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _nothing(error: Error) -> None:
-    """Ignore an error, which nobody records."""
+    """Ignore the coding error of a message that is not the method's own."""
 
 
 def _is_coded(x: Any) -> bool:

@@ -34,7 +34,7 @@ def class_name(text: str) -> str:
 
 
 def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
-    """A notice about labels that were normalised, other than by removing leading and trailing blanks.
+    """A notice about labels in which normalisation changed more than leading and trailing blanks.
 
     Args:
         texts: the label of each row.

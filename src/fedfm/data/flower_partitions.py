@@ -1,7 +1,7 @@
 """Partitions by flwr-datasets, Flower's package of partitioners. Each row must go to exactly one client.
 
-They reproduce published splits of other Flower projects, and add kinds of partitions that fedfm lacks: client sizes
-that grow by a rule, Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled
+The partitioners reproduce published splits of Flower projects. They add kinds of partitions that fedfm lacks: client
+sizes that grow by a rule, Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled
 first, as in Flower.
 """
 

@@ -3,8 +3,8 @@
 iid        random rows; sizes differ by at most one.
 dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to integers by
            largest remainder; the rows are random. Sizes are not balanced, and empty clients are not redrawn.
-by_class   each client has m = ``classes_per_client`` of C classes; K m / C clients, rounded up or down, share each
-           class evenly.
+by_class   each client has m = ``classes_per_client`` of C classes. Each class is shared evenly by K m / C clients,
+           rounded up or down.
 by_column  one client for each value of the column. With ``clients = N`` and V values, each value's rows are shared
            evenly by N / V clients.
 flower     any partitioner of flwr-datasets that assigns each row to one client (see

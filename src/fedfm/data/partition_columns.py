@@ -17,7 +17,7 @@ from fedfm.seeds import generator
 
 
 def key_that_reads(column: str, spec: DataSpec) -> str | None:
-    """The key of the [data] table that uses the column as the model's input, its label or its split."""
+    """The key of the [data] table that uses the column as input, as label or as split."""
     keys = ("label", "label_name", "split", "text", "image", *tasks.columns())
     return next((key for key in keys if spec.column(key) == column), None)
 

@@ -1,8 +1,8 @@
 """Decode images, for all sources and predictions, at servers and silos, so that an image looks the same everywhere.
 
 An image is turned by its EXIF orientation. Transparent pixels are laid over white. If an image has several pages or
-frames, the first is read. Grey values of more than 8 bits are scaled, not clipped: from the smallest range of 8, 12 or
-16 bits that holds all values of the image. In 16-bit colours, and in 16-bit grey with transparency, only the upper 8
+frames, the first is read. Grey values of more than 8 bits are scaled, not clipped. Their range is the smallest of 8,
+12 and 16 bits that holds the image's values. In 16-bit colours, and in 16-bit grey with transparency, only the upper 8
 bits are read.
 """
 
@@ -39,7 +39,7 @@ class Look:
         fault: why the image cannot be read; None if it can be read.
         frames: number of pages or frames.
         transparent: whether a pixel is not opaque.
-        top: the value that becomes white, for grey with more than 8 bits; else 0.
+        top: for grey with more than 8 bits, the value that becomes white; 0 for other images.
         size: stored width and height.
         grey: whether the image is without colours.
         form: name of the file format.
@@ -235,7 +235,7 @@ def _scale(values: np.ndarray, top: int) -> np.ndarray:
 
 
 def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(16-bit images (N, H, W, C) converted to uint8 like image files with the same pixels, notices)."""
+    """Convert 16-bit images (N, H, W, C) to uint8 like image files with the same pixels; return (images, notices)."""
     out = np.empty(pictures.shape, np.uint8)
     looks = []
     for i, one in enumerate(pictures):

@@ -30,15 +30,15 @@ _COLUMNS = 4096  # largest number of columns whose ranges are recorded separatel
 _TAIL = 0.02  # share of the values below a range, and of the values above it
 _CELLS = 8  # a range is rounded to a grid of at least this many steps
 _FEW, _MANY = 8, 20  # smallest numbers of rows for a comparison; some comparisons need the larger number
-_OUTSIDE = 0.35  # share of values outside the training range above which there is a notice
+_OUTSIDE = 0.35  # largest share of values outside the training range without a notice
 # Largest ratio of two ranges' widths without a notice: for the median column, and for a single column
 _ALL_WIDER, _WIDER = 8.0, 50.0
 _COMPARED = 20  # largest number of clients that are compared
-_SIGNS = 0.4  # difference of the shares of negative values above which there is a notice
-_SHADE = 0.35  # difference of brightness (from 0 to 1) above which there is a notice
+_SIGNS = 0.4  # largest difference of the shares of negative values without a notice
+_SHADE = 0.35  # largest difference of brightness (from 0 to 1) without a notice
 _FURTHER = ("input", "system", "tools")  # keys of columns that extend an instruction
-_MIRROR = 0.15  # images are probably inverted if their brightness is this close to 1 minus the other brightness
-_LARGER = 4.0  # ratio of the sides of images above which there is a notice
+_MIRROR = 0.15  # two sets of images are probably inverses if the sum of their brightnesses is this close to 1
+_LARGER = 4.0  # a notice needs at least this ratio of the sides of images
 
 
 def profile_of(table: Table, images: np.ndarray | None = None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def between_clients(table: Table) -> list[str]:
 
 
 def _shared_class(table: Table, one: str, other: str) -> int | None:
-    """The class with the most rows at that client which has fewer of them; None if no class has enough rows at both.
+    """The class of which both clients have the most rows, at least ``_FEW`` each; None if there is no such class.
 
     Rows are compared within one class, since clients also differ in their shares of classes.
     """

@@ -1,4 +1,4 @@
-"""Find test and validation rows that are also training rows: equal ones, and ones stored or written differently.
+"""Find test and validation rows that are also training rows: equal rows, and rows stored or written differently.
 
 Equal rows are found in every table. Texts count as the same if they differ only by case, white space, invisible
 characters or the Unicode form of characters. Images and feature vectors count as the same if they are much closer to a
@@ -26,9 +26,9 @@ _SIDE = 16  # width and height of a thumbnail in pixels
 _ROWS = 10_000  # largest number of rows of a table whose images or vectors are compared beyond equality
 _BYTES = 1 << 27  # largest size of such a table in bytes, since its images must be decoded
 _LEAST = 8  # smallest number of training rows that shows the usual distance between rows
-_SAMPLE = 256  # number of training rows whose distances to the nearest other row give the usual distance
+_SAMPLE = 256  # number of training rows from which the usual distance to the nearest other row is taken
 _NEAR = {"image": 0.2, "features": 1e-3}  # a row closer than this share of the usual distance is a repetition
-_FEW = 4  # smallest length of vectors; in shorter ones a small distance may arise by chance
+_FEW = 4  # smallest length of vectors that are compared; shorter vectors may be close by chance
 _PARTS = {"val": "validation", "test": "test"}
 
 

@@ -101,7 +101,7 @@ def _contradictions(table: Table, rows: np.ndarray, number: np.ndarray) -> str:
     if table.labels is None:
         return ""
     labels = table.labels[rows]
-    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # (p,): the first part of each distinct pair
+    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # (p,): the number in each distinct pair (number, label)
     several = np.unique(pairs[:-1][pairs[1:] == pairs[:-1]])
     count = int(np.isin(number, several).sum())
     if not count or count < _SOME * len(rows):

@@ -35,7 +35,7 @@ def read_inputs(
         spec: names of the columns and the scale, as in training.
         kind: the kind of rows that the model reads.
         trained: the profile of the rows that the model was trained on; notices say how these differ.
-        classes: of the model; a notice tells labels that are none of them.
+        classes: the model's classes; a notice names labels that are not among them.
 
     Returns:
         All rows in the order of the file; ``labels`` is None, and each row is marked "test".

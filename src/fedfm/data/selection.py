@@ -21,7 +21,7 @@ def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
     """The rows that have, in each column of ``where``, one of the values listed for it.
 
     Raises:
-        InputError: a column does not exist, or no row has one of the listed values.
+        InputError: a column does not exist, or a listed value occurs in no row.
     """
     kept, notices = np.ones(len(table), dtype=bool), table.notices
     for name, values in where.items():

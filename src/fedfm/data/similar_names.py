@@ -54,7 +54,7 @@ def _without_marks(name: str) -> Hashable:
     return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name
 
 
-# How two spellings of probably one class differ -> a function that makes them equal. The first match is reported.
+# How two spellings that may be one class differ -> a function that makes them equal. The first match is reported.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _fold_case,
     "invisible characters": lambda name: _fold_case(_visible(name)),

@@ -29,7 +29,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
 
 
 def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """Split ``total`` in the proportions ``shares`` (G,), which sum to 1, by largest remainder: int64 (G,).
+    """Split ``total`` by largest remainder in the proportions ``shares`` (G,), which sum to 1: int64 (G,).
 
     The generator breaks ties between remainders.
     """
@@ -43,7 +43,7 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Choose round(fraction n) of ``rows`` (n,) to hold out, at least one; return them in ascending order.
 
-    The ``groups`` (n,) of the rows keep their proportions, and each keeps a row, so that training has every class.
+    The chosen rows have the proportions of ``groups`` (n,). At least one row of each group stays for training.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]
@@ -71,7 +71,7 @@ def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random
 
 
 def _draw(code: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw ``shares[g]`` members of each group g; return their positions in ``code``, each row's group."""
+    """Draw ``shares[g]`` members of each group g; return their positions. ``code`` has each row's group."""
     order = rng.permutation(len(code))
     order = order[np.argsort(code[order], kind="stable")]  # by group, shuffled within each
     counts = np.bincount(code, minlength=len(shares))

@@ -96,7 +96,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
-    """{name: a column of text or integers}; {} unless ``column_names`` of all data sets (Hugging Face) has the name."""
+    """{name: its texts or integers}; {} unless each data set (Hugging Face) has the name in ``column_names``."""
     if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
         return {}
     values = [v for data in sets for v in data[name]]

@@ -18,7 +18,7 @@ def to_record(value: Any) -> Any:
 
 
 def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
-    """The value of a RecordDict made by :func:`to_record`, of at most ``most`` bytes of data.
+    """The value of a RecordDict made by :func:`to_record`; its data may have at most ``most`` bytes.
 
     Raises:
         ClientFault: the record has another form, or the value does not fit ``hint``.
@@ -30,7 +30,7 @@ def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
 
 
 def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
-    """A message in either direction: the request's identity, and the payload or the reply's value."""
+    """A message in either direction: round and call of the request, and its payload or the value of the reply."""
     return {"round": round, "call": call, "body": body}
 
 

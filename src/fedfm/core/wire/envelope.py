@@ -38,7 +38,7 @@ def envelope_size(head: int, data: int) -> int:
     for i in range(chunks):
         total += _object("ArrayChunk", 0, min(CHUNK, data - i * CHUNK))
     total += _object("ArrayRecord", 1, len('{"packed": ""}') + 64)
-    text = 1 + _varint(head) + head  # protobuf: the string, in its value, in its item with the key "json"
+    text = 1 + _varint(head) + head  # protobuf: a value contains the string, and the item "json" contains the value
     item = 6 + 1 + _varint(text) + text
     total += _object("ConfigRecord", 0, 1 + _varint(item) + item)
     return total + _object("RecordDict", 2, len('{"data": "", "head": ""}') + 128)

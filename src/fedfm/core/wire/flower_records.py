@@ -1,7 +1,7 @@
 """Conversion between a payload (head and data) and Flower's records. Imports no torch.
 
-A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head). For any number of tensors
-Flower then sends five objects.
+A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head). So Flower
+sends five objects, however many tensors there are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Limits of a message, checked before anything is built from it.
 
-To refuse a head beyond the limits takes one scan of its characters. Any other head is parsed in less than 50 ms.
+One scan of its characters refuses a head beyond the limits. Any other head is parsed in less than 50 ms.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def count_keys(head: str) -> int:
     if "\\" in head:  # an escaped quote does not end a text
         head = head.replace("\\\\", "").replace('\\"', "")
     text = np.frombuffer(head.encode("utf-8", "replace") + bytes(len(_TEXT)), np.uint8)
-    within = np.bitwise_xor.accumulate(text == _QUOTE)  # from a text's opening quote to before its closing quote
+    within = np.bitwise_xor.accumulate(text == _QUOTE)  # true at a text's opening quote and inside the text
     raw = text * ~within
     keys = int(np.count_nonzero(raw == _COLON))
     if (values := int(np.count_nonzero(raw == _COMMA)) + 1 + keys) > MAX_VALUES:

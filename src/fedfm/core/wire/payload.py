@@ -254,7 +254,7 @@ def decode(
     trusted: bool = False,
     most: int | None = None,
 ) -> Any:
-    """Rebuild a value and check it against ``hint``; if this is None, the caller has to check the value.
+    """Rebuild a value and check it against ``hint``; if ``hint`` is None, the caller has to check the value.
 
     Args:
         data: bytes, which are copied, or an array (n,) of uint8, of which the value's tensors are views.

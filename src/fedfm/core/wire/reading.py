@@ -25,7 +25,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
 
 _SMALL = 1 << 16  # longest head that is cached
-_MANY = 8  # from this count on, numbers of one type, or texts, are read together
+_MANY = 8  # smallest count of numbers of one type, or of texts, that are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -182,7 +182,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    count = 1  # sizes of 0 count as 1: torch refuses large sizes even if one of them is 0
+    count = 1  # a size of 0 counts as 1: torch refuses large sizes even if another size is 0
     if isinstance(shape, list) and len(shape) <= 16:
         for n in shape:
             if type(n) is not int or not 0 <= n < 1 << 40:

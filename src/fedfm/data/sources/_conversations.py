@@ -122,8 +122,8 @@ def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str
     same = sum(isinstance(a, str) and isinstance(b, str) and a.strip() == b.strip() != "" for a, b in pairs)
     if same > len(asked) / 2:
         return (
-            f'column "{name}" of {source} repeats the instruction in {same} of {len(asked)} rows, and a prompt has '
-            "both: leave it empty where there is no input",
+            f'column "{name}" of {source} repeats the instruction in {same} of {len(asked)} rows, but a prompt has '
+            "instruction and input: where there is no input, leave the cell empty",
         )
     found = [text for text in cells if _PERHAPS.fullmatch(text)]
     if not found:
@@ -180,7 +180,7 @@ def preferences(
             )
         alike += good == bad
         found.append((asked, good, bad))
-    note = f"{alike} of {len(found)} rows have the same answer as {names[0]} and {names[1]}: they teach nothing"
+    note = f"in {alike} of {len(found)} rows, {names[0]} and {names[1]} are the same answer: such rows teach nothing"
     return found, (note,) if alike else ()
 
 

@@ -1,4 +1,4 @@
-"""Functions that all sources use to read files; their errors say what a file holds in place of what is expected."""
+"""Functions that all sources use to read files; if content is not as expected, errors say what it is."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Sheet:
         columns: name -> N values.
         at: maps a row's index to its name in messages.
         notices: sentences for the user about how the file was read.
-        names: name of a column of integers -> the class names that the integers index, if the file has class names.
+        names: name of a column of integers -> the names of the classes that they number, if the file has such names.
     """
 
     columns: Mapping[str, Sequence[Any]]
@@ -39,7 +39,7 @@ class Sheet:
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int] = ()) -> Sheet:
-    """Make a sheet from JSON objects, one per row; a key that a row lacks is None.
+    """Make a sheet from JSON objects, one per row; a row has None for each key that it lacks.
 
     Args:
         repairs: indexes of the rows in which lone surrogates were replaced.

@@ -10,7 +10,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 
 _SYSTEM = ("system", "developer")
-_OTHER = "system_prompt"  # OpenOrca's name
+_OTHER = "system_prompt"  # the name of this column in OpenOrca
 _DEFAULT = "system"
 _FEW = 2  # a system prompt has more words than this
 

@@ -1,7 +1,7 @@
 """Make tables from the named columns of files and of data sets from the Hugging Face Hub.
 
 Labels are class names or integers. The classes are the sorted distinct values, so the integers 1..5 and 0..4 both
-give five classes. A column ``label_name`` gives the classes names. Names are sorted by code point.
+give five classes. A column ``label_name`` gives the classes their names. Names are sorted by code point.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         source: name of the file in messages.
         task: determines which columns are read, and how; if None, the columns determine the task.
         labelled: False for rows to predict. Then label and split are ignored, each row is a test row, and an output may
-            be missing (""). Of preferences only the prompts are read, as instructions.
+            be missing (""). Only the prompts of preferences are read, as instructions.
 
     Raises:
         InputError: a column is missing, a cell is empty or of another type, or the rows belong to another task.
@@ -205,7 +205,7 @@ def _whole_numbers(labels: list[int | str], name: str) -> tuple[list[int | str],
 
 
 def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at: At) -> np.ndarray:
-    """Labels (N,) int64, from values that are indexes into ``classes`` or class names."""
+    """Labels (N,) int64, from values that are class names or indexes into ``classes``."""
     code: dict[Any, int] = {known: index for index, known in enumerate(classes)}
     labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):

@@ -20,11 +20,11 @@ _LIKE_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {..
 
 
 def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
-    """Put each row's tools, as a message of their own, before its other messages.
+    """Put a message with each row's tools before the row's other messages.
 
     Args:
         rows: for each row its prompt and answers.
-        values: the cells of the column of tools, each a list of schemas, such a list as JSON text, or empty.
+        values: the cells of the column of tools, each empty, a list of schemas, or JSON text of such a list.
 
     Raises:
         InputError: a cell has another form.

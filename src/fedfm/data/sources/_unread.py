@@ -55,7 +55,7 @@ def notices_of_marks(columns: Mapping[str, Sequence[Any]], spec: DataSpec, sourc
 
 
 def _split_notice(name: str, values: Sequence[Any], spec: DataSpec, source: str) -> str | None:
-    """A notice about a column that marks test rows, not named by ``data.split``, or that has the numbers of folds."""
+    """A notice about a column that marks test rows but is not ``data.split``, or that has numbers of folds."""
     if _numbers_folds(name, values):
         return (
             f'column "{name}" of {source} seems to number parts of the rows, as for cross-validation, and is not '

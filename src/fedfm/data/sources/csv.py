@@ -148,7 +148,7 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
                 'close it, and write a quote inside a field as ""'
             ) from None
         raise InputError(
-            f"{where}: {error}: put a field with a {_NAMES[mark]} or a quote between quotes, and inner quotes twice"
+            f"{where}: {error}: put a field with a {_NAMES[mark]} or quote between quotes, and write inner quotes twice"
         ) from None
     finally:
         csv.field_size_limit(limit)
@@ -181,5 +181,5 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
 
 
 def _where(path: Path, row: int, line: int) -> str:
-    """The path and the row number as in a spreadsheet, with the line number if line breaks in quotes make it differ."""
+    """The path and the row's number as in a spreadsheet, and the line's number if line breaks in quotes shift it."""
     return f"{path}, row {row}" + (f" (line {line})" if line != row else "")

@@ -1,6 +1,6 @@
 """Read Hugging Face data sets, by an id on the Hub ("cifar10", "glue:mrpc" with a configuration) or from a folder.
 
-The folder is one that save_to_disk wrote. Official splits are kept: "test" is test, "validation" is val; if a set has
+The folder is one that save_to_disk wrote. Official splits are kept, and "validation" is called val. If a set has
 only train and validation, its validation rows are the test rows. A split with withheld labels (all -1) is left out.
 """
 
@@ -25,7 +25,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-LISTED = 100_000  # from this number on, texts stay in the data set's Arrow files
+LISTED = 100_000  # at least this number of texts stay in the data set's Arrow files
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
@@ -128,7 +128,7 @@ def _load(hub: str) -> Any:
 
 
 def _class_names(kind: Any) -> tuple[str, ...] | None:
-    """The names of a column's classes, or of the classes in its lists, in their order; None if there are no names."""
+    """The class names of a column, or of the lists in a column, in order; None if the column has no class names."""
     import datasets
 
     kind = getattr(kind, "feature", kind)
@@ -167,7 +167,7 @@ def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str 
 
 
 class Encoded(Sequence[str | bytes], Pictured):
-    """The images of several data sets, one set after the other, as paths or encoded; each is read on access.
+    """The images of several data sets, in the order of the sets, as paths or encoded; an image is read on access.
 
     Args:
         parts: data sets whose column of images is not decoded.

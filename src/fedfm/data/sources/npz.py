@@ -96,7 +96,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def _sheet(arrays: dict[str, np.ndarray], length: int, spec: DataSpec, path: Path) -> Sheet:
-    """The arrays that have an entry for each row as columns; ``y`` is the column of labels, and may have lists."""
+    """Columns from arrays that have an entry for each row; ``y`` becomes the column of labels (or lists)."""
     columns = {n: a.tolist() for n, a in arrays.items() if n not in ("x", "y") and a.ndim == 1 and len(a) == length}
     y, names = arrays.get("y"), arrays.get("classes")
     if y is not None and (y.ndim not in (1, 2) or len(y) != length):
@@ -192,7 +192,7 @@ def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
 
 
 def _hint(x: np.ndarray) -> str:
-    """A hint for messages that says how to convert an array of another form into images."""
+    """A hint for a message: how to convert an array of another form into images."""
     if x.ndim == 3:
         return ": x[..., None] adds the channel"
     if x.ndim != 4 or not x.size or x.dtype.kind not in "uifb":

@@ -41,7 +41,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
 def endings(task: str | None = None) -> tuple[str, ...]:
-    """The endings of files of rows, also those that one task adds; ".txt" is one of them if the named task reads it."""
+    """The endings of files of rows, including those that only one task reads, and ".txt" if the named task reads it."""
     named = tasks.task_named(task)
     found = [*_READERS, *tasks.endings(), *((_TEXT,) if named is not None and named.endings else ())]
     return (*found, *(f"{ending}.gz" for ending in found if ending != ".parquet"))

@@ -46,7 +46,7 @@ def _table_note(text: str, path: Path) -> str | None:
             form, ending = f"rows below the names of columns ({listing(names, 4)})", name
     if not form:
         return None
-    return f"the lines of {path} are {form}, read as running text: end the file's name in {ending} to read a table"
+    return f"the lines of {path} are {form} and are read as running text: end its name in {ending} to read a table"
 
 
 def cut(text: str, size: int = PASSAGE) -> list[str]:

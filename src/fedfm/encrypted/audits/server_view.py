@@ -14,7 +14,7 @@ from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Did the server receive anything of the clients' rows except ciphertexts and hidden sums?"
-SMALL = 10_000  # bytes in the clear that row counts and scores may take; a 32 x 32 image has 3,072 bytes
+SMALL = 10_000  # largest number of bytes in the clear for row counts and scores; a 32 x 32 image has 3,072 bytes
 HIDDEN = ("encrypted", "masked")
 
 

@@ -19,7 +19,7 @@ from fedfm.errors import InputError
 
 SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum whose operands have slightly different scales
 _EXACT_FACTOR = 16  # a product with an integer up to this number costs no level
-_LEAST_BITS = 16  # smallest number of bits that a factor has at the scale of a narrow prime
+_LEAST_BITS = 16  # a narrow prime rescales a product only if its encoded factor has at least this number of bits
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
@@ -52,7 +52,7 @@ class KeyOperations(Protocol):
 class Ciphertexts:
     """``count`` ciphertexts with the same level and the same scale.
 
-    An array can be added to, subtracted from and multiplied by a number, a single ciphertext, or an array of the same
+    The operators +, - and * combine an array with a number, with a single ciphertext, or with an array of the same
     length. A product of two ciphertexts is relinearised and rescaled. The operand with more levels drops the surplus.
     An operand with too few levels for a product is first refreshed in place, if the evaluator has a client.
 
@@ -61,7 +61,7 @@ class Ciphertexts:
 
     Attributes:
         limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
-        scale: factor between the encoded polynomial and the encrypted one.
+        scale: factor by which a polynomial is multiplied before it is rounded and encrypted.
         evaluator: has the keys for operations on these ciphertexts.
 
     Raises:
@@ -107,7 +107,7 @@ class Ciphertexts:
         return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
 
     def transparent(self) -> bool:
-        """Whether one of the ciphertexts is readable without a key, because all polynomials but its first are zero."""
+        """Whether one of the ciphertexts is readable without a key, because it is zero after its first polynomial."""
         return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
 
     # --- arithmetic ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _LARGEST = 2.0**62  # coefficients are below this, so that int64 can store them
 
 @lru_cache(maxsize=4)
 def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.complex128]]:
-    """Return the indexes of the slots' roots and of their conjugates among zeta's odd powers, and powers of zeta."""
+    """Return (the slots' roots, their conjugates) as indexes into the odd powers of zeta, and powers of zeta."""
     exponent, exponents = 1, []
     for _ in range(degree // 2):
         exponents.append(exponent)

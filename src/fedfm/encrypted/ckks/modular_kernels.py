@@ -53,7 +53,7 @@ def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
-    """Multiply a by ``factor`` (rows, primes) and add ``shift`` (rows, primes), in each of the N coefficients."""
+    """Multiply each of the N coefficients of a by ``factor`` (rows, primes), and add ``shift`` (rows, primes)."""
     for row in range(a.shape[0]):
         for limb in range(a.shape[1]):
             q, w, c = primes[limb], factor[row, limb], shift[row, limb]
@@ -164,7 +164,7 @@ def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
-    """Cut columns of x (rows, N), from ``start`` on, into float64 pieces of ``shift`` bits.
+    """Cut the columns ``start``, ``start`` + 1, ... of x (rows, N) into float64 pieces of ``shift`` bits.
 
     The output has the shape (pieces, rows, width).
     """

@@ -68,7 +68,7 @@ def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: 
 def encrypt_message(
     client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None
 ) -> bytes:
-    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None for all) into the client's next message."""
+    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None: all), as the client's next message."""
     parameters = client.parameters
     limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)

@@ -97,7 +97,7 @@ class _Library:
         return np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64).reshape(shape)
 
     def write(self, residues: Residues, scale: float) -> Any:
-        """Return a SEAL ciphertext with these residues, which is valid until the next call for the same shape."""
+        """Return a SEAL ciphertext with these residues. It is valid until the next call for the same shape."""
         key = residues.shape[:2]
         if key not in self._templates:
             self._templates[key] = self._from_stream(residues, scale)
@@ -336,7 +336,7 @@ def _path(file: Any) -> str:
 
 
 def _pointer_fits(ciphertext: Any) -> bool:
-    """Whether the object has the expected memory layout: its size and some values agree with SEAL's own access."""
+    """Whether the object has the expected memory layout: size and some values are as SEAL's functions say."""
     try:
         count = ciphertext.size() * ciphertext.coeff_modulus_size() * ciphertext.poly_modulus_degree()
         base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0

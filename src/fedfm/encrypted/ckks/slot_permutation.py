@@ -31,7 +31,7 @@ from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.errors import InputError
 
 Order = NDArray[np.integer[Any]]
-Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # (x rotated by each baby step, giant step) -> their masked sum
+Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # (x rotated by each baby step, giant step) -> masked sum of these x
 TOGETHER = math.sqrt(3)  # |a + i sqrt(2) b| is at most this times the larger of |a| and |b|
 
 
@@ -69,7 +69,7 @@ def unpair_features(slots: NDArray[np.complex128], count: int) -> NDArray[np.flo
 
 
 def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -> dict[int, Residues]:
-    """Return the plaintext masks of an order (baby steps, limbs, N), by giant step.
+    """Return an order's plaintext masks by giant step, each (baby steps, limbs, N).
 
     Raises:
         InputError: ``order`` is not a permutation, or has more samples than a ciphertext.
@@ -90,8 +90,8 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
     """Return the ``weigh`` function for :func:`permute_samples`, from the plaintexts of :func:`masks`.
 
-    The function adds an encryption of zero to each sum. Without it, anyone could read the sum for a shift that does not
-    occur in the order, and SEAL refuses such ciphertexts.
+    The function adds an encryption of zero to each sum. If no shift of a giant step occurs in the order, all its masks
+    are zero. Anyone could read their sum without this addition, and SEAL refuses such ciphertexts.
     """
     zero = keys.zeros(1, next(iter(plains.values())).shape[1])
 

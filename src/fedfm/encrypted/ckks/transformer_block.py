@@ -5,7 +5,7 @@ product of its matrix with the array of ciphertexts. A rotation by j B slots mov
 since T B is the number of slots. Attention computes the score matrix by its T diagonals. Diagonal j is written as
 j = g b + i, with baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
 
-The block expects centred tokens: the weights before both norms already subtract the means, so the norms do not.
+The block expects centred tokens: the weights before both norms already subtract the means, so no norm subtracts a mean.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Packing:
 
 @dataclass(frozen=True)
 class EncryptedBlock:
-    """Computes x + W_o attention(norm(x)) = z, then z + W_2 gelu(W_1 norm(z)).
+    """Computes z = x + W_o attention(norm(x)), then z + W_2 gelu(W_1 norm(z)).
 
     Attributes:
-        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
-            ``_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
+        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m); and biases, named
+            ``*_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
             and shifts of the norms; output and down subtract the mean over the features.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.

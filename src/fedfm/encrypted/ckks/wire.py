@@ -167,12 +167,12 @@ class Channel:
 
 
 def note_of(data: bytes, size: int) -> bytes:
-    """Return the note of a message that :meth:`Channel.unpack` has accepted with this size of the note."""
+    """Return the note of a message that :meth:`Channel.unpack` has accepted with ``note = size``."""
     return data[-_TAG - size : -_TAG]
 
 
 def session_of(data: bytes) -> bytes:
-    """Return the name of a message's session before the message is checked; it selects the channel that checks it.
+    """Return the name of an unchecked message's session. The name selects the channel that checks the message.
 
     Raises:
         ClientFault: the message is too short.

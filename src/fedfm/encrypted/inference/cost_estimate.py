@@ -46,8 +46,8 @@ class EncryptedPlan:
         ciphertext_bytes: sizes in bytes of a ciphertext that the client sends (seeded, all primes), of a ciphertext
             that the owner sends to be refreshed, and of a ciphertext of disclosed activations (one prime).
         key_bytes: bytes of a client's evaluation keys, which are sent once.
-        wide, narrow: numbers of refreshes per block with at least d ciphertexts, and with fewer than d; the maximum
-            over the blocks.
+        wide, narrow: number of a block's refreshes with at least d ciphertexts, and with fewer than d; each number
+            is the maximum over the blocks.
         refreshed: number of ciphertexts refreshed per batch, over all blocks.
         messages: number of messages per batch over all blocks, including rows and disclosed activations.
         bytes_per_batch: bytes of all messages of a batch; the number of rows in the batch does not change it.
@@ -117,7 +117,7 @@ def plan(
     """Estimate the costs of the encrypted forward pass for these numbers of rows.
 
     Args:
-        rows: number of rows of each client, or one number per part if the client's parts have separate batches.
+        rows: each client's number of rows, or a list with one number per part if the parts have separate batches.
         projection: p, number of values per token, for ``released = "tokens"``.
         permuted: number of classes, for the "permuted" protocol; 0 for the "masked" protocol.
 
@@ -235,7 +235,7 @@ def _seconds(
 def _refreshes(
     client: seal.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
 ) -> tuple[float, float]:
-    """Return client's and owner's seconds per ciphertext, in refreshes of these sizes (number of refreshes by size).
+    """Return client's and owner's seconds per ciphertext, for ``sizes``: size of a refresh -> number of such refreshes.
 
     In a message of hundreds of ciphertexts, each takes up to twice as long as in a small message, because a large
     message does not fit into the cache, and the system has to clear memory for it.
@@ -287,7 +287,7 @@ def _returns(client: seal.ClientKeys) -> tuple[float, float]:
 
 
 def _measure_seconds(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
-    """Return CPU seconds per ciphertext if ``work`` processes ``count`` of them; the minimum of several calls."""
+    """Return CPU seconds per ciphertext: the minimum of several calls. Each call processes ``count`` ciphertexts."""
     work()  # the first call compiles code and makes tables
     best = math.inf
     for _ in range(turns):

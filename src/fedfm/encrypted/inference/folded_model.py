@@ -34,7 +34,7 @@ class FoldedLayer(Protocol):
 
     @property
     def inverse_scales(self) -> Numbers:
-        """Factors (heads,) of the row sums, before ``inverse`` is applied to them."""
+        """Factors (heads,) by which row sums are multiplied before ``inverse`` is applied."""
 
     @property
     def gelu(self) -> Folding:
