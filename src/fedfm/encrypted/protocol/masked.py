@@ -55,7 +55,7 @@ class EncryptedForwardPass:
     """The forward pass of all clients, which relays the messages of worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
-        figures: seconds, bytes, refreshes and rows so far; if the run was killed, also of its earlier processes.
+        figures: seconds, bytes, refreshes and rows so far, including those of earlier, killed processes of the run.
         gone: clients that gave no valid reply, so that they no longer take part.
     """
 
@@ -141,7 +141,7 @@ class EncryptedForwardPass:
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """Send refreshes of several batches together; a message to a client contains one of them."""
+        """Send refreshes of several batches together; each message to a client contains one refresh."""
         answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
         left = list(range(len(asked)))
         while left:

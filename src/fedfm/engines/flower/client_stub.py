@@ -69,7 +69,7 @@ def silo_folder(folder: Path) -> Path:
 
 
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Write ``site.json``, the worker's configuration, unless it exists, so that later messages cannot change it.
+    """Write ``site.json``, the worker's configuration. An existing file stays, so later messages cannot change it.
 
     A deployment on loopback writes it for its own clients. Any other node writes it only if the node has a silo's own
     file, because that file limits what experiments may read.

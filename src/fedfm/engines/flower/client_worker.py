@@ -106,7 +106,7 @@ def _spawn(posts: list[_Post], places: list[str | None]) -> None:
 
 
 def _downloads(folder: Path) -> bool:
-    """Whether this client may download models: a silo if its file says so; a client on loopback always."""
+    """Whether this client may download models: a silo may if its file says so; a client on loopback may."""
     try:
         silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
         return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True

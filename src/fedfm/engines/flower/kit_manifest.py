@@ -45,7 +45,7 @@ class Kit:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files of a complete kit. Only their owner can read the files with keys or secrets."""
+        """Names of the files of a complete kit. Only the user that owns the kit can read its keys and secrets."""
         of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
         return of_server if self.serves else ("ca.crt", "node.key")
 

@@ -95,7 +95,7 @@ class Members:
         return introduced
 
     def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
-        """Read a reply to a hello: the name that the node gives, or None; why the node cannot take part, or None."""
+        """Read a reply to a hello: the node's name, and the fault for which it cannot take part; each may be None."""
         if reply.fault is not None:
             return None, reply.fault
         try:
