@@ -37,7 +37,7 @@ class FlowerStream(FlowerLink):
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
         self._in_flight: dict[str, tuple[InFlight, float]] = {}  # for each message: its request and deadline
-        self._ready: list[Reply] = []  # replies pulled but not yielded; the SuperLink no longer has them
+        self._ready: list[Reply] = []  # replies that were pulled, but not yet yielded; the SuperLink no longer has them
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
         # Hellos to busy nodes; the run starts without their replies.

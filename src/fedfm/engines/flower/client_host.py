@@ -129,7 +129,7 @@ class ClientHost:
 
     @property
     def _scores_sent(self) -> int:
-        """Rounds after which a client's update again has scores of the received model; 0 if the server requests scores."""
+        """Rounds after which an update again has scores of the received model; 0 if the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 

@@ -36,7 +36,7 @@ _TRIES = 3  # attempts to start a worker if workers end before they listen
 _FLOWER = "flower.json"  # in a run's folder: Flower's ids of node and run
 END = "worker.end"  # sent in place of a handler's name; it asks the worker to end
 DISK = "the client cannot write its records, so it sends no reply; its own log names the file"
-RUNS = "runs"  # folder of all runs, apart from the silo's own files, since the server chooses the names of runs
+RUNS = "runs"  # folder of all runs. The silo's own files are elsewhere, since the server chooses the names of runs
 NO_SILO = "this node has no silo.toml; start its SuperNode with --node-config 'silo=\"/path/to/silo.toml\"'"
 
 
