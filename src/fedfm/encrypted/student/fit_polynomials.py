@@ -97,7 +97,7 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
         raise InputError(
-            f"{where}: {error}; train the tame stage (the first of distil.epochs) longer, or at a higher rate"
+            f"{where}: {error}; train longer in the tame stage (the first of distil.epochs), or use a higher rate there"
         ) from None
     return {
         "exp": {
