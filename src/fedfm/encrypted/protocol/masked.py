@@ -89,7 +89,7 @@ class EncryptedForwardPass:
         return self._result()
 
     def _open(self) -> None:
-        """Ask clients for numbers of rows and evaluation keys. A resumed run already has these answers."""
+        """Ask clients for their evaluation keys and numbers of rows. A resumed run already has these answers."""
         fed, passing = self.fed, self.passing
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}

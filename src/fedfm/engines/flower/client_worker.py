@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
-ENDED = 30.0  # idle time after the last round, if the host occupies an accelerator that others may need
+ENDED = 30.0  # seconds without a message after the last round, if the host occupies an accelerator that others may need
 
 
 def main() -> None:
