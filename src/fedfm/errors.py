@@ -18,7 +18,7 @@ class InputError(FedfmError, ValueError):
 
     Attributes:
         key: the invalid key with its tables, as ``a.b.c``; "" if only the message contains it.
-        owners: if the table with its present ``name`` does not accept the key: the names with which it would.
+        owners: names with which the table would accept the key, if its present ``name`` does not allow the key.
         allowed: the accepted values in words, e.g. "a table"; "" if the key itself is not accepted.
         more: further faults that were found together with this one, in the order in which they were found.
     """
@@ -198,7 +198,7 @@ def depends_on_rows(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """First line of an exception's text, cut to ``most`` characters. ``str`` of a user's exception may fail itself."""
+    """First line of an exception's text, cut to ``most`` characters. ``str(error)`` may raise, too."""
     try:
         return str(error).partition("\n")[0][:most]
     except KeyboardInterrupt:

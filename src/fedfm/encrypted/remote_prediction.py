@@ -1,4 +1,4 @@
-"""Predict rows at one silo with a model that stays at the server: a silo and a SuperLink on loopback.
+"""Predict rows at one silo with a model that stays at the server. The silo and the SuperLink run on loopback.
 
 Between real sites, the model's owner submits the same experiment to the SuperLink, and a silo's file names the rows.
 """

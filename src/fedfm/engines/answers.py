@@ -69,7 +69,7 @@ def _parse_fault(value: Any) -> ClientFault:
 def parse_hello(
     value: Any, identity: str | None, expected: Collection[ClientId] = ()
 ) -> tuple[ClientId, ClientFault | None]:
-    """Parse the answer to a hello into the client's name, and a fault if the client cannot take part.
+    """Parse the answer to a hello; return the client's name, and a fault if the client cannot take part.
 
     Args:
         identity: fingerprint of the server's model; if None, any model is accepted.

@@ -236,7 +236,7 @@ def in_files(*several: Rows) -> bool:
 
 
 def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
-    """Yield each window as its spans and the entries of all vectors there (K, n): a part of the buffer."""
+    """Yield each window: its spans, and the entries (K, n) of all vectors in these spans, a view of the buffer."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:

@@ -13,8 +13,8 @@ from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
 SETS = (Parameters(), SLOW_LINK)  # append new sets: keys contain the index of their parameter set
-FLOORS = (3, 4)  # for each set, number of primes for a refresh: 10^5 refreshes spend a distance of at most 2^-40
-RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one prime fewer
+FLOORS = (3, 4)  # primes of a ciphertext at a refresh, for each set; 10^5 refreshes spend a distance of at most 2^-40
+RELEASE_LIMBS = 2  # number of primes of states when disclosed activations are selected; their message has one fewer
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude

@@ -10,7 +10,7 @@ encryption of zero under the holder's public key, and uniform noise on every coe
 the second polynomial, which would reveal a linear layer's weights exactly; this relies on ring learning with errors.
 The noise gives **no** useful statistical distance. A precision of 1e-3 allows noise of 2^-14 per slot (rms), which is
 about as large as the rounding of the computation; a distance of 2^-40 would need noise that is 2^40 times as large. So
-a holder sees the disclosed values with this rounding, which depends on the weights, just like the values themselves.
+a holder sees the disclosed values with this rounding. The rounding depends on the weights, as the values do.
 """
 
 from __future__ import annotations
@@ -175,16 +175,16 @@ class ModelOwner:
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
 
     def _factor(self, x: Ciphertexts, largest: float) -> float:
-        """Return the scale of a plaintext for which products with slots up to ``largest`` fit into the last prime."""
+        """Return a plaintext scale, so that products with slots up to ``largest`` fit into the last prime."""
         parameters = self.layout.parameters
-        # Every coefficient must be below half the last modulus. It is at most the scale times the largest slot.
+        # Every coefficient must be below half the last modulus. Each is at most the scale times the largest slot.
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """Rotate each ciphertext by the number of tokens that is its key in ``sums``, and add all of them.
+        """Rotate each ciphertext in ``sums`` by its key, which is a number of tokens, and add the results.
 
-        Rotations by a power of two are applied to sums, so that the ciphertexts share them.
+        Rotations by a power of two are applied to sums, so that several ciphertexts share one rotation.
         """
         for bit in range(self.layout.tokens.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}

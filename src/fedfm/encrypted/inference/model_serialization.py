@@ -1,4 +1,4 @@
-"""Serialise a folded model for worker processes: numpy arrays, and polynomials by their class names; no pickle."""
+"""Serialise a folded model for worker processes as numpy arrays and class names of polynomials, without pickle."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fedfm.encrypted.inference.folded_model import FoldedLayer, block_of
 
 
 class _Short:
-    """Parameters that have only as many slots as tokens."""
+    """Parameters with one slot for each token."""
 
     def __init__(self, parameters: Parameters, tokens: int) -> None:
         self._parameters, self.degree, self.slots = parameters, 2 * tokens, tokens

@@ -32,7 +32,7 @@ class PermutedModelOwner(ModelOwner):
     """A :class:`~fedfm.encrypted.inference.model_owner.ModelOwner` of the "permuted" protocol, for one batch only.
 
     Args:
-        orders: Pi_1 ... Pi_{L+1}, each (n,): position j has the sample order[j] of the holder's own order.
+        orders: Pi_1 ... Pi_{L+1}, each (n,): sample order[j], counted in the holder's own order, is at position j.
 
     Raises:
         ClientFault: the keys are damaged, are for other parameters, or are incomplete.

@@ -4,9 +4,9 @@ They are computed from a block's states (tokens, d), and there are three kinds. 
 mean over tokens if the model has no class token. ``grid`` is this value, and the means of the four quadrants of a
 square grid of patches. ``tokens`` is every token, projected by a secret matrix.
 
-Under encryption, several features share a ciphertext. Products with plaintexts of zeros and ones, and rotations, move
-the value of slot t B + s (token t, sample s) to the slot of another token. Slots without a disclosed value are
-multiplied by zero. For ``grid``, the mean over all tokens is not sent, because it is the mean of the four other means.
+Under encryption, several features share a ciphertext. Rotations, and products with plaintexts, move the value of slot t
+B + s (token t, sample s) to the slot of another token. Slots without a disclosed value are multiplied by zero. For
+``grid``, the mean over all tokens is not sent, because it is the mean of the four other means.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Released:
         return np.concatenate([first, *parts], axis=-2)
 
     def weights(self) -> dict[int, NDArray[np.float64]]:
-        """Return, for each rotation j, the factors (together, T) by which the tokens of the features are multiplied.
+        """Return factors (together, T) for each rotation j: one factor for each feature and token.
 
         For each j, the weighted features are added, and their sum is rotated by j tokens. The ciphertext is the sum of
         the results over j.
@@ -132,5 +132,5 @@ class Released:
         return [[(r + i) * side + c + k for i in range(half) for k in range(half)] for r, c in corners]
 
     def _targets(self) -> list[list[int]]:
-        """Return one list for each mean that is sent: for each feature, the token whose slots receive the mean."""
+        """For each mean that is sent, return one token per feature: the slots of this token receive the mean."""
         return [list(range(self.tokens))] if self.kind == "class" else self._groups()

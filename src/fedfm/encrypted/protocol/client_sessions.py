@@ -96,7 +96,7 @@ class Sessions:
         return self._holders[key]
 
     def _resume(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[KeyHolder, bytes]:
-        """Load the key holder, open this session at its stored message numbers; return holder and session name."""
+        """Load the key holder and open this session at its stored message numbers; return holder and session name."""
         if _place(name) not in client.store:
             raise ClientFault(E_ROUND, "the message's session is not open")
         holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])

@@ -52,6 +52,6 @@ def check_place(name: str) -> None:
 def _refusal(name: str) -> InputError:
     return InputError(
         f'method.foundation = "{name}": its functions are not polynomials, so it cannot compute on encrypted rows; '
-        'expected "nano-vit-fhe", or a folder that `fedfm distil` made from this model',
+        'expected "nano-vit-fhe", or a folder that `fedfm distil` made from the named model',
         key="method.foundation",
     )

@@ -1,4 +1,4 @@
-"""The first messages of BlindFed's encrypted forward pass, and the batches of rows: the hello and its answer."""
+"""The hello and its answer, which begin BlindFed's encrypted forward pass, and the division of rows into batches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Hello:
         classes: class names in the order of the logits.
         kernels: kind of compute kernels in local training (see ``run.kernels``).
         batch: number of rows per batch.
-        tokens, patch, extra: number T of tokens of a row, (height, width) of a patch, number of tokens before patches.
+        tokens, patch, extra: number T of tokens of a row; (height, width) of a patch; number of tokens before patches.
         picture: settings that turn images into the model's input (:func:`fedfm.models.image_settings.settings_of`).
         digest: SHA-256 of the model.
         key: the server's public key, if rows are encrypted.
         ring: degree of the ciphertexts' ring, if rows are encrypted.
-        release, scales: only in the permuted protocol: the map (P, T) from a block's tokens to the inputs of the
-            adapters, and the divisors (L,) of the block outputs.
+        release, scales: the map (P, T) from a block's tokens to the inputs of the adapters, and the divisors (L,) of
+            the block outputs; only in the permuted protocol.
     """
 
     session: str

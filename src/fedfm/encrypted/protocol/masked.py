@@ -55,7 +55,7 @@ class EncryptedForwardPass:
     """The forward pass of all clients, which relays the messages of worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
-        figures: seconds, bytes, refreshes and rows so far; if the run was killed, also of its earlier processes.
+        figures: seconds, bytes, refreshes and rows so far, including those of earlier, killed processes of the run.
         gone: clients that gave no valid reply, so that they no longer take part.
     """
 
@@ -89,7 +89,7 @@ class EncryptedForwardPass:
         return self._result()
 
     def _open(self) -> None:
-        """Ask clients for numbers of rows and evaluation keys. A resumed run already has these answers."""
+        """Ask clients for their evaluation keys and numbers of rows. A resumed run already has these answers."""
         fed, passing = self.fed, self.passing
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
@@ -141,7 +141,7 @@ class EncryptedForwardPass:
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """Send refreshes of several batches together; a message to a client contains one of them."""
+        """Send refreshes of several batches together; each message to a client contains one refresh."""
         answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
         left = list(range(len(asked)))
         while left:

@@ -1,7 +1,7 @@
 """Orders of a batch in BlindFed's "permuted" protocol. An order is an index vector: order[j] is the row at position j.
 
-The paper writes (B Pi)_j = b^{pi(j)}. The states of block l are sent in the order Pi_l. The client gets the relative
-orders Pi_{l-1}^-1 Pi_l: for each row of list l, the row's position in list l - 1.
+The paper writes (B Pi)_j = b^{pi(j)}. The states of block l are sent as list l, in the order Pi_l. The client gets
+relative orders Pi_{l-1}^-1 Pi_l: for each row of list l, the row's position in list l - 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[T
 def steps(pi: Sequence[Tensor]) -> Tensor:
     """Return the relative orders (L + 1, n) for the client.
 
-    They are Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, and then Pi_L^-1 Pi_1 for H_0 = B_L.
+    They are Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, and then Pi_L^-1 Pi_1 for H_0 = B_L, the client's own input.
     """
     return torch.stack([*(relative(a, b) for a, b in itertools.pairwise(pi)), relative(pi[-2], pi[0])])
 

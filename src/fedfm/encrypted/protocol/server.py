@@ -20,7 +20,7 @@ from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
 
-SLOTS = 4096  # number of rows times number of tokens of a full batch, in a ring of degree 8192
+SLOTS = 4096  # rows of a full batch times tokens of a row, in a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # keys in the server's store
 _PAGE = 64  # number of messages in one entry of the store; a new message rewrites only the last entry
 _OFTEN = 5.0  # seconds between two reports of progress

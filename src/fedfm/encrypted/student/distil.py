@@ -1,8 +1,8 @@
 """Distil a model into a polynomial student, in a folder that experiments can name.
 
 A distillation that is killed and resumed gives the same bits as one that is not killed. Its folder cannot be loaded
-before the end. Both hold for pretraining, too (:mod:`fedfm.api.pretrain`). ``distil.json`` records how the student was
-made.
+before the end. Pretraining (:mod:`fedfm.api.pretrain`) has the same two properties. ``distil.json`` records how the
+student was made.
 """
 
 from __future__ import annotations

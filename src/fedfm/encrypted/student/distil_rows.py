@@ -63,7 +63,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
 
 @dataclass(frozen=True)
 class LazyBoxes:
-    """Rows that are parts of images, which are cut out only when a batch is read."""
+    """Rows that are parts of images. A part is cut out only when its batch is read."""
 
     model: Model
     table: Table
@@ -94,7 +94,7 @@ class Taught:
         return len(self.rows)
 
     def batch(self, index: Sequence[int] | np.ndarray) -> Batch:
-        """Return a batch of the rows with these indices, with the teacher's outputs."""
+        """Return a batch of the rows with these indices, and the teacher's outputs for these rows."""
         taught = {name: x[torch.as_tensor(index)] for name, x in zip(TAUGHT, self.known[:2], strict=True)}
         return self.rows.batch(np.asarray(index)) | taught
 

@@ -4,11 +4,11 @@ Three stages train one student, which starts as a copy of the teacher with centr
 
 0. *Tame*, with the exact functions: keep the outputs, and penalise scores, inputs of GELU, row sums of exp and
    variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
-   After it, the functions' arguments are measured on the training rows, and polynomials replace the functions
+   After this stage, the functions' arguments are measured on the training rows, and polynomials replace the functions
    (:meth:`Distiller.swap`).
-1. *States*: match every block's scores (loss L_a) and outputs (loss L_h) with the tamed model's (equations 10 to 14).
-   The loss is L_a + L_h. Each of the two is a mean squared difference, divided by the teacher's variance and summed
-   over the blocks.
+1. *States*: match every block's scores (loss L_a) and outputs (loss L_h) with those of the tamed model (equations
+   10 to 14). The loss is L_a + L_h. Each of the two is a mean squared difference, divided by the teacher's variance
+   and summed over the blocks.
 2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
 The teacher's head may be new for these classes, e.g. because a backbone has no head. Then its logits are of no use, and
@@ -249,7 +249,7 @@ class Distiller:
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """Compute the student's outputs, and the teacher's if the batch lacks them; return the student's logits."""
+        """Compute the student's outputs, and the teacher's unless the batch has them; return the student's logits."""
         if TAUGHT[1] in batch:
             self._target, self._kept = (
                 batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT

@@ -69,7 +69,7 @@ class Measured:
         return middle - half, middle + half
 
     def positive(self, name: str) -> Tensor:
-        """Return the extremes (2, ...) of positive values, the lower divided and the upper multiplied by :data:`WIDER`.
+        """Return extremes (2, ...) of positive values; :data:`WIDER` divides the lower and multiplies the upper one.
 
         A smaller factor is used if the ratio of the extremes would otherwise be too large for 1 / x and 1 / sqrt(x).
         """
@@ -97,7 +97,7 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
         raise InputError(
-            f"{where}: {error}; train longer, or at a higher rate, in the tame stage (the first of distil.epochs)"
+            f"{where}: {error}; train longer in the tame stage (the first of distil.epochs), or use a higher rate there"
         ) from None
     return {
         "exp": {
@@ -167,7 +167,7 @@ def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
 
 
 def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
-    """Choose 1 / x for the row sums of exp, from their extremes (2, heads); scales bring all heads to one interval."""
+    """Choose 1 / x for row sums of exp with these extremes (2, heads); scales bring all heads to one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))

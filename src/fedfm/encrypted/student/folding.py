@@ -33,11 +33,11 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FoldedBlock:
-    """Computes x + W_o attention(norm(x)) = z, then z + W_2 gelu(W_1 norm(z)), for centred x.
+    """Computes z = x + W_o attention(norm(x)), and then z + W_2 gelu(W_1 norm(z)), for centred x.
 
     Attributes:
-        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
-            ``_bias``: float64. The query includes the factor of the scores.
+        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and the
+            same names with ``_bias``, all in float64. The query includes the factor of the scores.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential, inverse, inverse_scales, gelu: as in :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`.
             The factors ``inverse_scales`` (heads,) multiply the row sums before ``inverse`` is applied, and then the

@@ -68,6 +68,6 @@ def table_of(
 
 
 def _finite(states: list[Tensor]) -> list[Tensor]:
-    """Return the states of the rows whose values are finite in all states."""
+    """Return only the rows that have finite values in all states."""
     kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
     return states if bool(kept.all()) else [state[kept] for state in states]

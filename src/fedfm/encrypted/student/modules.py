@@ -19,7 +19,7 @@ from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSqu
 from fedfm.models.derived_modules import Bounded
 
 ATTENTION = "fedfm_polynomial"  # name in transformers' registry of attention functions
-HINGE = 0.8  # distance from the middle beyond which the penalty grows, as a fraction of half the interval
+HINGE = 0.8  # the penalty grows beyond this fraction of the distance from the middle of the interval to its end
 NO_KEY = -math.inf  # score of a masked key in the exact softmax
 
 
@@ -83,7 +83,7 @@ class PolynomialSoftmax(Replaced):
     Attributes:
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
-        scales: (heads,), factors of the row sums before ``inverse`` is applied, and of the results of ``inverse``.
+        scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
 
     scales: Tensor

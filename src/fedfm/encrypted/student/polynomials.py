@@ -77,7 +77,7 @@ class Polynomial(ABC):
 class Exponential(Polynomial):
     """The exponential function by T_d(x / 2^r)^(2^r); T_d is the Taylor polynomial at 0 (equation 1: d = 6, r = 0).
 
-    The computation takes r levels, plus one for T_2 or ceil(log2(d + 1)) for other degrees.
+    The computation takes r levels, plus one level for T_2, or plus ceil(log2(d + 1)) levels for other degrees.
 
     Raises:
         ValueError: the degree is odd or below 2. A Taylor polynomial of odd degree has a real root, so it has negative
@@ -143,7 +143,7 @@ class Inverse(Polynomial):
         return self._scale, 0.0
 
     def evaluate_folded(self, u: X) -> X:
-        """Return 1 / u for the scaled argument u; the caller multiplies by the scale, or folds the scale elsewhere."""
+        """Return 1 / u for the scaled argument u; the caller multiplies the result, or another factor, by the scale."""
         _renew(u)
         minus = u * -1
         a, b = minus + 2.0, minus + 1.0
@@ -164,7 +164,7 @@ class Inverse(Polynomial):
 
     @classmethod
     def within(cls, error: float, interval: tuple[float, float], least: int = 1) -> Inverse:
-        """Choose the smallest number of steps, but at least ``least``, with an error of at most ``error``.
+        """Choose the smallest number of steps, from ``least`` on, that gives an error of at most ``error``.
 
         Raises:
             ValueError: M / m is above :data:`WIDEST`.
@@ -222,7 +222,7 @@ class InverseSquareRoot(Polynomial):
     def error(self) -> float:
         """Return the largest relative error.
 
-        It is the largest error e of the line at three points, after ``steps`` times e <- e^2 (3 - e) / 2.
+        In each step, the line's errors e at three points change by e <- e^2 (3 - e) / 2; the largest one is returned.
         """
         p, q = self.line
         r = self.interval[1] / self.interval[0]
@@ -247,7 +247,7 @@ class InverseSquareRoot(Polynomial):
 
 @dataclass(frozen=True)
 class Quadratic(Polynomial):
-    """The polynomial a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5), which takes one level.
+    """The polynomial a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5). It takes one level.
 
     Raises:
         ValueError: a is not positive.

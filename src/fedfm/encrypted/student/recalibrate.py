@@ -60,7 +60,7 @@ def widen(
     Args:
         taps: the student with the polynomials of ``entries``. The function installs the new polynomials in it.
         kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows. They are used only until their states before a block take one gigabyte of memory.
+        batches: the rows. No more rows are used once their states before a block take one gigabyte of memory.
         keep: whether intervals may only grow, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 

@@ -123,7 +123,7 @@ def experiment_text(experiment: Experiment) -> str:
 
 
 def _key(key: str) -> str:
-    return json.dumps(key) if "." in key else key  # unquoted, TOML would make a table "run" that hides the key "run"
+    return json.dumps(key) if "." in key else key  # without quotes, a TOML table "run" would hide the key "run"
 
 
 def _how_to_simulate(folder: Path, experiment: Experiment) -> str:

@@ -36,8 +36,8 @@ class FlowerStream(FlowerLink):
     streams, kept = True, True
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
-        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # by message: the request, and its deadline
-        self._ready: list[Reply] = []  # replies pulled but not yielded; the SuperLink no longer has them
+        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # for each message: its request and deadline
+        self._ready: list[Reply] = []  # replies that were pulled, but not yet yielded; the SuperLink no longer has them
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
         # Hellos to busy nodes; the run starts without their replies.
@@ -60,12 +60,12 @@ class FlowerStream(FlowerLink):
         self._restored = dict(awaited)
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """Deliver requests, and yield each reply when it arrives. A reply may answer an earlier request of this kind.
+        """Deliver requests, and yield each reply when it arrives. A reply may answer a request of an earlier call.
 
-        Each client has one reply in the result, and the iterator ends when no request is in flight. If a reply answers
-        an older request than ``again(name)``, the client gets this newer request at once, while other requests are in
-        flight. The next call yields the reply to the newer request. A client that is absent, dies or is late gets a
-        fault, and may get another request.
+        Each client has one reply in the result, and the iterator ends when no other client has a request in flight. If
+        a reply answers an older request than ``again(name)``, the client gets this newer request at once, while other
+        requests are in flight. The next call yields the reply to the newer request. A client that is absent, dies or is
+        late gets a fault, and may get another request.
         """
         if self._stop():
             raise Interrupted
@@ -104,8 +104,8 @@ class FlowerStream(FlowerLink):
     def _send(self, requests: Sequence[Request]) -> None:
         """Send requests, except those that an earlier server process has sent already.
 
-        If the disk has the reply to such a request, take this reply. Stored replies and immediate faults are ready at
-        once.
+        If the disk has the reply to such a request, take this reply. Stored replies are ready at once, and so are
+        faults of clients that cannot be asked.
         """
         known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
         found = [self._outstanding.answer(client, before) for client, before in known.items()]

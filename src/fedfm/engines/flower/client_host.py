@@ -129,7 +129,7 @@ class ClientHost:
 
     @property
     def _scores_sent(self) -> int:
-        """Number of rounds between updates with scores of the received model; 0 if the server requests scores."""
+        """Rounds after which an update again has scores of the received model; 0 if the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 
@@ -242,7 +242,7 @@ class ClientHost:
         """
         if self._answers is None or not handler.startswith("train."):
             return None
-        _ = self.silos  # raises if the silo has not agreed; this fault comes before one about the experiment
+        _ = self.silos  # raises if the silo has not agreed, before the experiment is read and may raise another fault
         return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:

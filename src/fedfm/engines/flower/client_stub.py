@@ -36,7 +36,7 @@ _TRIES = 3  # attempts to start a worker if workers end before they listen
 _FLOWER = "flower.json"  # in a run's folder: Flower's ids of node and run
 END = "worker.end"  # sent in place of a handler's name; it asks the worker to end
 DISK = "the client cannot write its records, so it sends no reply; its own log names the file"
-RUNS = "runs"  # folder of all runs, apart from the silo's own files, since the server chooses the names of runs
+RUNS = "runs"  # folder of all runs. The silo's own files are elsewhere, since the server chooses the names of runs
 NO_SILO = "this node has no silo.toml; start its SuperNode with --node-config 'silo=\"/path/to/silo.toml\"'"
 
 
@@ -69,7 +69,7 @@ def silo_folder(folder: Path) -> Path:
 
 
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Write ``site.json``, the worker's configuration, unless it exists, so that later messages cannot change it.
+    """Write ``site.json``, the worker's configuration. An existing file stays, so later messages cannot change it.
 
     A deployment on loopback writes it for its own clients. Any other node writes it only if the node has a silo's own
     file, because that file limits what experiments may read.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _POLL = 0.1
 _PATIENCE = 120.0  # seconds for the SuperLink of this machine's kit to start
 _AWAY = 3600.0  # longest time in seconds that the connection to the SuperLink may be down in a run
-_TRIES = 3  # submissions of a run in which no round completes
+_TRIES = 3  # a run is submitted at most this many times if no further round completes
 _LOOK = 5.0  # seconds between two checks for missing silos
 
 

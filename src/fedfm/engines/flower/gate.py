@@ -1,6 +1,6 @@
 """The access gate in front of a SuperLink. Flower serves silos and operator on one port, without accounts.
 
-The gate checks the same path as Flower's own router, so both always agree on where a request goes.
+The gate checks the same path as Flower's own router, so gate and router always agree on where a request goes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 SILOS = "/v1/fleet/"  # for silos' nodes; Flower requires the signature of a registered key
-RUNTIME = "/v1/runtime/"  # for the server's own executor; Flower requires its secret, or the task's token
+RUNTIME = "/v1/runtime/"  # for the server's own executor; Flower requires the executor's secret, or the task's token
 HEALTH = "/health"
 REFUSED = b"this needs the operator's secret: operator.secret of the server's kit"
 

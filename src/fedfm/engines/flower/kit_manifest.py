@@ -25,7 +25,7 @@ class Kit:
     Attributes:
         name: the silo's name, or "server".
         server: host:port at which silos reach the server.
-        port: port of this kit's own process: the SuperLink's, or, on loopback, the SuperNode's.
+        port: in the server's kit, the port of the SuperLink; in a silo's kit, the SuperNode's port on loopback.
         loopback: whether the complete federation is on one machine.
         proxy: whether the server's process listens only on loopback, behind a proxy.
         folder: the kit's folder.
@@ -45,7 +45,7 @@ class Kit:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files of a complete kit. Only their owner can read the files with keys or secrets."""
+        """Names of the files of a complete kit. Only the user that owns the kit can read its keys and secrets."""
         of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
         return of_server if self.serves else ("ca.crt", "node.key")
 

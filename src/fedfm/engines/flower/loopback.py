@@ -123,7 +123,7 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
     """Start a SuperNode and its ClientApp's executor. They share a secret, so that no other process gets messages."""
     name = safe_name(client)
     home = str((folder / "home" / name).resolve())
-    # The file's name begins with "node-", since a client's name may be "operator".
+    # Without "node-", a client named "operator" would overwrite the operator's secret.
     secret = loopback_keys.write_secret(folder / f"node-{name}.secret")
     children.start(
         f"node-{name}",

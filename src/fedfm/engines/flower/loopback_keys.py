@@ -12,7 +12,7 @@ DAYS = 30  # a certificate's validity in days; a resumed run gets a new certific
 
 
 def write_private(path: Path, data: bytes) -> Path:
-    """Write a file that only its owner can ever read, also while it is written."""
+    """Write a file that only its owner can read, even while it is being written."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(data)

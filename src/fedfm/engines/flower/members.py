@@ -24,7 +24,7 @@ class Members:
     Attributes:
         nodes: node of each client that takes part.
         barred: the reason for each client that may not take part.
-        absent: the reasons for the clients in ``barred``, and for all nodes that are not clients.
+        absent: the reason for each client in ``barred``, and for each node that is not a client of the run.
         own_data: whether the silos have their own rows, rather than parts of the server's table.
     """
 
@@ -95,7 +95,7 @@ class Members:
         return introduced
 
     def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
-        """Read a reply to a hello: the name that the node gives, or None; why the node cannot take part, or None."""
+        """Read a reply to a hello: the node's name, and the fault for which it cannot take part; each may be None."""
         if reply.fault is not None:
             return None, reply.fault
         try:

@@ -1,4 +1,4 @@
-"""End a simulation's processes if the process that started them is killed; Ray's would otherwise stay for minutes.
+"""End a simulation's processes if the process that started them is killed; Ray's own cleanup would take minutes.
 
 ``python -m fedfm.engines.flower.orphan_cleanup FOLDER`` ends all processes whose environment contains FOLDER. It first
 waits on standard input. A byte means that nothing is left to end. The end of the input means that the starting process

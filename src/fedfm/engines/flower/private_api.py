@@ -275,7 +275,7 @@ class NodeView:
 
 
 class Control:
-    """The operator's connection to a SuperLink, which registers nodes, submits runs and lists both.
+    """The operator's connection to a SuperLink, to register nodes, to submit runs, and to list nodes and runs.
 
     Args:
         address: host:port.

@@ -1,4 +1,4 @@
-"""Experiments as the configuration of a Flower app, with one key for each single setting.
+"""Experiments as the configuration of a Flower app, with one key for each setting that is a single value.
 
 ``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. Settings without a default are not keys;
 ``set = "run.min_clients=3; run.patience=2"`` sets them. Lists and tables stay in the text ``experiment``. Server and

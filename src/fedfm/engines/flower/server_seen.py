@@ -18,7 +18,7 @@ from fedfm.errors import first_line
 AHEAD, BEHIND = 5.0, 305.0
 _GRAIN = 1.0  # resolution of the server's reported time, in seconds
 _WAIT = 5.0  # seconds to wait for the server's answer
-_PAUSES = (2.0, 10.0, 30.0)  # seconds between two checks: first; longest if there is no server; longest if there is one
+_PAUSES = (2.0, 10.0, 30.0)  # seconds between two checks: first; longest with a problem; longest without one
 _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
 
 

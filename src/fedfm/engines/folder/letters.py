@@ -3,8 +3,8 @@
 The file has a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
 kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
 encrypted by ChaCha20-Poly1305 with a key that sender and receiver derive from their permanent keys (X25519). The header
-and the piece's position are authenticated, too. So a file of another sender, run, direction or position cannot be
-opened, and neither can a file with a changed byte or a missing piece. Only sender and receiver can make a file that the
+and the piece's position are authenticated, too. So a file of another sender, run or direction cannot be opened, and
+neither can a file in which a piece is changed, moved or missing. Only sender and receiver can make a file that the
 other side can open.
 """
 

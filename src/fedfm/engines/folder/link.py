@@ -174,7 +174,7 @@ class FolderLink:
         return None
 
     def _ensure_written(self, post: Post, one: _Open) -> None:
-        """Write the letter unless the folder has it unchanged: the disk may be a new one, or the file damaged."""
+        """Write the letter unless the folder has it unchanged: the disk may be new, or the file may be damaged."""
         path = post.out.file(self._run, one.number)
         if one.stamp is not None and stamp_of(path) == one.stamp:
             return

@@ -1,7 +1,7 @@
 """A mailbox: the subfolder for one silo's letters in one direction, ``to/NAME`` or ``from/NAME``.
 
-The folder may be on a disk that is absent for a day, or one where a sync tool completes files late, twice or in any
-order. A file that cannot be read now is read later.
+The folder may be on a disk that is absent for a day. A sync tool may complete files late, twice or in any order. A file
+that cannot be read now is read later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.errors import RunError
 SUFFIX = ".letter"
 _MOST = 1000  # largest number of lines about ignored files, so that nobody can fill the log by writing files
 Stamp = tuple[int, int, int]
-_AGAIN = 30.0  # an unreadable file is tried again after this many seconds, even if its time has not changed
+_AGAIN = 30.0  # an unreadable file is tried again after this many seconds, even if its stamp has not changed
 
 
 class Mailbox:

@@ -75,7 +75,7 @@ class _Exchange:
     stop: Callable[[], bool]
     places: dict[ClientId, int]  # slot of each client's worker
     help: bool  # whether idle workers take chunks of other workers
-    suspects: set[ClientId] = field(default_factory=set)  # each was the only client of a worker that died
+    suspects: set[ClientId] = field(default_factory=set)  # clients that ran alone in a worker when it died
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process

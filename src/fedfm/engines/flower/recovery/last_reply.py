@@ -2,8 +2,8 @@
 
 A message belongs to one Flower run, and a resumed run is a new Flower run. So the SuperLink drops replies that the
 former ServerApp did not pull, and rejects later ones. In buffered asynchronous rounds one training may take many
-rounds, so its result should not be lost. Therefore a client host caches its last reply. The server can ask for it by
-name: the SHA-256 of the request as it was sent. A host without that reply answers E_HELD, and gets the request again.
+rounds, and its result should not be lost. So a client host caches its last reply. The server can ask for it by name:
+the SHA-256 of the request as it was sent. If the host lacks that reply, it sends E_HELD and gets the request again.
 
 Only replies that the server has not pulled need this cache. Pulled replies are on the server's own disk
 (:mod:`fedfm.engines.flower.recovery.pending_requests`), so the server needs no connected client for them.
@@ -25,7 +25,7 @@ KEY = "+answered"  # the only key of the body that asks for a cached reply
 
 
 def name_of(handler: str, head: str, data: bytes) -> str:
-    """The name of a request: the hash of the form in which it is sent."""
+    """The name of a request: the hash of its bytes as they are sent."""
     digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
     digest.update(data)
     return digest.hexdigest()

@@ -1,9 +1,9 @@
 """Send a hash instead of parameters if the client host already has them, e.g. from the evaluation before a round.
 
 A client host caches the parameters in the latest message to it, and the model's initial parameters. Each reply lists
-the SHA-256 hashes of the parameters that the host has cached. The server sends a hash in place of listed parameters. A
-host that has lost these answers E_HELD, and gets the complete message again. The hash covers names, dtypes, shapes and
-bytes, so the client computes with the same bits.
+the SHA-256 hashes of the parameters that the host has cached. The server sends a hash in place of listed parameters. If
+the host has lost them, it sends the fault E_HELD and gets the complete message again. The hash covers names, dtypes,
+shapes and bytes, so the client computes with the same bits.
 """
 
 from __future__ import annotations

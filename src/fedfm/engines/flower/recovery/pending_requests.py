@@ -1,16 +1,16 @@
 """Requests of buffered asynchronous rounds, and the replies that were pulled, on the server's disk.
 
-``private/underway.json`` has the last request to every client: its round, its call, the SHA-256 of its payload, and
-the name under which the client host caches its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
+``private/underway.json`` has the last request to every client: its round, its call, the SHA-256 of its payload, and the
+name under which the client host caches its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
 ``private/underway/`` gets the reply as soon as the reply is pulled. A client may get its next request before the round
-that uses its reply is committed. So the previous request and its reply stay, too, until the client gets a further
-request, which happens after that commit. Thus a run that continues after a stop finds all replies that its last
-checkpoint lacks.
+that uses its reply is committed. So the previous request and its reply stay, too. They are removed when the client gets
+a further request, because that round is committed by then. Thus a run that continues after a stop finds all replies
+that its last checkpoint lacks.
 
 A request has two hashes. The server uses the hash of the complete payload to recognise a request that it has sent
-before. The client host uses the hash of the message as it was sent, in which hashes may stand for parameters, to find
-its reply. A reply's file is also named after this second hash, since ``underway.json`` is out of date if the disk was
-full.
+before. The client host finds its reply by the hash of the message as it was sent. In such a message, hashes may stand
+for parameters. A reply's file is also named after this second hash, since ``underway.json`` is out of date if the disk
+was full.
 """
 
 from __future__ import annotations

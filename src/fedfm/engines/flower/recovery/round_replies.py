@@ -1,7 +1,7 @@
 """Replies of a round that is not complete. After a stop the server does not repeat requests that have a reply.
 
-If a round has more than 2 GiB of replies, all its requests are repeated. The replies are in ``private/answered`` of the
-run directory, where only the server's user can read them, until the next round begins.
+If a round has more than 2 GiB of replies, all its requests are repeated. Until the next round begins, the replies are
+in ``private/answered`` of the run directory, where only the server's user can read them.
 """
 
 from __future__ import annotations
