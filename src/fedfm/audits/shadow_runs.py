@@ -55,7 +55,7 @@ class RowPool:
     """
 
     def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
-        """Collect the rows. With ``pooled``, one owner has all training rows; blocks mix lines of several clients."""
+        """Collect the rows. With ``pooled``, one owner has all training rows, and blocks mix several clients' lines."""
         self.population = population
         clients = population.federated.clients
         honest = honest_clients(population)
@@ -145,7 +145,7 @@ def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
 
 
 class Half:
-    """A population in which each client has the rows that their coins selected.
+    """A population in which each client has only the rows that coins selected.
 
     Attributes:
         taken: for each client the places (m,) of its rows in the pool, members first, and whether each was selected.

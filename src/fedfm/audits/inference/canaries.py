@@ -51,8 +51,8 @@ def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> fl
     """The smallest epsilon that is compatible with these scores, if the noise is normal.
 
     A canary then shifts the score by some mu, so the releases are at best mu-GDP (Dong, Roth, Su. Gaussian Differential
-    Privacy. JRSS B 2022). Three estimates share the error level: of the mean score; of the largest score, since one
-    client may have more weight than the others; and of the size of the noise, from ``dim`` entries.
+    Privacy. JRSS B 2022). Three estimates share the error level: the mean score; the largest score, since one client
+    may have more weight than the others; and the size of the noise, from ``dim`` entries.
 
     Args:
         found: (K,) scores, each N(mu_k, 1) in units of the measured noise.
