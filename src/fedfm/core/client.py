@@ -115,8 +115,8 @@ class Client:
         identity: the silo's own Ed25519 key, 32 bytes; None if the silo has no permanent key.
         roster: the other silos' public keys by name, exchanged without the server; None if they were not exchanged.
         log: writes a line into the silo's log.
-        smallest_cohort: by the silo's policy, the smallest number of clients in a sum that contains its update; if
-            0, the protocol decides.
+        smallest_cohort: the silo's policy requires at least this number of clients in a sum that contains its update.
+            If it is 0, the protocol decides.
         span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.
