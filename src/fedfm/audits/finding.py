@@ -218,7 +218,7 @@ def nothing(name: str, question: str, why: str) -> Finding:
 
 
 def lines(findings: Sequence[Finding]) -> str:
-    """The findings as a table for the terminal; then for each finding its sentence and the rule of its verdict."""
+    """The findings as text for the terminal: a table, then each finding's sentence and the rule of its verdict."""
     head = ("finding", "verdict", "estimate", "interval", "bound")
     rows = [head, *((f.name, *cells(f.to_dict())) for f in findings)]
     widths = [max(len(row[j]) for row in rows) for j in range(len(head))]

@@ -17,7 +17,7 @@ class Needs:
         model: who has the experiment's model. If only the server has it, clients get raw rows and send no scores.
         local: the setting that requires all parties in one process, on the local engine; empty if none does.
         tasks: names of the supported tasks; if empty, all are supported.
-        one_class: whether each row must have one class, as for a method that fits a distribution to each class.
+        one_class: whether each row must have one class, e.g. because the method fits a distribution to each class.
         bias: whether the method needs a head with a bias. If the adaptation is "head", a missing bias is added as 0.
         because: the setting that causes these needs; if empty, the method itself does.
     """
