@@ -365,7 +365,7 @@ def test_exact_sets_are_scored_at_the_chosen_thresholds(place, tmp_path):
         ({"data__val_fraction": 0.0}, 'model.threshold = "validation" needs validation rows: set data.val_fraction'),
         (
             {"privacy__aggregator": "secagg"},
-            'model.threshold = "validation": scores on validation rows are covered by no',
+            'model.threshold = "validation": [privacy] does not cover scores on validation',
         ),
     ],
 )

@@ -82,7 +82,7 @@ def sees_sums_only(run: Run) -> bool:
 
 
 def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -> tuple[Params, Params] | None:
-    """(start, change): the model in the request, and the reply's tensors of the same names and shapes; else None."""
+    """Return (the model in the request, the reply's tensors of the same layout); None if the reply has none."""
     payload: Mapping[str, Any] = turn.payloads.get(reply.client, {})
     delta: Params = reply.value.delta
     prefixes = dict.fromkeys(name.partition("/")[0] for name in delta if "/" in name)

@@ -59,7 +59,7 @@ class Epsilon(Audit):
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
-    """Yield for each class of a client (the class, its rows with a partner, these partners); no row is in two pairs."""
+    """Pair rows of each class of a client with partners; yield (class, rows, partners). No row is in two pairs."""
     pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)

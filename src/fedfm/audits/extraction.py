@@ -257,9 +257,9 @@ class _Attack:
         turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
-        # The client assumes that each other client sends the honest update that it would have sent itself, and that a
-        # norm check shortens its reversed update to the norm of this honest one. If it is alone in the cohort, a norm
-        # check does not shorten its update.
+        # The client assumes that all other clients send the same update as its own honest one, and that a norm check
+        # shortens its reversed update to the norm of this honest update. If it is alone in the cohort, a norm check
+        # does not shorten its update.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
             if any(s.client == client for s in turn.replies):
@@ -339,7 +339,7 @@ class Clipped(Aggregator):
 
 
 def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
-    """The update with which a client that has the fraction ``share`` of the weight reverses the direction of the mean.
+    """A client's update that reverses the direction of the mean. The client has the fraction ``share`` of the weight.
 
     It leaves running statistics unchanged.
     """

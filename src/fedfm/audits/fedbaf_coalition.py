@@ -83,7 +83,7 @@ class Pull:
         self._calls = 0
 
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
-        """Return, for round t = 1, 2, ..., (tau_t as the paper prints it, l_t = psi tau_t / tau_ref as FedBaF uses it).
+        """Return (tau_t as the paper prints it, l_t = psi tau_t / tau_ref as FedBaF uses it) for round t = 1, 2, ...
 
         The paper counts rounds from 0. A client that joins late does not know the tau of round 1. It uses the first tau
         that it can compute instead.
@@ -205,7 +205,7 @@ class _ReplayedLink:
 
 
 def _known_state(turn: Turn, own: Any) -> Any:
-    """The state as clients know it: exact in the parts that the server sent in this round, else as in ``own``."""
+    """The state as clients know it. Parts that the server sent in this round are exact, others come from ``own``."""
     if isinstance(turn.before, Params):
         return turn.before
     sent = {id(value) for value in next(iter(turn.payloads.values()), {}).values()}
@@ -218,7 +218,7 @@ class Lines:
     """The T lines that a coalition knows, one for each round. The foundation model lies on each of them.
 
     Attributes:
-        rounds: the T rounds, in each of which a member took part, and after which a member received the new model.
+        rounds: the T rounds. In each of them a member took part, and after each a member received the new model.
         u: (T, P) the coalition's estimate of the aggregate w'; exact if all clients of the cohort are members.
         v: (T, P) the new model.
         guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it; a_t is between l_t and 2 l_t.
@@ -252,8 +252,8 @@ class Rounds:
 
     Attributes:
         turns: the kept rounds, with their replies.
-        curve: for each round ``angle``, tau_t as the paper prints it; ``pull``, l_t as FedBaF uses it; ``error`` and
-            ``dist``, two measures of the distance of w_{t+1} from w_pre. No other file of the run has these figures.
+        curve: figures of each round. ``angle`` is tau_t as the paper prints it, ``pull`` is l_t as FedBaF uses it, and
+            ``error`` and ``dist`` measure the distance of w_{t+1} from w_pre. Only audit.json also has them.
         target: the entries of the foundation model that the attack computes.
         first, last: the model before the first round, and the model after the last.
     """

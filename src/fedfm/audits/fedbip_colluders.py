@@ -141,7 +141,7 @@ class _Coalition:
     def _explained_share(
         self, names: Sequence[str], others: Array, able: Sequence[int], rows: Sequence[int]
     ) -> Callable[[int], float]:
-        """A sort key: the fraction of a colluder's change that the colluders' own vectors explain.
+        """A sort key: the fraction of the change of a colluder's aggregate that the colluders' own vectors explain.
 
         The fraction is 1 if the victim's vector has no weight in the change.
         """

@@ -133,7 +133,7 @@ class View:
 
     def _sent_class(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
-        # After an M step, a mixture's mean is the mean of its rows; if counts are withheld, only approximately.
+        # After an M step, a mixture's mean is the mean of its rows. If counts are withheld, this is an approximation.
         total = size * (g.weights @ g.means.astype(np.float64))
         sigma = 0.0 if self.plan is None else self.plan.sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)

@@ -103,7 +103,7 @@ BELOW = VerdictRule(
 )  # for the error of an attack, which is small if much is disclosed
 COUNT = VerdictRule(
     ("estimate > bound",), ("estimate <= bound",)
-)  # as ABOVE, for an exact figure, which has no interval
+)  # like ABOVE, but for an exact figure, which has no interval
 CLAIM = VerdictRule(
     ("low > bound",), ("low <= bound",)
 )  # for a claimed epsilon, if the confidence of ``low`` is already strict
@@ -130,7 +130,7 @@ def twice(strict: float, confidence: float) -> VerdictRule:
 
 
 def absorb_rounding(low: float, stated: float) -> float:
-    """The lower bound ``low`` on an epsilon; ``stated`` if ``low`` exceeds it only by a rounding error.
+    """The lower bound ``low`` on an epsilon, or ``stated`` if ``low`` exceeds ``stated`` only by a rounding error.
 
     Example:
         >>> absorb_rounding(8.000001, 8.0), absorb_rounding(8.1, 8.0), absorb_rounding(3.0, 8.0)
@@ -218,7 +218,7 @@ def nothing(name: str, question: str, why: str) -> Finding:
 
 
 def lines(findings: Sequence[Finding]) -> str:
-    """The findings as a table for the terminal; then for each finding its sentence and the rule of its verdict."""
+    """The findings as text for the terminal: a table, then each finding's sentence and the rule of its verdict."""
     head = ("finding", "verdict", "estimate", "interval", "bound")
     rows = [head, *((f.name, *cells(f.to_dict())) for f in findings)]
     widths = [max(len(row[j]) for row in rows) for j in range(len(head))]

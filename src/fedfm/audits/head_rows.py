@@ -91,7 +91,7 @@ class Rebuilt(Watch):
 class HeadRows(HeadAudit):
     """Finds the fraction of training rows whose features an update discloses.
 
-    No update contains test rows, so the fraction of test rows that it seems to disclose shows the effect of chance.
+    No update contains test rows, so the fraction of test rows that updates seem to disclose shows the effect of chance.
     """
 
     def watch(self, run: Run) -> Rebuilt:
@@ -106,8 +106,8 @@ class HeadRows(HeadAudit):
         chance = len(found.by_chance) / found.compared if found.compared else 0.0
         says = (
             f"dW / db of {found.updates} updates gives the features of {hits} of {rows} training rows, and of "
-            f"{100 * chance:.1f} % of the test rows, which no update contains. The median computed feature is "
-            f"{float(np.median(found.ratios)):.2g} times as far from the nearest training row as neighbouring rows are."
+            f"{100 * chance:.1f} % of the test rows, which no update contains. The median distance of computed "
+            f"features to training rows is {float(np.median(found.ratios)):.2g} times that of neighbouring rows."
         )
         named = [{"client": c, "row": row} for c, row in sorted(found.hits)[:NAMED]]
         detail = {"updates": found.updates, "rows": rows, "rebuilt": hits, "by_chance": chance, "leaks": named}

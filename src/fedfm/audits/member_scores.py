@@ -31,7 +31,7 @@ class MemberScores:
     """The scores of an attack.
 
     Args:
-        generator: returns the random generator of the bootstrap for a confidence.
+        generator: makes the bootstrap's random generator for a given confidence.
         strangers: number of different strangers in all cells, since cells may share them [each cell has its own].
         digits: number of decimal places to which the normal quantile is rounded [no rounding].
 

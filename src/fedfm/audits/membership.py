@@ -70,7 +70,7 @@ def _score(view: View) -> list[_Scored]:
 
 
 class _Shadows:
-    """Shadows: mixtures fitted like the client's, to other rows of the class.
+    """Shadows: mixtures that are fitted to other rows of the class in the same way as the client's mixture.
 
     The clients that have a class are divided into two halves. A mixture fitted to the rows of one half is the shadow
     for all clients of the other half. This takes two fits for a class, not one for each client. If only one client has

@@ -21,7 +21,7 @@ STRANGERS = 2000  # largest number of rows that nobody trained on, for compariso
 
 
 class Reconstruction(Audit):
-    """Compares components' distances to training rows with distances to unused rows, and with those between rows."""
+    """Compares three distances: of components to training rows, of components to unused rows, and between rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -84,7 +84,7 @@ def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], 
 
 def _sentence(named: list[dict[str, Any]], hit: int, total: int, ratios: list[float]) -> str:
     if not named:
-        near = f": the nearest is {min(ratios):.2g} times as far from a row as neighbouring rows are" if ratios else ""
+        near = f": the smallest distance is {min(ratios):.2g} times that of neighbouring rows" if ratios else ""
         return f"No component equals a single row{near}."
     first, many = named[0], len(named) > 1
     verbs = ("s stand for one example each", "disclose") if many else (" stands for one example", "discloses")

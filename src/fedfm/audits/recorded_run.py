@@ -51,7 +51,7 @@ class Turn:
         round: number of the round; 0 is ``init``.
         before, after: the server's state before and after the round; equal in round 0.
         replies: replies of the clients.
-        payloads: client -> payload of the round's first call; empty if the round has no call.
+        payloads: for each client, the payload of the round's first call; empty if the round has no call.
     """
 
     round: int
@@ -107,7 +107,7 @@ class RecordedRun:
     Args:
         population: the clients' data, and the server's model.
         private: folder for secrets and clients' memories.
-        excluded: (round, client) -> the fault for which the client is excluded from the round.
+        excluded: for each (round, client), the fault for which the client is excluded from the round.
         transport: precision of the Params in messages, as in ``run.transport``.
 
     Attributes:

@@ -133,8 +133,8 @@ def replay(
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
-        RunError: the replay ends with other parameters; on devices other than a CPU, at a distance above
-            :data:`TOLERANCE`.
+        RunError: the replay ends with other parameters. On devices other than a CPU, a distance of at most
+            :data:`TOLERANCE` is no error.
     """
     experiment, result = run.experiment, run.manifest["result"]
     method = experiment.method

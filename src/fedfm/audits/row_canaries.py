@@ -137,7 +137,7 @@ class CanaryTraining:
         self.steps, self.in_step, self.directions = steps, in_step, directions
 
     def noise(self, clip_norm: float) -> Array:
-        """(T, d): the noise of the steps: their sums minus the canaries in them."""
+        """Noise (T, d) of the steps, which is their sums minus the canaries in them."""
         in_step = self.in_step[: len(self.directions)].T.astype(np.float64)
         return np.asarray(self.steps - clip_norm * (in_step @ self.directions))
 

@@ -31,7 +31,7 @@ def unreadable(run: Run) -> str | None:
 
 
 def no_round(run: Run) -> str | None:
-    """Why no row of the run can be attacked, if the run has no round; None if it has rounds."""
+    """A text that says that the run has no round, so that no row can be attacked; None if it has rounds."""
     return None if run.manifest["result"]["rounds"] else "the run has no round"
 
 

@@ -32,12 +32,12 @@ from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
-MOST, LEAST = 16, 8  # largest and smallest number of shadow runs; fewer do not determine a row's two distributions
+MOST, LEAST = 16, 8  # largest and smallest number of shadow runs; with fewer, a row's two distributions are unknown
 BUDGET = (
     40.0  # seconds of one core for all shadow runs, estimated from counts, since results must not depend on a clock
 )
 MACS = 5e9  # multiply-accumulates per second of a core
-STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step beyond its multiplications: for a complete model, for a head
+STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step of a complete model and of a head, without its multiplications
 MASKING = 0.05  # seconds that a client needs to hide an update
 
 
@@ -55,7 +55,7 @@ class RowPool:
     """
 
     def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
-        """Collect the rows. With ``pooled``, one owner has all training rows; blocks mix lines of several clients."""
+        """Collect the rows. With ``pooled``, one owner has all training rows, and blocks mix several clients' lines."""
         self.population = population
         clients = population.federated.clients
         honest = honest_clients(population)
@@ -145,7 +145,7 @@ def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
 
 
 class Half:
-    """A population in which each client has the rows that their coins selected.
+    """A population in which each client has only the rows that coins selected.
 
     Attributes:
         taken: for each client the places (m,) of its rows in the pool, members first, and whether each was selected.

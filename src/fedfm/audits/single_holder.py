@@ -1,4 +1,4 @@
-"""Measure what messages disclose about a class that only one client has, since they describe this client alone."""
+"""Measure what messages about a class disclose if only one client has it. They describe this client alone."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class Claim:
     """Differential privacy as the ledger states it.
 
     Attributes:
-        steps: number of neighbouring steps that exchange one row for another: 2 if neighbours differ by one row more or
-            less, otherwise 1.
+        steps: number of neighbouring steps that exchange one row for another: 2 if neighbours differ by an added or
+            removed row, otherwise 1.
     """
 
     epsilon: float

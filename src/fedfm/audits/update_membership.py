@@ -55,6 +55,6 @@ def _finding(run: Run, cells: list[CellScores], drops: LossDrops, pool: RowPool)
     if (rate := scores.rate(seeds.generator(seed, "audit", "update membership tpr"))) is not None:
         detail |= {"tpr_at_1_percent": rate.tpr, "tpr_low": rate.low, "tpr_high": rate.high}
     promise = claim(run)
-    if promise is not None:  # the attack compares two rows: to exchange one for the other takes two steps of the claim
+    if promise is not None:  # the attack exchanges one row for another, which takes two steps of the claim
         promise = replace(promise, steps=max(promise.steps, 2))
     return scores.finding("update_membership", QUESTION, says, detail, promise, unit=unit(pool.population))

@@ -63,7 +63,7 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
-    """Yield (name, packages that its extras in brackets install, versions, extra that asks for it) of each requirement.
+    """Yield for each requirement (name, packages of its extras in brackets, versions, the extra that requires it).
 
     Args:
         deep: whether to look up the packages that extras in brackets install; a package may name extras of its own.

@@ -44,8 +44,8 @@ def build(first: str = "") -> argparse.ArgumentParser:
     """Make the parser of the command line. In the parsed arguments, ``command`` is the function to call.
 
     Args:
-        first: the first word of the command line. If it is a command of this module, the commands of other packages
-            (sites and encrypted), which take time to import, are left out.
+        first: the first word of the command line. If it is a command of this module, the commands of the packages
+            sites and encrypted are left out, because their import takes time.
     """
     parser = _Parser(
         prog="fedfm",

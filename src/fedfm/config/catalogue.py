@@ -154,7 +154,7 @@ def _foreign(cls: type) -> dict[str, Any]:
 
 
 def schema(which: str) -> dict[str, Any]:
-    """The JSON Schema of a file. That of an experiment includes the names of installed entry points."""
+    """The JSON Schema of a file. The schema of an experiment includes the names of installed entry points."""
     path = files("fedfm.config").joinpath("schemas", f"{which}.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for kind in ("methods", "attacks", "aggregation") if which == "experiment" else ():

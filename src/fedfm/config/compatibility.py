@@ -169,7 +169,7 @@ def _check_folder(e: ExperimentParts) -> None:
 
 
 def check_as_run(e: ExperimentParts) -> None:
-    """Check the rules on the method under [privacy], where it may call other client halves.
+    """Check the rules on the method under [privacy], which may make it call other client halves.
 
     Raises:
         InputError: a rule is broken; the message is about the first one.

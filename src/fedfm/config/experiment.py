@@ -150,7 +150,7 @@ class Experiment(ExperimentParts):
         Args:
             overrides: values by key, as ``{"method.rounds": 5}``.
             tell: receives a line for each key of the file's method that is left out, because ``overrides`` name a
-                method that does not take the key; None: such a key is refused.
+                method that does not take the key. If ``tell`` is None, such a key is refused.
 
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment; the message has a line for each fault.
@@ -170,8 +170,8 @@ class Experiment(ExperimentParts):
         """Build an experiment from nested tables, as a TOML reader returns them.
 
         Args:
-            imports: also import classes named as ``module:Class`` or by an entry point. Only for tables written by
-                this process's owner: importing a module runs its code.
+            imports: whether classes named as ``module:Class`` or by an entry point are imported. Only for tables
+                written by this process's owner: importing a module runs its code.
 
         Raises:
             InputError: a value is wrong; the message has its key, the value and what would be right.
@@ -226,7 +226,7 @@ class Experiment(ExperimentParts):
         return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
 
     def to_display(self) -> dict[str, Any]:
-        """As :meth:`to_dict`, for display: without the partition if it splits no rows."""
+        """Like :meth:`to_dict`, but for display: the partition is left out if it splits no rows."""
         tables = self.to_dict()
         if self.silos_own_rows:
             tables["data"].pop("partition", None)

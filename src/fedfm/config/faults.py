@@ -1,8 +1,8 @@
 """Reports all faults of a file at once.
 
 The reader of all tables stops at the first table with faults, and reports all faults of this table. So each table is
-also read alone. If rules between tables refuse values, these are removed, and the rest is read again. A fault of this
-second reading counts only if the file has its key; other faults may be consequences of the removal.
+also read alone. If rules between tables refuse values, these values are removed, and the rest is read again. A fault of
+this second reading counts only if the file has its key; other faults may be consequences of the removal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Suggestions for unknown keys: keys of other libraries, or keys of another table."""
+"""Suggestions for unknown keys, which may be keys of other libraries or of another table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SAME = {
 _KIND = ("rule", "method", "type", "kind", "strategy", "algorithm")
 _NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose keys depend on a name
 _LOCAL, _NAME = "method.local.", "method.local.name"
-_INSTEAD = {  # a key whose value means something else here -> the key to set instead, and an example of its value
+_INSTEAD = {  # for keys whose values mean something else here: the key to set, and an example of its value
     **dict.fromkeys(("optimizer", "optimiser", "optim", "opt"), (_NAME, "adam")),
     **dict.fromkeys(("num_clients", "n_clients"), ("data.partition.clients", 10)),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "use_cuda"), ("model.device", "cuda")),
@@ -71,7 +71,7 @@ _PLACES = {
 class UnknownKey(InputError):
     """A key that its table does not have.
 
-    The message is made only when it is shown: of many such faults, the user sees only the first ones.
+    The message is made only when it is shown, because the user sees only the first of many such faults.
 
     Attributes:
         known: the keys that the table has.
@@ -114,7 +114,7 @@ def suggestion(key: str, known: Collection[str], path: str) -> str:
 
 
 def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
-    """Keys of this and of other tables that may be meant, the best first."""
+    """Yield keys of this table and of other tables that may be meant, the best guess first."""
     word, inside = key.lower(), f"{path}." if path else ""
     if word in _INSTEAD:
         found = _INSTEAD[word][0]
@@ -137,7 +137,7 @@ def _question(key: str, path: str, rest: str = "") -> str:
 
 
 def _example(key: str, guess: str) -> str:
-    """Text with an example value, if the wrong key's value would mean something else there; otherwise ""."""
+    """Text with an example value if the wrong key has another kind of value than the key ``guess``; otherwise ""."""
     found, value = _INSTEAD.get(key.lower(), ("", None))
     return f", e.g. {json.dumps(value)}" if found == guess else ""
 

@@ -37,8 +37,8 @@ def check_task(e: ExperimentParts, method: str) -> None:
     """Check rules on the task that an experiment names.
 
     Raises:
-        InputError: no task reads a list of columns; the method needs one class a row; the task needs scores on
-            validation rows, which no party has or no privacy covers; or it needs the training rows of all clients.
+        InputError: no task reads a list of columns; the method needs one class a row; the task needs validation rows
+            that no party has, or scores that [privacy] does not cover; or it needs the training rows of all clients.
     """
     named = tasks.task_named(e.model.task)
     for key in tasks.lists_columns(e.data):
@@ -50,7 +50,7 @@ def check_task(e: ExperimentParts, method: str) -> None:
         return
     if key := named.of(e.model).needs_validation:
         if e.privacy is not None:
-            raise InputError(f"{key}: scores on validation rows are covered by no [privacy]; give a number")
+            raise InputError(f"{key}: [privacy] does not cover scores on validation rows; give a number")
         if e.data.classes is not None and not e.data.val_fraction:
             raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
     if e.method.needs.one_class and named.own_targets:

@@ -26,9 +26,9 @@ _BASES = {
     "aggregation": "fedfm.aggregation.base:Aggregator",
 }
 _HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds whose classes are listed in a dict, not in a folder
-_TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
-_admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
-_WINGS = {  # kind -> its modules in other parts of fedfm (wings): files, or folders with only files of this kind
+_TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # for each table, its kind
+_admitted: dict[tuple[str, str], type] = {}  # classes by (kind, name)
+_WINGS = {  # for each kind, its modules in other parts of fedfm (wings): files, or folders with only files of this kind
     "methods": ("fedfm.encrypted.blindfed",),
     "audits": ("fedfm.encrypted.audits",),
 }
@@ -91,10 +91,10 @@ def ours(kind: str) -> list[str]:
 
 
 def resolve(kind: str, name: Any, where: str = "") -> Any:
-    """``fedavg`` -> the class in fedfm/methods/fedavg.py; another name -> the class that was admitted under it.
+    """Return the class of a name: for ``fedavg`` the one in fedfm/methods/fedavg.py, for other code the admitted class.
 
     Args:
-        where: the key, for the message; default e.g. "method.name".
+        where: the key, for the message; by default the kind's, e.g. "method.name".
 
     Raises:
         InputError: the name is unknown (a similar name is suggested), or it names code that was not admitted.

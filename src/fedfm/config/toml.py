@@ -62,7 +62,7 @@ def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
     """Refuse unknown keys; ``path`` is the table's name, "" for the file.
 
     Raises:
-        UnknownKey: for the first one; its ``more`` are the others.
+        UnknownKey: for the first unknown key; its ``more`` has the others.
     """
     faults = Faults()
     for key in table:
@@ -77,8 +77,8 @@ def build(cls: type, table: Any, path: str) -> Any:
     """An instance of a dataclass from a table.
 
     Raises:
-        InputError: an unknown key, a wrong type or a missing key, with its path; its ``more`` are the other faults of
-            the table.
+        InputError: a key is unknown, missing or of a wrong type; the message has its path, and ``more`` has the other
+            faults of the table.
     """
     if not isinstance(table, Mapping):
         text = f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}"
@@ -155,7 +155,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     Raises:
         InputError: the value has another type.
     """
-    both = isinstance(hint, UnionType) and str in get_args(hint) and isinstance(value, str)  # of "float | str"
+    both = isinstance(hint, UnionType) and str in get_args(hint) and isinstance(value, str)  # a text for "float | str"
     hint = str if both else plain_type(hint)
     origin, args = get_origin(hint), get_args(hint)
     _refuse_wide(value, path, deep=hint is Any)
@@ -183,7 +183,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
 
 
 def _refuse_wide(value: Any, path: str, deep: bool) -> None:
-    """Refuse a whole number of more than 64 bits. TOML has none, and arithmetic on such a number may take long.
+    """Refuse a whole number of more than 64 bits. TOML has no such number, and arithmetic on it may take long.
 
     Args:
         deep: whether to look into lists and tables, which no other code checks.
@@ -245,7 +245,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_or_name(value: Any) -> Any:
-    """As :func:`plain`, with the name of a value that the registry knows."""
+    """Like :func:`plain`, but with the name of a value that the registry knows."""
     kind = kind_of(type(value))
     name = name_of(kind, value) if kind else ""
     return {"name": name} | plain(value) if name else plain(value)

@@ -56,10 +56,10 @@ def function(name: str, where: str) -> Callable[[], Any]:
 
 
 def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An experiment as its owner wrote it, completed by the arguments of a named Trainer.
+    """Complete an experiment whose ``data.name`` is a function that returns a transformers Trainer.
 
-    The arguments set ``[method.local]`` and ``run.seed`` where the owner does not. Other experiments are returned
-    unchanged.
+    The Trainer's arguments set ``[method.local]`` and ``run.seed`` where the experiment does not. Other experiments are
+    returned unchanged.
 
     Raises:
         InputError: the function cannot be called, or its Trainer has an argument that clients cannot apply.

@@ -1,4 +1,4 @@
-"""Roles of a method beyond its rounds; its properties (:class:`Traits`) and requirements (:class:`Needs`) are data.
+"""Roles of a method beyond its rounds. Its properties (:class:`Traits`) and requirements (:class:`Needs`) are data.
 
 Every method is a :class:`Reporter`. It takes another role by deriving from it. A role's abstract members are required;
 the others are optional, and :func:`has` checks whether a method defines its own. Each role names its caller.
@@ -58,7 +58,7 @@ class Reporter:
         return []
 
     def staleness_warnings(self) -> list[str]:
-        """Warnings about settings that are risky with stale updates, each with a better setting, one line each."""
+        """One-line warnings about settings that are risky with stale updates; each names a better setting."""
         return []
 
     def arrays(self, state: Any) -> Mapping[str, Any]:
@@ -93,7 +93,7 @@ class Personal:
         return w
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        """Start model of each client's last local pass, scored at the end; the key "" is for all clients."""
+        """The start models of clients' last local passes, scored at the end; the key "" is for all clients."""
         return {}
 
     def check_own(self, w: Params, model: Model) -> None:
@@ -146,7 +146,7 @@ class Private(ABC):
 
     @abstractmethod
     def spend(self, accountant: Accountant) -> None:
-        """Tell the accountant the privacy that a finished run has spent; nothing if the method claims nothing."""
+        """Tell the accountant the privacy that a finished run has spent. A method that claims nothing tells nothing."""
 
 
 class Joinable(ABC):
@@ -283,7 +283,7 @@ ROLES: tuple[type, ...] = (
 def check_roles(method: type) -> None:
     """Check that a class derives from each role whose members it has; otherwise a member would never be called.
 
-    Handlers and settings may have such a name.
+    Handlers and settings may have the name of a member.
 
     Raises:
         InputError: the class does not derive from the role; the message names the role.

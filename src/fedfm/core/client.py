@@ -21,7 +21,7 @@ POOLED = "(pooled)"  # a client with all clients' training rows; only on the loc
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 # Key of the payload's entry that an aggregation's server half sends to its client half; no method gets this entry.
 AGGREGATION_MESSAGE = "+told"
-SCALE = "+scale"  # key of an entry from a mean's mechanism: the unit in which it measures an update's norm
+SCALE = "+scale"  # key of the entry with the unit in which a mean's mechanism measures an update's norm
 MAX_WEIGHT = 1e9  # no client has more rows; a larger weight would let one client replace the mean
 
 
@@ -76,7 +76,7 @@ NO_TERMS = Terms()
 
 
 class Trainer(Protocol):
-    """Computes local training; the runtime gives each client one (:func:`fedfm.training.scheduler.train_client`)."""
+    """Computes local training. The runtime gives each client one (:func:`fedfm.training.scheduler.train_client`)."""
 
     def __call__(self, client: Client, w: Params, local: Any, terms: Terms) -> Params:
         """The parameters after training by the client optimiser ``local`` from ``w``; untrained ones are unchanged."""
@@ -115,8 +115,8 @@ class Client:
         identity: the silo's own Ed25519 key, 32 bytes; None if the silo has no permanent key.
         roster: the other silos' public keys by name, exchanged without the server; None if they were not exchanged.
         log: writes a line into the silo's log.
-        smallest_cohort: by the silo's policy, the smallest number of clients in a sum that contains its update; if
-            0, the protocol decides.
+        smallest_cohort: the silo's policy requires at least this number of clients in a sum that contains its update.
+            If it is 0, the protocol decides.
         span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.

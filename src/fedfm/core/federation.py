@@ -29,7 +29,7 @@ _REASON = 400  # largest number of characters of a stored reason
 
 
 class Sampler(Protocol):
-    """The part of a privacy mechanism that a federation uses: it may choose a round's clients instead of the method."""
+    """The part of a privacy mechanism that a federation uses. The mechanism may choose a round's clients."""
 
     @property
     def fraction(self) -> float | None:
@@ -82,13 +82,13 @@ class Federation:
         tell: shows a text to the user now, e.g. the progress of a long step; the run does not store it.
         excluded: clients left out so far, each with the reason.
         notices: messages of this round for the user.
-        heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
+        heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, number in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
         client_metrics: metrics of this round's updates by client, if they include scores on the client's own rows and
             the server sees single updates.
         secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
-        underway: by client, (round, call) of its request in flight; the reply may come in a later round, see ``first``
-            of :meth:`exchange`.
+        underway: for each client with a request in flight, its (round, call). The reply may come in a later round, see
+            ``first`` of :meth:`exchange`.
         began: for each client that answered the last call with ``first``, the round of its request.
         memory: the server's private memory at the last commit.
         store: bytes by name. An assignment returns when they are on the disk, where a resume within a round finds them.
@@ -132,7 +132,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
-        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> its new request, or None
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # for each client its new request, or None
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 

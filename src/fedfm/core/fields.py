@@ -28,7 +28,7 @@ KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool
 
 @dataclass(frozen=True)
 class Paper:
-    """A setting in a method's paper; a method's ``paper`` has one for each key, e.g. "method.local.betas".
+    """A setting in a method's paper. The attribute ``paper`` of the method has one by key, e.g. "method.local.betas".
 
     Attributes:
         value: from the paper's experiments or equations; a text if the key does not accept the value.
@@ -50,7 +50,7 @@ class Bounds:
         choices: the allowed texts.
         pattern: regular expression for the whole text, in syntax common to Python and JSON Schema.
         keys: pattern for the keys of a table.
-        least, most: smallest and, unless 0, largest number of entries of a list or a table.
+        least, most: smallest and largest number of entries of a list or a table; ``most`` = 0 sets no limit.
         words: the expected value in words, for messages; by default derived from the bounds.
     """
 
@@ -70,7 +70,7 @@ class Bounds:
     def admit(self, value: Any) -> bool:
         """Whether one value (no list or table) is within the bounds."""
         limited = self.finite or self.but or any(end is not None for end in (self.gt, self.ge, self.lt, self.le))
-        if (self.choices or self.pattern) and (isinstance(value, str) or not limited):  # else a number or a text
+        if (self.choices or self.pattern) and (isinstance(value, str) or not limited):  # numbers are checked below
             known = isinstance(value, str) and (not self.choices or value in self.choices)
             return known and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
         if not limited:
@@ -129,9 +129,9 @@ def setting(
         required: whether None and "" are refused.
         of: values of the field ``name`` that accept this key; others refuse it.
         metadata: further keys. ``server_only``: clients do not get the value. ``usual``: the default that ``None``
-            stands for. ``alone``: a word that may stand in place of a list. ``names``: texts that a misspelt text may
-            have meant. ``true``: the text that the value true stands for. ``false``: likewise for false; without it
-            false is the same as an absent key.
+            stands for. ``alone``: a word that may stand in place of a list. ``names``: texts that messages
+            suggest for a misspelt text. ``true``: the text that the value true stands for. ``false``: likewise for
+            false; without it false is the same as an absent key.
         bounds: arguments of :class:`Bounds`.
 
     Raises:

@@ -54,10 +54,10 @@ class Lock:
                 if not self._folder or error.errno not in _UNKNOWN:
                     os.close(descriptor)
                     raise
-            if _is_at(descriptor, self.path):  # else the last owner removed this file, and others lock a new one
+            if _is_at(descriptor, self.path):
                 self._descriptor = descriptor
                 _TAKEN.add(self)
-            else:
+            else:  # the last owner removed this file, and others lock a new one
                 os.close(descriptor)
         return True
 

@@ -35,7 +35,7 @@ class Method(Reporter, ABC, Generic[S]):
         means, asks: names of the client functions that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
-        state_type: the class of S, by which a checkpoint is decoded; by default that in ``Method[S]``.
+        state_type: the class of S, by which a checkpoint is decoded; by default the one in ``Method[S]``.
         paper: the paper's settings, by dotted key in an experiment. `fedfm show` lists those that differ from the
             default.
     """

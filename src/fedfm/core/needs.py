@@ -11,13 +11,13 @@ class Needs:
     """A method's requirements on the experiment.
 
     Attributes:
-        adaptation, adaptations: the default adaptation, and the supported ones; if empty, all are.
+        adaptation, adaptations: the default adaptation, and the supported ones; if these are empty, all are supported.
         ranks: LoRA ranks that the method assigns to clients; the model's own rank must be at least the largest of them.
         pooled: whether the method trains on the pooled rows of all clients; only the local engine supports this.
-        model: who has the experiment's model. If the server alone, clients get unprepared rows and send no scores.
+        model: who has the experiment's model. If only the server has it, clients get raw rows and send no scores.
         local: the setting that requires all parties in one process, on the local engine; empty if none does.
         tasks: names of the supported tasks; if empty, all are supported.
-        one_class: whether each row must have one class, as for a method that fits a distribution to each class.
+        one_class: whether each row must have one class, e.g. because the method fits a distribution to each class.
         bias: whether the method needs a head with a bias. If the adaptation is "head", a missing bias is added as 0.
         because: the setting that causes these needs; if empty, the method itself does.
     """

@@ -14,7 +14,7 @@ class Column:
         key: the key.
         help: what the column holds.
         default: the column's name if the key is not set; if empty, this is the key itself.
-        several: whether the key is a list of names of columns, which is empty if the key is not set.
+        several: whether the key's value is a list of column names. Without the key, the list is empty.
     """
 
     key: str
@@ -40,7 +40,7 @@ class RowKind:
         remote: whether silos may hold such rows while the server has none; then ``data.kind`` may name this kind.
         predicted_as: the kind of such rows in predictions; if empty, the same kind.
         wording: whether a row consists of texts, which are compared regardless of case and spaces.
-        inputs: number of leading parts of a row that a model reads; the others are targets. None: it reads all.
+        inputs: number of leading parts of a row that a model reads; the others are targets. If None, it reads all.
     """
 
     name: str

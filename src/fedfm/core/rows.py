@@ -18,7 +18,7 @@ from fedfm.linalg.params import to_bytes
 if TYPE_CHECKING:
     from fedfm.core.tokens import Tokens
 
-# A message of a conversation: role, content and, if there are more fields such as tool calls, a JSON object of them.
+# A message of a conversation: role and content. Further fields, such as tool calls, follow as one JSON object.
 # The list of tools, in JSON, is the first message, under its own role.
 Turn = tuple[str, ...]
 TOOLS = "tools"
@@ -47,8 +47,8 @@ class Rows:
             (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; a batch pads them to its longest. Any sequence of vectors
             is accepted.
-        token_arguments: further arguments of the model by name, each with a value for each of the ``tokens``, such as
-            the kind of a token; 0 at padding.
+        token_arguments: further arguments of the model by name, such as the kind of each token. Each has one value for
+            each of the ``tokens``, and 0 at padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
@@ -110,7 +110,7 @@ class Rows:
 
     @property
     def names(self) -> set[str]:
-        """The model's arguments, computed or deferred, without those made from ``tokens``."""
+        """Names of the model's arguments, computed or deferred, without those that are made from ``tokens``."""
         return self.tensors.keys() | self.deferred.keys() | self.token_arguments.keys()
 
     def sha256(self) -> str:
@@ -191,7 +191,7 @@ class Rows:
         return (part._as_batch() for part in self.parts(orders))
 
     def parts(self, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
-        """As :meth:`each`, but yields Rows without deferred parts."""
+        """Like :meth:`each`, but yields Rows without deferred parts."""
         if not self.deferred:
             return (self.take(index) for index in orders)
         from fedfm.core.loader import ahead

@@ -329,8 +329,8 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
     """The value in a file; None if the file is absent, truncated or altered.
 
     The value is checked against ``hint``: with Any all values must be finite, with None nothing is checked. Tensors are
-    memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and with ``mapped`` always. Passes over
-    mapped tensors release their pages (:mod:`fedfm.linalg.pages`). To write to a tensor does not change the file.
+    memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and always with ``mapped``. Passes over
+    mapped tensors release their pages (:mod:`fedfm.linalg.pages`). Writing to a tensor does not change the file.
     """
     try:
         if (found := _read_checked(path)) is None:

@@ -62,11 +62,11 @@ class TaskFacts(Protocol):
 
     @property
     def needs_validation(self) -> str:
-        """The setting that needs validation rows; empty: none."""
+        """The setting that needs validation rows; "" if none does."""
 
     @property
     def reads_all_rows(self) -> tuple[str, str] | None:
-        """What the task takes from the training rows of all clients, and the settings without it; None: nothing."""
+        """What the task reads of all clients' training rows, and settings that avoid it; None if it reads nothing."""
 
     @property
     def mixes_rows(self) -> str:

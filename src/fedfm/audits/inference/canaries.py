@@ -21,12 +21,12 @@ THRESHOLDS = (
     0.5,
     0.8,
     0.95,
-)  # fractions of canaries above a threshold; each is one test, with its part of the error level
+)  # fractions of canaries above a threshold; each fraction is tested with a part of the error level
 TOO_LONG = 10.0  # a canary's update has this many times the allowed norm, so that the mechanism must clip it
 
 
 def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_norm: float) -> Array:
-    """Evidence that each canary took part, in units of the standard deviation that an absent canary's evidence has.
+    """Evidence that each canary took part, in standard deviations of the evidence of an absent canary.
 
     If a direction is drawn independently of a vector x, the projection of x onto it is distributed as N(0, |x|^2 / d).
 
@@ -51,8 +51,8 @@ def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> fl
     """The smallest epsilon that is compatible with these scores, if the noise is normal.
 
     A canary then shifts the score by some mu, so the releases are at best mu-GDP (Dong, Roth, Su. Gaussian Differential
-    Privacy. JRSS B 2022). Three estimates share the error level: of the mean score; of the largest score, since one
-    client may have more weight than the others; and of the size of the noise, from ``dim`` entries.
+    Privacy. JRSS B 2022). Three estimates share the error level: the mean score; the largest score, since one client
+    may have more weight than the others; and the size of the noise, from ``dim`` entries.
 
     Args:
         found: (K,) scores, each N(mu_k, 1) in units of the measured noise.

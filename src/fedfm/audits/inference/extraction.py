@@ -71,7 +71,7 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
 
 
 def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
-    """As :func:`intersection`, but each group has scalars c_t of its own, in [low_t, high_t].
+    """Like :func:`intersection`, but each group has scalars c_t of its own, in [low_t, high_t].
 
     The lines of some groups do not determine a point, e.g. the lines of a tensor with one entry, or a single line. For
     such a group, c is the harmonic mean of its range, and x the mean over the lines.
@@ -138,7 +138,7 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
 
 
 def harmonic(low: Array | float, high: Array | float) -> Any:
-    """The c in the range low..high with the smallest worst relative error, which is (high - low) / (high + low)."""
+    """The c in low..high whose largest relative error is smallest; this error is (high - low) / (high + low)."""
     return 2 * low * high / (low + high)
 
 

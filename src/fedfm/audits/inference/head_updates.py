@@ -24,7 +24,7 @@ def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabili
     is noise. The attacker's own updates have this noise, too, so :func:`label_shares` accounts for it.
 
     Args:
-        weight, bias: (C, d), (C,): changes of the head; None if it has no bias.
+        weight, bias: (C, d), (C,): changes of the head; ``bias`` is None if the head has none.
         x, labels: (m, d), (m,): the attacker's own rows, as the head sees them.
         probabilities: (m, C): predictions for these rows by the updated model.
     """

@@ -19,7 +19,7 @@ import numpy as np
 from fedfm.audits.inference.rates import Array
 
 _MOST = 64.0  # largest epsilon of the search
-SHARES = (1.0, 0.5, 0.2, 0.05)  # shares of the guesses, the surest first; each is a test with a part of the error level
+SHARES = (1.0, 0.5, 0.2, 0.05)  # a test uses one share of the guesses, the surest, and a part of the error level
 
 
 def readings(total: Array, known: Array, used: Array, unused: Array, sigma: float) -> Array:
@@ -74,8 +74,8 @@ def epsilon_bound(readings: Sequence[float], delta: float, confidence: float = 0
     Args:
         readings: one for each coin. The guess is right if the reading is positive, and sure if its magnitude is large.
         delta: delta of the claim.
-        steps: k, number of neighbouring steps between the two sides of a coin. It is 2 if neighbours differ by one row
-            more or less and the coin exchanges two rows. Then each coin is (2 epsilon, delta (1 + e^epsilon))-private.
+        steps: k, number of neighbouring steps between the two sides of a coin: 2 if the coin exchanges two rows and
+            neighbours differ by an added or removed row. Then each coin is (2 epsilon, delta (1 + e^epsilon))-private.
     """
     x = np.asarray(readings, dtype=np.float64)
     if not len(x):

@@ -4,7 +4,7 @@ The first computes the fractions of a client's labels from its tau. Wainakh et a
 layer's update (User-Level Label Leakage from Gradients in Federated Learning, PoPETs 2022, arXiv:2105.09369). Here the
 update is over many steps, and the fractions of all classes are computed together.
 
-The second is by other clients. They compute tau itself, because they know the formula of FedBip's weights.
+Other clients carry out the second. They compute tau itself, because they know the formula of FedBip's weights.
 """
 
 from __future__ import annotations
