@@ -283,7 +283,7 @@ class TestBackdoor:
             Backdoor(0.5, word="\N{SNOWMAN}").fits("text", "classification", model, ("a",))
         with pytest.raises(InputError, match="there is no trigger"):
             Backdoor(0.5).fits("own", "classification", model, ("a",))
-        with pytest.raises(InputError, match="has no classes"):
+        with pytest.raises(InputError, match="does not give each row one class"):
             Backdoor(0.5).fits("passages", "language_modelling", model, ())
 
 

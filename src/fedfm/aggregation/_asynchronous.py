@@ -4,11 +4,11 @@ Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba. Federated Learning with Bu
 AISTATS 2022, arXiv:2106.06639, Algorithm 1. A round is one server update, from a buffer of K updates Delta_i of clients
 that began tau_i server updates ago:
 
-    w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
+    w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2).
 
-or, weighted by numbers of rows as elsewhere in fedfm, sum_i n_i s(tau_i) Delta_i / sum_i n_i. After its answer a client
-starts again at once with the newest model. If it has just trained the newest model, it waits for the next model, so
-that no client is in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
+With weights by numbers of rows, the sum is sum_i n_i s(tau_i) Delta_i / sum_i n_i. After its answer a client starts
+again at once with the newest model. If it has just trained the newest model, it waits for the next model, so that no
+client is in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
 
 A deployment takes updates in the order in which they arrive. Other engines simulate a clock, so that a run always has
 the same bits: a client's local training takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
@@ -84,7 +84,7 @@ class Buffered(Transport):
             fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}
 
     def _arriving(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """For the first K clients that answer: the round in which the client began, and its update."""
+        """The first K clients that answer: for each, the round in which it began, and its update."""
         idle = [client for client in fed.clients if client not in fed.underway]
         first = fed.exchange(
             "train", handler, idle, payload, self.wire_type, form=self.form, check=check, first=self.buffer
@@ -93,7 +93,7 @@ class Buffered(Transport):
             yield fed.began[client], update
 
     def _simulate(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """For the first K clients that finish by the simulated clock: the round in which the client began, and its
+        """The first K clients that finish on the simulated clock: for each, the round in which it began, and its
         update.
 
         If a client fails, the next one takes its place, as in a deployment. The run's seed determines clock and order.

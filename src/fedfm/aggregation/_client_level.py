@@ -43,10 +43,10 @@ from fedfm.privacy.noise import digest
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2, where b is 1 if the norm is within the clip
+WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2, b = 1 if the norm is within the clip, else 0
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of metrics of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
-_AGAIN = "releases again"  # in the server's store, the key of the number of repeated releases
+_AGAIN = "releases again"  # key in the server's store; its value is the number of repeated releases
 _LEAST_SHARE = 4096.0  # smallest standard deviation of a client's share of the noise, in lattice steps
 _STATISTICS = (
     'privacy.unit = "client": {}: running statistics of batch norm are data, and noise can make a variance negative; '
@@ -59,8 +59,8 @@ class CentralGaussian(Mechanism):
     """The server adds the noise. The guarantee holds against readers of the models, but not against the server.
 
     Attributes:
-        clip_norm: C, the largest L2 norm of a client's part of a sum; 1 under an adaptive clip, whose sums are in
-            units of the round's clip.
+        clip_norm: C, the largest L2 norm of a client's part of a sum. Under an adaptive clip it is 1, because sums
+            are then in units of the round's clip.
         noise_multiplier: z; the noise on each entry of a sum has the standard deviation z C.
         delta: delta of (epsilon, delta).
         budget: the epsilon that no round may exceed.

@@ -97,7 +97,7 @@ class CorrelatedGaussian(CentralGaussian):
 
     @property
     def noise_of_one_answer(self) -> float:
-        """The noise multiplier at which independent releases would spend at least the epsilon of a client's answers."""
+        """Independent releases with this noise multiplier spend at least the epsilon that a client's answers spend."""
         return self.noise_multiplier / self.strategy.of_one_answer()
 
     @property

@@ -15,7 +15,7 @@ from fedfm.privacy import noise
 
 Steps = NDArray[np.int64]  # a vector of R^P as multiples of the lattice's step
 
-_LATTICE_BITS = 20  # clip_norm is 2^20 to 2^21 steps, so float32 represents every lattice point up to it exactly
+_LATTICE_BITS = 20  # clip_norm is 2^20 to 2^21 steps, so float32 represents all lattice points up to clip_norm exactly
 _MARGIN = 2.0**-40  # relative margin, far above the rounding error of a norm in float64
 
 

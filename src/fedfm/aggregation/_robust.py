@@ -43,7 +43,7 @@ class Robust(Aggregator):
 
 
 def by_coordinate(x: Sequence[Params], rule: Callable[[Tensor], Tensor]) -> Params:
-    """Apply ``rule``, (m, B) float64 -> (B,), to blocks of coordinates; integer entries are those of x_1."""
+    """Apply ``rule`` to blocks of coordinates: (m, B) float64 -> (B,). Integer entries are those of x_1."""
     flats = dict(x[0].flats)
     for dtype, like in x[0].flats.items():
         if dtype.is_floating_point:

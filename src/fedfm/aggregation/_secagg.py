@@ -2,9 +2,8 @@
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017. Figure 4, with signatures and the consistency check. Bell, Bonawitz,
-Gascon, Lepoint, Raykova. CCS 2020: each client shares masks with O(log n) neighbours. As in Ma, Woods, Angel,
-Polychroniadou, Rabin. Flamingo. S&P 2023, clients agree on keys once for many sums, and clients outside a sum help to
-unmask it.
+Gascon, Lepoint, Raykova. CCS 2020: each client shares masks with O(log n) neighbours. Ma, Woods, Angel, Polychroniadou,
+Rabin. Flamingo. S&P 2023: clients agree on keys once for many sums, and clients outside a sum help to unmask it.
 
 1. keys: each client publishes signed keys for the next sums;
 2. share: each client receives the keys of all, and sends its neighbours encrypted shares of the seeds of its masks;

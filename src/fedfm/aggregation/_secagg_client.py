@@ -61,7 +61,7 @@ class Member:
         neighbours: the setting ``neighbours``.
         threshold: number of shares that determine a seed.
         names, table: the names of all members, see :class:`Agreed`; the :class:`Card` of each member, one per row.
-        digest, ring: see :class:`Agreed`; computed once per agreement, because the time grows with the members.
+        digest, ring: see :class:`Agreed`; computed once per agreement, because this takes long for many members.
         holds: positions of the members whose seed shares this client keeps; its own position comes first.
         held: the seed shares of each of these members, 64 bytes for each sum.
     """
@@ -236,7 +236,7 @@ class Member:
         self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes]
     ) -> list[bytes]:
         """Return one share for each member of the cohort whose seed shares this client keeps. For a survivor it is a
-        share of the seed of its own mask; for a member that dropped out, of the key of its pair masks.
+        share of the seed of its own mask; for a member that dropped out, it is a share of the key of its pair masks.
 
         If no client dropped out, the survivors' seals prove their consent. Otherwise other clients must have signed the
         list.

@@ -131,7 +131,7 @@ class Agreed:
     without the keys of all others, and every client can check its neighbours.
 
     Args:
-        known: digest and ring, if they were computed before; the time to compute them grows with the members.
+        known: digest and ring, if they were computed before; computing them takes long for many members.
 
     Attributes:
         names: names of all members, sorted; a member's position is its index in this list.

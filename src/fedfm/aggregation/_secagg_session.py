@@ -26,7 +26,7 @@ class Sum:
     Attributes:
         number: number of the sum since the agreement on keys.
         cohort: (n,) uint8, 1 at the positions of the cohort's members.
-        size: P, the length of a masked vector, which a client without an update sends, too; 0: the update's length.
+        size: P, the length of the masked vector, which a client without an update also needs; 0: the update's length.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Session:
     Attributes:
         shares_at: for each member whose shares arrived, the positions of the clients that have them, in the shares'
             order.
-        holds: for each member that has shares of others, the positions of these others, in the order of revealing.
+        holds: for each member that keeps seed shares, the positions of the seeds' owners, in the order of revealing.
         used: number of sums so far.
         broken: whether a client dropped out.
     """

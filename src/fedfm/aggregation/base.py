@@ -72,9 +72,9 @@ class Transport:
         return None
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        """Server half: the valid updates in order of names, or one update: their mean, with the sum of their weights.
+        """Server half: the valid updates in order of names, or one update with their mean and the sum of their weights.
 
-        Afterwards ``fed.metrics`` has the means of their metrics.
+        Afterwards ``fed.metrics`` has the means of the updates' metrics.
         """
         means = update_metrics.Means()
 
@@ -95,10 +95,10 @@ class Transport:
 
 
 class Mechanism:
-    """Limits what the mean discloses about a client or record, and accounts for it. This class does nothing.
+    """Limits and accounts for what the mean discloses about a client or record. This class does nothing.
 
     Attributes:
-        secrets: names of the secrets that it draws at the server.
+        secrets: names of the secrets that the mechanism draws at the server.
         message_type: type of the payload's entry ``SCALE``, which :meth:`message` may add.
         figures: names of the metrics in ``fed.metrics`` that a round's printed line shows.
         fresh: whether a round that a resume repeats gets new noise. If so, a reader of the first result sees one more
@@ -216,8 +216,8 @@ class Aggregator:
         """Client half: the message of a client that has no update, so that its failure discloses nothing.
 
         The server can send a model with which an update overflows. A refusal would then answer a question about rows,
-        and no budget counts this answer. The result is None if the server sees single updates, because it then sees the
-        failure.
+        and no budget counts this answer. The result is None if the server sees single updates, because such a server
+        sees the failure anyway.
         """
         empty = self.mechanism.blank(client)
         return self.transport.blank(client) if empty is None else self.transport.protect(client, empty)

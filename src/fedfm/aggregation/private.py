@@ -158,7 +158,7 @@ def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
     faults.refuse()
     z = mechanism.noise_multiplier
     noise = mechanism.clip_norm * z
-    if mechanism.adaptive is not None:  # the count's noise has at least half as many shares as there are clients
+    if mechanism.adaptive is not None:  # with n clients, the count's noise has at least n / 2 shares
         sigma_b = mechanism.adaptive.count_noise(_MOST_CLIENTS, z)
         noise = max(mechanism.adaptive.update_noise(z, z), z, sigma_b / math.sqrt(_MOST_CLIENTS / 2))
     found = replace(aggregation, bound=2.0 ** math.frexp(mechanism.clip_norm + _TAIL * noise)[1])

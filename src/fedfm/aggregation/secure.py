@@ -32,7 +32,7 @@ class Secure(Mean):
     notice if a sum is rounded by more than 1e-6.
 
     ``compact`` is not the default, because it needs a bound close to r. Before the updates exist, r is unknown, and a
-    client that reported it would disclose it. With a bound from earlier sums, clients would have to refuse updates that
+    client that reported r would disclose it. With a bound from earlier sums, clients would have to refuse updates that
     grow. 64 bits need no such bound: with the default bound their step is below n 2^-34.
     ``benchmarks/secagg_compact.py`` compares the bounds of several runs.
 
@@ -40,8 +40,8 @@ class Secure(Mean):
     something about its rows. The mean is then over the other clients. If all clients add zeros, the run ends.
 
     A client that sends a false update is not detected. A server that deviates from the protocol can see a client's
-    update only with the help of 2 t - h of the h clients that have shares of its seeds; t is more than ``threshold`` of
-    h.
+    update only with the help of 2 t - h of the h clients that have shares of this client's seeds; t is more than
+    ``threshold`` of h.
     """
 
     bound: float = setting(

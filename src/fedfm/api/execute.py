@@ -175,7 +175,7 @@ def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
-    """Context manager: if the input is refused before the first round, remove the new run, which is locked."""
+    """Context manager: if the input is refused before the first round, remove the new run; its lock is held."""
     try:
         yield
     except InputError:
@@ -186,7 +186,7 @@ def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Context manager: Ctrl-C and SIGTERM request a stop after the current client; the second one stops at once."""
+    """Context manager: Ctrl-C and SIGTERM request a stop after the current client; a second signal stops at once."""
     asked = False
 
     def ask(number: int, frame: Any) -> None:

@@ -59,8 +59,8 @@ FIGURES = (*SHARES, *_LEAST)
 def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
     """95 % interval of the mean of a score.
 
-    It is (None, None) for one seed, for an infinite value, and for equal values, unless the score is a fraction of a
-    known number of rows.
+    It is (None, None) for one seed and for an infinite value. It is also (None, None) for equal values, unless the
+    score is a fraction of a known number of rows.
 
     Args:
         rows: number of test rows of all seeds together; 0 if it is unknown.

@@ -46,9 +46,9 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         client: the newcomer's name ["newcomer", with a number if this name is taken].
 
     Returns:
-        ``accuracy`` of the newcomer's model on the newcomer's test rows, and ``adapter`` (path); ``start_accuracy``
-        before the last local training; ``alone_accuracy`` after the same number of local trainings without the
-        federation; ``weights``: the fraction that each client has in the newcomer's start weights.
+        ``accuracy`` of the newcomer's model on the newcomer's test rows; ``start_accuracy``, measured before the last
+        local training; ``alone_accuracy``, measured after the same number of local trainings without the federation;
+        ``weights``: the fraction that each client has in the newcomer's start weights; ``adapter``: the model's path.
 
     Raises:
         InputError: the run is not finished, the method has no models for newcomers, or the rows are of another kind.
@@ -125,7 +125,7 @@ def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
 def _start(
     method: Method[Any], model: Model, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
 ) -> tuple[Params, dict[str, float]]:
-    """The method's start weights with each client's fraction in them, or the one model that all clients share, with {}.
+    """The method's start weights with each client's fraction in them, or the one model that all clients share, and {}.
 
     Raises:
         InputError: the method gives neither.

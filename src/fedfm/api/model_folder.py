@@ -38,7 +38,7 @@ class ModelFolder:
 
     Attributes:
         about: the JSON file that records how the model was made.
-        state: content of this file: ``history``, with a line for each epoch; ``result`` when the training is finished.
+        state: content of this file: ``history`` has a line for each epoch; ``result`` is None until the training ends.
     """
 
     def __init__(self, folder: Path, about: str, noun: str, state: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ def predict(
 
     Args:
         file: any source on which the run could have been trained. Labels are neither needed nor used. For a run with
-            the user's own module, a data set or the name ``module:function`` of a function that returns a data set.
+            the user's own module it is a data set, or the name ``module:function`` of a function that returns one.
         last: whether to use the last round's model if ``run.patience`` chose the model of another round.
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
         progress: its ``notice`` also gets the warnings; by default they go to stderr.
@@ -146,8 +146,8 @@ def predict(
         - for instructions, prompts, or conversations, whose last turn is answered: ``answers``, and ``cut``, the
           indices of answers that reach the limit of tokens. Also ``loss``, ``perplexity``, ``exact_match`` and
           ``rouge_1`` as in the run's evaluation, over the rows that contain an expected output (null if there is none);
-        - for several labels per row: ``labels``, ``probabilities`` by label, and ``thresholds``, the least probability
-          of each label with which a row gets the label;
+        - for several labels per row: ``labels``, ``probabilities`` by label, and ``thresholds``: for each label,
+          the least probability at which a row gets it;
         - for numbers: ``values``; with several targets, each value is a dict by target;
         - for words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
@@ -208,7 +208,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
 
 def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
     """A warning if there are several rows and all have probability 1.000."""
-    sure = [max(p) for p in probabilities if p and isinstance(p, list)]  # others are of several labels a row
+    sure = [max(p) for p in probabilities if p and isinstance(p, list)]  # with several labels per row, p is a dict
     if len(sure) < _SEVERAL or min(sure) < _SURE or len(probabilities[0]) == 1:
         return []
     return [

@@ -252,7 +252,7 @@ def _private(path: Path) -> bytes:
     """The private key in a file; if the file does not exist, a key is made.
 
     Raises:
-        InputError: the key cannot be made, others can read it, or it is not an Ed25519 key without a password.
+        InputError: the key cannot be made, others can read it, it has a password, or it is not an Ed25519 key.
     """
     try:
         if not path.exists():

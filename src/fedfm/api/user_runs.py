@@ -73,9 +73,9 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
         rows: a data set, or the name ``module:function`` of a function that returns one.
 
     Returns:
-        For a classifier ``classes``, ``predictions`` and ``probabilities``. For a language model the result of
-        :func:`fedfm.models.user.language.evaluate`. For other modules ``outputs``, a list for each row, and no
-        predictions.
+        For a classifier: ``classes``, ``predictions`` and ``probabilities``. For a language model: the result of
+        :func:`fedfm.models.user.language.evaluate`. For other modules: ``outputs``, a list for each row, and empty
+        ``predictions``.
 
     Raises:
         InputError: rows or module are invalid.
@@ -116,7 +116,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
 
 
 def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]]:
-    """Indices of rows that are predicted at once, at most ``most`` of them.
+    """Lists of at most ``most`` indices; the rows of one list are predicted at once.
 
     Args:
         mixed: whether rows of different shapes may share a batch, which pads them. This would be wrong for modules with

@@ -75,8 +75,8 @@ class Attackers:
     def _instead(self, part: Any) -> Any:
         """The part with the attackers' optimisers in its method.
 
-        ``part`` is the method itself, or another part of the run that has the method as an attribute. The evaluation is
-        an example, because scoring a client's own model may train it.
+        ``part`` is the method itself, or a part of the run that has the method as an attribute. One such part is
+        the evaluation, which may train a client's own model before it computes the scores.
         """
         # All attackers share one optimiser object, since only clients with the same optimiser train as one batch.
         if id(part) not in self._parts:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Backdoor(Attack):
     """Each attacker puts the trigger on a fraction of its training rows and gives these rows the label ``target``.
 
-    The trigger of images is a chequered square in the lower right corner; of feature vectors, alternating values in the
-    first coordinates; of texts, a word at the beginning.
+    As a trigger, images get a chequered square in the lower right corner, feature vectors get alternating values in
+    the first coordinates, and texts get a word at the beginning.
     """
 
     target: str = setting("", "the class that the attack wants for triggered rows; empty: the first")
@@ -82,7 +82,7 @@ class Backdoor(Attack):
         return out
 
     def _stamped_file(self, item: Any) -> bytes:
-        """An image, given as a path or as bytes, with the square, as lossless PNG."""
+        """Draw the square on an image, which is a path or bytes; returns lossless PNG."""
         from PIL import Image
 
         pixels = self._stamp(np.asarray(rgb(item))[None])[0]
@@ -100,7 +100,7 @@ class Backdoor(Attack):
         found = tasks.find(task)
         if found.is_language_model or found.own_targets or not classes:
             raise InputError(
-                f'attack.name = "backdoor": task "{task}" has no classes, one for each row, so there is no target',
+                f'attack.name = "backdoor": task "{task}" does not give each row one class, so there is no target',
                 key="attack.name",
             )
         if self.target and self.target not in classes:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class LabelShuffle(Attack):
     """Each attacker permutes the labels of its training rows once.
 
-    For a language model it permutes the words of each passage, for instructions the answers. For preferences it swaps
-    the two answers of a row with probability 1/2. An attacker whose rows all have one class has no effect.
+    For a language model it permutes the words of each passage. For instructions it permutes the answers. For
+    preferences it swaps the two answers of a row with probability 1/2. Labels of a single class stay unchanged.
     """
 
     intensity: int = setting(1, "lambda: factor of the attackers' local epochs; divisor for language models", ge=1)

@@ -23,7 +23,7 @@ class ReversedWeights(Attack):
     Running means and variances do not change, because a negative variance would be detected at once.
 
     With ``negate`` the mean moves towards zero, where LoRA equals the foundation model. With ``reflect`` the weights
-    that an attacker sends are as far from w_t as the honest ones.
+    that an attacker sends have the same distance from w_t as w_k.
     """
 
     variant: str = setting("negate", "negate: -w_k; reflect: 2 w_t - w_k", choices=("negate", "reflect"))

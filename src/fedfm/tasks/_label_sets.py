@@ -19,14 +19,14 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 
 Names = tuple[str, ...]
-_NAMED = 3  # labels that a notice names
+_NAMED = 3  # number of labels that a notice names
 
 
 def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     """The labels of each row as 0 or 1 (N, C), with the names of all labels.
 
     Raises:
-        InputError: a cell is no list of names and no text, or names a label twice, or no row has a label.
+        InputError: a cell is neither a list of names nor a text, a cell names a label twice, or no row has a label.
     """
     name, separator = spec.label, spec.column("label_separator")
     cells = [_plain(value) for value in column(sheet.columns, name, "data.label", source)]
@@ -50,7 +50,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
 
 
 def _plain(value: Any) -> Any:
-    """A tuple, an array, or a list that is written as JSON, as a list."""
+    """Convert a tuple, an array, or a list that is written as JSON to a list; other values do not change."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, str) and value.strip().startswith("["):
@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
 
 
 def _marks(cells: Sequence[Any], known: Names | None) -> np.ndarray | None:
-    """The cells as 0 or 1 (N, C) if each of them is such a list; None if they are lists of names or of indexes."""
+    """The cells as an array (N, C) if each is a list of C numbers 0 or 1; None for lists of names or indexes."""
     if not all(isinstance(cell, list) and len(cell) == len(cells[0]) > 0 for cell in cells):
         return None
     if not all(isinstance(v, int | float) and v in (0, 1) for cell in cells for v in cell):
@@ -130,7 +130,7 @@ def _without(values: np.ndarray) -> tuple[str, ...]:
 
 
 def forewarnings(parts: Mapping[str, Table]) -> list[str]:
-    """Notices about labels that no training row has, or that all have, and about rows that are all labelled alike."""
+    """Notices about labels that no training row or every one has, and about rows that all have exactly one label."""
     training = parts.get("training")
     if training is None or training.targets is None or not len(training):
         return []

@@ -1,8 +1,8 @@
 """Read targets that are numbers, scale them, and score predictions of them.
 
-The scores follow from sums over rows. With e = prediction - target and z = target, both in units of the target's
-deviation, the sums of each target are those of |e|, e^2, z, z^2, and, for the standard errors, e^4, e^2 z, e^2 z^2,
-z^3, z^4.
+The scores follow from sums over rows. Let e = prediction - target and z = target, both in units of the target's
+deviation. The sums of each target are those of |e|, e^2, z and z^2. The standard errors also need the sums of e^4,
+e^2 z, e^2 z^2, z^3 and z^4.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.trained import Trained
 
-ONE = "value"  # name of the only target, which silos may have in columns of different names
+ONE = "value"  # name of a target that is the only one; its columns may have different names at the silos
 _MOMENTS = 9
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
@@ -68,8 +68,8 @@ def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     sizes = [len(value) if isinstance(value, list) else 1 for value in values]
     if odd := [row for row, size in enumerate(sizes) if size != sizes[0]]:
         raise InputError(
-            f'{sheet.at(odd[0])}: {sizes[odd[0]]} numbers in "{name}", and {sizes[0]} in {sheet.at(0)}: each row needs '
-            "as many"
+            f'{sheet.at(odd[0])}: {sizes[odd[0]]} numbers in "{name}", and {sizes[0]} in {sheet.at(0)}: all rows need '
+            "the same number of them"
         )
     columns = [_numbers([value[j] for value in values], name, sheet) for j in range(sizes[0])]
     named = known if known and len(known) == sizes[0] else tuple(f"{name}-{j}" for j in range(sizes[0]))
@@ -151,7 +151,7 @@ def scale_of(
 
 # --- model ------------------------------------------------------------------------------------------------------------
 def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """The squared error of each row (b,), the mean over its targets, and the counts 1."""
+    """The mean squared error of each row over its targets, (b,), and a count of 1 for each row."""
     import torch
 
     logits = model.logits(batch).float()  # (b, T)
@@ -160,7 +160,7 @@ def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Seq
 
 
 def scale(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> Tensor:
-    """Targets (b, T) in units of their deviations, as the head predicts them; () are means 0 and deviations 1."""
+    """Targets (b, T) in units of their deviations, as the head predicts them; () stands for means 0, deviations 1."""
     return (targets - targets.new_tensor(means or [0.0])) / targets.new_tensor(scales or [1.0])
 
 
@@ -178,8 +178,8 @@ def count(said: Tensor, targets: Tensor) -> dict[str, Any]:
 def scores(n: float, moments: Any, scales: Sequence[float]) -> dict[str, Any]:
     """MSE, MAE and R^2 of each target and their means over targets, in the users' units, with standard errors.
 
-    The standard errors are those of means over independent rows; R^2 has that of the delta method, which is the
-    infinitesimal jackknife over rows.
+    The standard errors are those of means over independent rows. The delta method, which is the infinitesimal jackknife
+    over rows, gives the standard error of R^2.
     """
     known = moments if isinstance(moments, list) and moments and len(moments) % _MOMENTS == 0 else [math.nan] * _MOMENTS
     sums = np.array([math.nan if value is None else value for value in known], np.float64).reshape(_MOMENTS, -1)
@@ -205,14 +205,14 @@ def scores(n: float, moments: Any, scales: Sequence[float]) -> dict[str, Any]:
 
 
 def _error(squares: np.ndarray, n: float) -> np.ndarray:
-    """The standard error of a mean, from the sum of squared deviations from it; NaN for fewer than two values."""
+    """The standard error of a mean, from the sum of squared deviations; NaN for fewer than two values."""
     found: np.ndarray = np.sqrt(np.maximum(squares, 0) / (n - 1) / n) if n > 1 else np.full(len(squares), math.nan)
     return found
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 def answer(trained: Trained, table: Table, means: Sequence[float], scales: Sequence[float]) -> dict[str, Any]:
-    """The predictions in the users' units: a number a row, or several by name."""
+    """The predictions in the users' units: one number for each row, or a dict of numbers by target."""
     model = trained.model
     said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
     rows: list[list[float]] = (said * said.new_tensor(scales or [1.0]) + said.new_tensor(means or [0.0])).tolist()
@@ -225,8 +225,8 @@ def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence
     """The weights with the scale folded into the head, which then predicts in the users' units.
 
     Returns:
-        The weights, and whether the head has a bias, which takes the means. None: there is no scale, or no head that
-        takes it.
+        The weights, and whether the head has a bias, which takes the means. The result is None if there is no scale,
+        or no head that can take it.
     """
     if not scales or model.head is None:
         return None

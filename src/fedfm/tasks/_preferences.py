@@ -46,7 +46,7 @@ def log_probabilities(model: Network, batch: Batch) -> Tensor:
 
 
 def _texts(model: Network, batch: Batch) -> Batch:
-    """The first texts (b, L), then the second ones."""
+    """A batch (2 b, L) with the texts of the first answers of all rows, then those of the second answers."""
     ids, second = batch["input_ids"], batch[SECOND]
     ends = batch["attention_mask"].sum(1) if "attention_mask" in batch else torch.full_like(second, ids.shape[1])
     parts = [row[:at] for row, at in zip(ids, second.tolist(), strict=True)]

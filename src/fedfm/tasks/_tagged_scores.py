@@ -1,4 +1,4 @@
-"""Count the tags and entities of words that a model finds, and write its predictions."""
+"""Count the tags and entities that a model predicts for words, and write its predictions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.trained import Trained
 
-_AT_ONCE = 256  # rows whose logits are in memory together
+_AT_ONCE = 256  # number of rows whose logits are in memory together
 
 
 def count(model: Network, rows: Rows, batch_size: int, names: Sequence[str]) -> dict[str, float]:
-    """The sums of these names over all rows, as the model predicts them."""
+    """The sums of these names over all rows, with the model's predictions."""
     total: dict[str, float] = dict.fromkeys(names, 0)
     for part in _parts(rows):
         for name, value in count_of(part, model.predict(part, batch_size), model.classes, names).items():

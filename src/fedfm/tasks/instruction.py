@@ -37,7 +37,7 @@ class Instruction(AnswerTask):
             "messages",
             'conversations of task "instruction": lists of { role, content }, instead of instruction and output',
         ),
-        Column("system", "column of system messages, each before an instruction, a conversation or a prompt: text"),
+        Column("system", "column of system messages: text before an instruction, a conversation or a prompt"),
         Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or its JSON text"),
     )
     means_over_tokens: ClassVar[bool] = True

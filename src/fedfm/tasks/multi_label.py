@@ -56,8 +56,8 @@ class MultiLabel(Task):
 
     threshold: float | str = setting(
         0.5,
-        'multi_label: probability from which on a row gets a label, or "validation": one for each label, with the '
-        "largest F1 on the validation rows",
+        'multi_label: least probability at which a row gets a label; "validation": for each label, the probability '
+        "with the largest F1 on the validation rows",
         gt=0,
         lt=1,
         choices=("validation",),
@@ -92,7 +92,7 @@ class MultiLabel(Task):
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def thresholds(self, classes: Sequence[str]) -> dict[str, float]:
-        """The probability from which on a row gets each label."""
+        """For each label, the least probability at which a row gets it."""
         chosen: Mapping[str, float] = self.threshold if isinstance(self.threshold, Mapping) else {}
         every = 0.5 if chosen or isinstance(self.threshold, str) else self.threshold
         return {name: chosen.get(name, every) for name in classes}

@@ -6,8 +6,8 @@ prompt x:
 
     L = -E log sigma(beta log(pi(y_w | x) / pi_ref(y_w | x)) - beta log(pi(y_l | x) / pi_ref(y_l | x)))
 
-The reference pi_ref is the frozen base: the model with its adapter off. So the reference takes no further memory. It
-never changes, so its log-probabilities are computed once for each row and stored with the row.
+The reference pi_ref is the frozen base: the model with its adapter off. So the reference takes no further memory and
+never changes. Its log-probabilities are computed once for each row and stored with the row.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ class Regression(Task):
         True, "regression: train on (target - mean) / deviation, both of the training rows of all clients"
     )
     target_means: tuple[float, ...] = setting(
-        (), "regression: a mean for each target, in place of those of the rows", finite=True
+        (), "regression: a mean for each target, used instead of the mean of the training rows", finite=True
     )
     target_scales: tuple[float, ...] = setting(
-        (), "regression: a deviation for each target, in place of those of the rows", gt=0, finite=True
+        (), "regression: a deviation for each target, used instead of that of the training rows", gt=0, finite=True
     )
 
     # --- rows ---------------------------------------------------------------------------------------------------------

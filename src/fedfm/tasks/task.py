@@ -51,15 +51,15 @@ class Task:
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
         columns: keys of the [data] table and of a silo's file that name its columns.
-        endings: endings of the names of files that :meth:`sheet` reads. If the experiment names the task, the
-            method reads plain text (.txt), too.
+        endings: suffixes of the files that :meth:`sheet` reads. If the experiment names the task, the method also
+            reads plain text (.txt).
         new_head: whether transformers builds a new head for the classes.
         needs_classes: whether its rows have classes.
         one_class_a_row: whether a row has one label out of several classes. Then the logits are (b, C), and the loss is
             their cross-entropy.
-        own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because these are not
-            one class per row.
-        absent_target: the target of rows whose client does not have the target; None if such rows are refused.
+        own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because the targets
+            are not one class per row.
+        absent_target: the value that rows get for a target that their client lacks; None: such rows are refused.
         linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
         is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
@@ -155,7 +155,7 @@ class Task:
 
     @property
     def reads_all_rows(self) -> tuple[str, str] | None:
-        """What the task takes from the training rows of all clients, and the settings without it; None: nothing."""
+        """(what the task takes from all clients' training rows, how to avoid it); None if it takes nothing."""
         return None
 
     @property
@@ -165,7 +165,7 @@ class Task:
 
     @property
     def needs_validation(self) -> str:
-        """The setting for which :meth:`choose` needs validation rows; empty: none."""
+        """The setting for which :meth:`choose` needs validation rows; empty if it needs none."""
         return ""
 
     def packs(self, kind: str) -> bool:
@@ -202,7 +202,7 @@ class Task:
         """The targets of images, texts or feature vectors, for a task with :attr:`own_targets`.
 
         Args:
-            sheet: the columns; those of an npz are its arrays with an entry for each row, ``y`` under ``data.label``.
+            sheet: the columns. For an npz they are the arrays with one entry per row; ``y`` is named ``data.label``.
             spec: names of the columns.
             source: name of the file in messages.
 
@@ -324,7 +324,7 @@ class Task:
         return len(next(iter(batch.values())))
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
-        """The mean loss over the targets that count, a scalar; times :meth:`count_targets`, it is the losses' sum."""
+        """The mean loss over the targets that count, a scalar; multiplied by :meth:`count_targets`, it is the sum."""
         return self.objective(*model.flat(model.logits(batch), batch))
 
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ class Task:
         return self._scores_from(len(rows), self.count(model, rows, batch_size))
 
     def scores_of(self, model: Network, rows: Rows, logits: Tensor) -> Scores:
-        """As :meth:`scores`, from the logits that a method has of these rows."""
+        """As :meth:`scores`, but from logits that the method has computed."""
         return self._scores_from(len(rows), self.count_of(model, rows, logits))
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
@@ -390,7 +390,7 @@ class Task:
         return {**found, **known[0]} if len(known) == 1 else found
 
     def add_sums(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The sums of all parts together; NaN where a part does not have one."""
+        """The sums of all parts together; NaN for a sum that a part lacks."""
         return add(parts, self.sums)
 
     def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
@@ -399,7 +399,7 @@ class Task:
         A run keeps them: its scores on test rows, predictions and exports use them.
 
         Returns:
-            key -> class -> value; empty: there is nothing to choose, or too little is known.
+            For each key, the value of each class; empty if there is nothing to choose, or too little is known.
         """
         return {}
 

@@ -1,8 +1,8 @@
 """Train linear heads on frozen features, one client after another, by compiled loops.
 
 With a frozen backbone a client trains a softmax regression on cached features. Call overhead dominates the time of a
-small head, so all steps of a client are one call (:mod:`fedfm.linalg.kernels.softmax_sgd`). Update rules other than
-plain SGD step in Python, on gradients from the same kernel. A client's result does not depend on other clients.
+small head, so all steps of a client are one call (:mod:`fedfm.linalg.kernels.softmax_sgd`). Other update rules
+than plain SGD run in Python, with gradients from the same kernel. A client's result does not depend on other clients.
 
 With several epochs over fewer rows than features, SGD runs in the span of the client's rows, since it moves W only
 along their features x_i. So W_t = s_t W_0 + A_t^T X, where A_t (n, C) has one coefficient for each row and class, and
@@ -28,7 +28,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule, places
 
-_FIXED = 1 << 20  # multiply-adds that take as long as the overhead of the calls
+_FIXED = 1 << 20  # number of multiply-adds whose time equals the overhead of the calls
 
 
 def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:

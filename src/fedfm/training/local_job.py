@@ -36,7 +36,7 @@ class Job:
         return mini_batches(n, self.local.batch_size, self.local.epochs, self.client.seed, joins)
 
     def rates(self) -> Iterator[float]:
-        """Eta of every step of this round."""
+        """The learning rate eta of each step of this round."""
         begin, end = self.client.span
         steps = max(self.local.steps(len(self.client.data.train), self.client.model), 1)
         total = round(steps / (end - begin)) if end > begin else steps  # outside the rounds, begin = end

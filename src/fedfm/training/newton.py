@@ -3,7 +3,7 @@
 L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). If classes are separable,
 the optimum is far from zero. The curvature there differs by orders of magnitude between directions, so first-order
 methods would need thousands more steps. A Newton step solves H d = -g by conjugate gradients. Each of their products
-H v costs as much as a gradient. If conjugate gradients converge slowly and H is small, H is computed and factorised.
+H v has the cost of a gradient. If conjugate gradients converge slowly and H is small, H is computed and factorised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: (z (b, k) float64, y (b,) int64), ...
 
 # The search has converged if both hold: the gradient's norm is below GRADIENT times the norm at zero, and the loss
-# would fall by less than GAP times itself (half the squared Newton decrement).
+# would fall by less than GAP times its value (half the squared Newton decrement estimates the fall).
 GRADIENT = 1e-8
 GAP = 1e-13
 _ROUNDING = 1e-14  # a gradient norm below this counts as zero

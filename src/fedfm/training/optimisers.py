@@ -113,7 +113,7 @@ class Local:
         return bool(self.micro_batch or self.max_grad_norm)
 
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
-        """Eta of the step from ``begin`` to ``end`` of the run, 0 <= begin < end <= 1; the run has ``steps`` steps.
+        """Eta of a step from ``begin`` to ``end`` of the run (0 <= begin < end <= 1), which has ``steps`` steps.
 
         Eta rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
         ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.

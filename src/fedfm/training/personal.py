@@ -119,7 +119,7 @@ class DualAdapter(TwoModels):
         return self.plain(client, w, only=only, **terms)
 
     def train_own(self, client: Client, v: Params, w: Params, only: tuple[str, ...] | None = None) -> Params:
-        """The client's own adapter, trained from v together with the frozen w."""
+        """The client's own adapter, trained from v; the frozen w adds its output."""
         with experts.experts(client.model, {GLOBAL: Expert(w, 0.5), LOCAL: Expert(weight=0.5)}):
             return self.plain(client, v, only=only)
 
@@ -149,7 +149,7 @@ class DualAdapter(TwoModels):
             raise ClientFault(E_TENSORS, f"{MIX}: expected a bias, and a slope of {width} numbers; got {mix}")
 
     def _at_the_end(self, client: Client, w: Params) -> Params:
-        """The adapter v, trained from w together with the frozen w. It is trained once for each w, and then kept."""
+        """The adapter v, trained from a copy of w while w is frozen. It is trained once for each w, and then kept."""
         key = f"{client.seed} {w.sha256()}"
         if client.memory.get("of") != key:
             client.memory["of"], client.memory["own_adapter"] = key, self.train_own(client, w, w)

@@ -205,7 +205,7 @@ def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], 
 
 
 def _marks(model: Model, live: dict[str, Tensor]) -> dict[str, int]:
-    """By name, a hash of each of the module's tensors that are not trained."""
+    """A hash of each of the module's tensors that are not trained, by name."""
     trained = {id(p) for p in live.values()}
     tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     rest = {name: t.detach() for name, t in tensors.items() if id(t) not in trained and t.numel()}

@@ -1,4 +1,4 @@
-"""Sums of clipped gradients of single rows, by one backward pass per batch if possible, else by one per row.
+"""Sums of clipped gradients of single rows, by one backward pass per batch if possible, else by one pass per row.
 
 A forward pass records the inputs of every layer with a trained parameter. A backward pass computes only the gradients
 of these layers' outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from these
@@ -41,7 +41,7 @@ def factors(squared: Tensor, clip_norm: float) -> Tensor:
 def clipped_sum(
     model: Model, rows: Rows, index: np.ndarray, clip_norm: float, live: Live, by_layers: bool = True
 ) -> Tensor:
-    """The sum (P,) of the rows' gradients. Each is scaled down to L2 norm C, taken over all these parameters together.
+    """The sum (P,) of the rows' gradients. Each is scaled down to L2 norm C; the norm is over all these parameters.
 
     Args:
         rows: the client's rows.
@@ -186,7 +186,7 @@ def _watch(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call]]
         seen.append(call)
 
     def spread(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Expand positions, which are often looked up once for all rows, (1, T), to one look-up per row."""
+        """Expand positions (1, T), which are often looked up once for all rows, to one look-up per row."""
         return tuple(ids.expand(b, *ids.shape[1:]) if ids.dim() > 1 and len(ids) == 1 else ids for ids in args)
 
     layers = [m for m in module.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]

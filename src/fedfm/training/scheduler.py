@@ -22,7 +22,7 @@ from fedfm.training import cached_head, packed
 from fedfm.training.local_job import Job
 from fedfm.training.optimisers import Local
 
-_HEADS = (64, 4)  # largest and smallest chunk of heads; a message to a worker costs as much as training several heads
+_HEADS = (64, 4)  # largest and smallest chunk of heads; a message to a worker takes the time of training several heads
 
 # Whether autograd trains even models that compiled loops support.
 _autograd: ContextVar[bool] = ContextVar("autograd", default=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm.linalg.params import Layout
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
-PIECE = 1 << 20  # entries that Adam updates at once, as its roots need extra memory; a multiple of the SIMD width
+PIECE = 1 << 20  # entries that Adam updates at once, since its square roots need memory; a multiple of the SIMD width
 
 
 def places(layout: Layout, names: Iterable[str]) -> list[slice]:

@@ -1,7 +1,7 @@
 """Fast training of LoRA in transformer classifiers on a CPU, with hand-written forward and backward passes.
 
-Supported: BERT, ViT, DeiT and I-JEPA classifiers with PEFT's LoRA (also with A frozen) on any linear maps of their
-layers and a trained linear head, float32, without dropout. The passes use oneDNN, without padding and autograd. The
+It supports float32 classifiers (BERT, ViT, DeiT and I-JEPA) without dropout that have a trained linear head and PEFT's
+LoRA (also with A frozen) on any linear maps of their layers. The passes use oneDNN, without padding and autograd. The
 input of the lowest adapted layer is cached, and the last layer computes only the token that the model reads. All other
 models use :mod:`fedfm.training.loop`.
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
 _WIDTH = 4  # clients in a packed batch: 8 clients exceed the cache; with 1, overhead costs 4 ms per step
-_LONG = 64  # tokens of an image; with more, one client's batch fills the cache
+_LONG = 64  # number of tokens of an image with which one client's batch fills the cache
 
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The model's net, None if unsupported. It is read once; with ``fresh``, also after frozen weights change."""
+    """The model's net, None if unsupported. It is read once; with ``fresh``, again after frozen weights change."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")

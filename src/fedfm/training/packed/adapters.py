@@ -34,7 +34,7 @@ class FlatLayout:
             self.turned.add(name)
 
     def join(self, name: str, parts: Sequence[str]) -> None:
-        """Give adjacent tensors a common name, which stands for them stacked along their first dimension."""
+        """Give adjacent tensors a common name, which stands for their stack along the first dimension."""
         slots = [self.slots[part] for part in parts]
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
@@ -93,7 +93,7 @@ class Segment:
         torch.sum(x, 0, out=self.gradient[name])
 
     def mean_of(self, rows: int) -> int:
-        """The divisor of a loss over this number of rows."""
+        """The divisor that makes the sum of this number of losses a mean."""
         return rows
 
 
@@ -102,8 +102,8 @@ class RowSegment(Segment):
     """Rows of one client, with a gradient for each row's loss: gradients have an additional first axis of b rows.
 
     Attributes:
-        place: (b, T) positions of each row's tokens, filled with n after the last token; None if all rows are equally
-            long.
+        place: positions (b, T) of each row's tokens. A row shorter than T is padded with the position after all rows.
+            None if all rows have the same length.
     """
 
     place: Tensor | None
@@ -160,7 +160,7 @@ class Adapted:
     def forward(self, x: Tensor, segments: Sequence[Segment], *, low: bool = False) -> tuple[Tensor, list[Tensor]]:
         """(N, in) -> (N, out), and A_k x_k (n_k, R) of each client for the gradient of B.
 
-        ``low``: without sites, leave the output of a bfloat16 product in bfloat16.
+        ``low``: if there are no sites, leave the output of a bfloat16 product in bfloat16.
         """
         y = self.base.forward(x, low=low)
         if not self.sites:

@@ -22,7 +22,7 @@ class _Group:
     """Sequences that are computed together, each padded to ``length`` positions.
 
     Attributes:
-        take: (S * length,) row of each position; a padded position takes a row whose gradient is zero; None takes all.
+        take: (S * length,) row of each position; a padded position has a row of zero gradient; None: all rows.
         bias: (S, 1, 1, length): 0 at tokens, minus infinity at padding; None without padding.
         sequences: (S,) index of each sequence; None if the group has all sequences.
     """
@@ -56,7 +56,7 @@ class Shape:
             self.rows = self.tokens
             self.groups.append(_Group(len(lengths), self.equal))
             return
-        # At least one row of padding. Row counts are multiples of 16, since oneDNN compiles a kernel for each count.
+        # Add at least one row of padding. Row counts are multiples of 16: oneDNN compiles a kernel for each count.
         self.rows = -(-(self.tokens + 1) // 16) * 16
         if fused:
             return
@@ -119,7 +119,7 @@ def _select(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _place(x: Tensor, group: _Group, out: Tensor) -> Tensor:
-    """``out`` with the rows x of the group's sequences."""
+    """Put the rows x of the group's sequences into ``out``; return x itself if the group has all sequences."""
     return x if group.sequences is None else out.index_copy_(0, group.sequences, x)
 
 
@@ -189,7 +189,7 @@ def _scatter(outs: list[Tensor], shape: Shape) -> Tensor:
 
 
 def _attend(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
-    """Attention in compiled loops; ``q`` is ``kv`` if each token has a query."""
+    """Attention in compiled loops. If each token has a query, ``q`` and ``kv`` are the same tensor (N, 3d)."""
     from fedfm.training.packed import fused
 
     single, d = q is not kv, kv.shape[1] // (3 if q is kv else 2)

@@ -77,7 +77,7 @@ class Batch:
         return torch.addmm(w[self.net.head[1]], self._pool(x)[0], w[self.net.head[0]].t())
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Pool the last layer's output to (S, d); the output is (N, d), or (S, d) if it has only first tokens."""
+        """Pool the last layer's output x to (S, d). It is (N, d), or (S, d) if it has only first tokens."""
         if self.net.pooler is not None:
             z = torch.tanh(self.net.pooler.forward(x))
             return z, z
@@ -95,7 +95,7 @@ class Batch:
 
 
 def _places(lengths: np.ndarray) -> Tensor:
-    """(b, T) positions of each row's tokens in the batch; after a row's last token, the position after all rows."""
+    """Positions (b, T) of each row's tokens in the batch. A shorter row is padded with the position after all rows."""
     at, starts = np.arange(lengths.max()), np.cumsum(lengths) - lengths
     return torch.from_numpy(np.where(at < lengths[:, None], starts[:, None] + at, lengths.sum()))
 

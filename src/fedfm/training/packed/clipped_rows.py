@@ -19,11 +19,11 @@ from fedfm.training.packed.prefix import Cache
 from fedfm.training.packed.trainer import fill
 from fedfm.training.row_gradients import factors
 
-_NUMBERS = 2**25  # largest number of values in the gradients of the rows of one pass
+_NUMBERS = 2**25  # largest number of values in all row gradients of one pass
 
 
 class RowGradients:
-    """Gradients of a client's rows, at the model's parameters at the time of the call.
+    """Gradients of a client's rows. Each call uses the parameters that the model has then.
 
     Args:
         rows: the client's rows, with labels.

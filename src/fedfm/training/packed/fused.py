@@ -1,7 +1,7 @@
 """Self-attention over a packed batch in compiled loops: no grouping by length, no copies of heads, no padding.
 
 The product of one head of one sequence is small (16 x 16 x 32 in a sentence encoder), and libraries spend most of the
-time around such products. Here a tile of eight rows and sixteen columns stays in registers. Queries, keys and values
+time on overhead. Here a tile of eight rows and sixteen columns stays in registers. Queries, keys and values
 are read in place; only keys (forward) and values (backward) are transposed first.
 
 The module does not import torch.

@@ -1,7 +1,7 @@
 """One transformer layer on a packed batch, forward and backward by hand.
 
-No gradient of a frozen weight is computed, and none below the lowest adapted layer. If the model reads only the class
-token, the last layer computes only that token.
+No gradients of frozen weights are computed, and no gradients below the lowest adapted layer. If the model reads only
+the class token, the last layer computes only that token.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Layer:
     """Frozen weights and adapters of one layer.
 
     Attributes:
-        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` two maps: of
-            the queries (d -> d), and of keys and values (d -> 2d).
+        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` two maps:
+            one of the queries (d -> d), and one of keys and values (d -> 2d).
         before: whether to normalise before attention and MLP (ViT), not after adding their outputs (BERT).
         first_only: whether the model reads only each sequence's first token of this layer's output.
         lowest: whether no layer below is trained, so that no gradient leaves this layer.

@@ -1,10 +1,10 @@
 """Frozen linear maps by oneDNN, and gradients of activations. Only this module uses torch's private operators.
 
 ``torch.ops.mkldnn._linear_pointwise`` runs oneDNN's kernels, ``F.linear`` runs MKL's. On an AMD EPYC with AVX-512
-oneDNN is 2.1 to 2.3 times as fast in float32 at every shape of a small transformer (16 to 5,000 rows), and 4.4 times in
-bfloat16. On an Intel Xeon both run at the processor's peak; without AMX, bfloat16 runs at half of it. The processor's
-features decide which library is used. A measurement must not decide, since two processes with exact kernels must use
-the same library.
+oneDNN is 2.1 to 2.3 times as fast in float32 at every shape of a small transformer (16 to 5,000 rows), and 4.4 times as
+fast in bfloat16. On an Intel Xeon both run at the processor's peak; without AMX, bfloat16 runs at half of the peak. The
+processor's features decide which library is used. A measurement must not decide, since two processes with exact kernels
+must use the same library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 _FEW_ROWS = 8  # oneDNN gains nothing with fewer rows
 _ROWS = 256  # number of rows for which oneDNN arranges a weight
 
-# Overloads are looked up once: the look-up costs as much as a small kernel.
+# Overloads are looked up once: the look-up takes the time of a small kernel.
 gelu_backward = torch.ops.aten.gelu_backward.grad_input
 layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 softmax_backward = torch.ops.aten._softmax_backward_data.default
@@ -65,7 +65,7 @@ class Linear:
         self.bias = None if bias is None else bias.detach().bfloat16() if low else bias.detach()  # (out,)
         self.transposed = self.weight.t()  # (in, out)
         # bfloat16 weights are stored twice in oneDNN's order, for forward and backward. That is 10 % faster, gives the
-        # same bits, and takes as much memory as the float32 weight. In float32 it would take twice that memory.
+        # same bits, and takes the memory of one float32 weight. In float32 it would take twice that memory.
         self._blocked: dict[bool, Tensor] = {}
 
     def forward(self, x: Tensor, *, low: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ class Net:
     Attributes:
         embed: the model's own embedding module.
         lowest: number of layers without adapters at the bottom: their outputs are computed once for each client.
-        positions: tokens of an image, 0 for text.
+        positions: number of tokens of an image; 0 for text.
         norm, pooler: the step between the last layer and the head: a normalisation, or BERT's dense map and tanh.
         mean: whether to pool by the mean over tokens; else the last layer computes only the first token.
         flat: the slices of the trained tensors in a flat vector.

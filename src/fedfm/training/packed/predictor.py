@@ -19,7 +19,7 @@ from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache, Prefix, PrefixByPart
 
-_ENTRIES = 1 << 18  # numbers in one layer's input, so that a layer's input and output fit the processor's cache
+_ENTRIES = 1 << 18  # number of values in a layer's input; then input and output fit the processor's cache
 
 
 class CachedLogits:
