@@ -36,10 +36,10 @@ class Loaded:
         new: paths of the modules that were created for this task.
         tools: the preprocessors of its rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.
-        stored: the checkpoint's own weights if the base is quantised, because the module's are then rounded; else None.
+        stored: the checkpoint's own weights if the base is quantised, because the module has rounded ones; else None.
         placed: whether the module is on its devices already.
         hollow: whether its weights are placeholders (zeros) that take no memory.
-        notices: guesses that the user should know.
+        notices: lines for the user about guesses.
         outputs: the checkpoint's names for the outputs of its head; () if it names none.
     """
 

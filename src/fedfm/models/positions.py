@@ -1,4 +1,4 @@
-"""Reads two limits from the module of a text model: the number of its positions and of its token embeddings."""
+"""Reads two limits from the module of a text model: its number of positions and its number of token embeddings."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Tools:
     """Preprocessing of rows.
 
     Attributes:
-        image: PIL images -> (n, 3, H, W), or None.
+        image: a function that maps PIL images to a tensor (n, 3, H, W), or None.
         processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.

@@ -36,7 +36,7 @@ def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[s
         path: the folder, for messages.
 
     Raises:
-        InputError: tensors are missing, or the length of one does not fit the others.
+        InputError: tensors are missing, or a tensor's length does not fit the other tensors.
     """
     heads, eight = stored.heads(), bool(settings.get("load_in_8bit"))
     lacking, odd = set[str](), dict[str, tuple[Shape, Shape]]()

@@ -20,7 +20,7 @@ orthogonal (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurI
 found for (T, b) = (12, 3), (24, 6), (30, 5) and (16, 16).
 
 *No gain for b = 1*. Let 1_s be the indicator of the first s rounds. Then s = (1_s^T C^-1) (C 1_s) is at most the
-deviation of model s times the sensitivity, for every C. With independent noise, this product is T if s is T.
+deviation of model s times the sensitivity, for every C. With independent noise and s = T, equality holds.
 So if all clients are in every round, independent noise is the best for the last model.
 """
 

@@ -29,7 +29,7 @@ _TRL = "trl."  # its trainers are accepted if they learn from the given rows
 _SENTENCES = "sentence_transformers."  # its trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
-_OFFLOADS = "maybe_activation_offload_context"  # a TRL trainer that has this runs transformers' step inside it
+_OFFLOADS = "maybe_activation_offload_context"  # a context of TRL trainers, in which transformers' own step runs
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
 

@@ -49,7 +49,7 @@ class FixedPoint:
         return np.uint32 if self.bits == 32 else np.uint64
 
     def encode(self, x: NDArray[np.floating[Any]], factor: float = 1.0) -> Words:
-        """``factor`` times x, (P,) -> (P,), each rounded to the nearest step.
+        """The integers (P,) of ``factor`` times x (P,), each rounded to the nearest step.
 
         Raises:
             ValueError: an entry is NaN or above ``bound`` in magnitude.
