@@ -1,6 +1,6 @@
 """The parts of a model: embedding, blocks (of one encoder or of two), final norm, pooler, head.
 
-A table with the key ``config.model_type`` lists the tested families. Parts of other models are searched in them.
+A table with the key ``config.model_type`` lists the tested families. Parts of other models are found by a search.
 """
 
 from __future__ import annotations

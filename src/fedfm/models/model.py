@@ -75,7 +75,7 @@ class Model:
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     pool: Pool | None = None  # how a classifier pools its head's token inputs; None until known
     weights_overridden: int = 0  # above 0 if hooks change the outputs of its modules
-    share: Tensor | None = None  # (b,) for the current batch: the weight of the model's own adapter, of a pair
+    share: Tensor | None = None  # (b,) for the current batch: the weight of the own adapter in a pair of adapters
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
     answers_alone: bool | None = None  # whether prompts are answered one at a time; None if not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require

@@ -20,7 +20,7 @@ class Tools:
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.
-        positions: number of positions of the model, or None without a limit.
+        positions: number of positions of the model, or None if there is no limit.
         vocabulary: number of rows of the model's token embedding, or None if it has no such table.
         template: a text with {instruction} for instructions; None stands for the tokenizer's chat template.
         notices: lines for the user on guesses about these tools, and on changes to a template.

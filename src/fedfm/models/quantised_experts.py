@@ -163,7 +163,7 @@ def _wrapper() -> Any:
 
     class OnBitsWrapper(ParamWrapper):  # type: ignore[misc]
         def get_param(self) -> Tensor:
-            """A placeholder of the parameter, from which PEFT reads dtype, shape and device."""
+            """A placeholder for the parameter, from which PEFT reads dtype, shape and device."""
             bits: Any = self.get_base_layer().get_submodule(f"{_BITS}.{self.parameter_name}")
             return bits.code.new_empty((), dtype=bits.dtype).expand(bits.size)  # type: ignore[no-any-return]
 

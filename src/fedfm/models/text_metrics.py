@@ -62,7 +62,7 @@ def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, 
 
 
 def of_tokens(sums: Mapping[str, float]) -> Scores:
-    """``accuracy``, ``loss`` and ``perplexity`` from the sums of :func:`count_tokens`; None without tokens."""
+    """``accuracy``, ``loss`` and ``perplexity`` from the sums of :func:`count_tokens`; None if there are no tokens."""
     if not (tokens := sums["tokens"]):
         return dict.fromkeys(("accuracy", "loss", "perplexity"))
     loss = sums["loss_of_tokens"] / tokens

@@ -189,7 +189,7 @@ def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
     """(the chat template without the text that only its prompts have, that text).
 
     Such a text begins a block of reasoning, e.g. ``<think>``, which a written answer does not have. Rows of questions
-    and answers have no reasoning, so it is removed. An answer then follows the same text in training and predictions.
+    and answers have no reasoning, so the text is removed. Training and predictions then have the same prompts.
     """
     template, turns = template_of(tokenizer), [("user", _ASK), (ASSISTANT, _SAY)]
     try:

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer's arguments: each argument is followed exactly, named in a notice as unused, or refused.
+"""A Hugging Face Trainer's arguments: each is followed exactly, or refused, or a notice names it as unused.
 
 The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md has the table.
 """
