@@ -16,7 +16,7 @@ BIASES = ("none", "all", "lora_only")
 STARTS = ("default", "gaussian", "random", "pissa", "olora", "eva", "corda", "loftq", "orthogonal", "lora_ga")
 _NUMBERS = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("nf4", "int8")
-MODULE = r"[\w.-]+"  # a module's path or the path's end. PEFT reads such keys as regular expressions; it caches 512
+MODULE = r"[\w.-]+"  # a module's path or its end: PEFT reads such keys as regular expressions, and caches 512 of them
 COMPILES = ("default", "reduce-overhead", "max-autotune")
 
 

@@ -170,7 +170,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
 
 def _first(order: list[int], lengths: list[int], most: int, *, alike: bool) -> list[int]:
-    """The first rows in this order, by length, that fit into one batch; with ``alike`` only rows of one length."""
+    """The first rows of this order (by length) that fit into one batch; if ``alike``, only rows of one length."""
     size = 1
     while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
         if alike and lengths[order[size]] != lengths[order[0]]:

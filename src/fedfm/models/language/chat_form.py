@@ -44,7 +44,7 @@ class Form:
         inner: the text that ends an answer if the conversation continues.
         begun: the text at the end of a prompt that the written conversation does not have.
         arguments: the form that the template expects for the arguments of tool calls; empty if they stay as in the row.
-        call_end: like ``end``, for an answer that ends with a call.
+        call_end: the same as ``end``, but for an answer that ends with a call.
     """
 
     parts: bool = False

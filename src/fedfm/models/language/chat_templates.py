@@ -1,6 +1,6 @@
 """Writes an instruction, or a conversation, and its answers as text for a language model.
 
-A template is either a text with ``{instruction}``, after which the answer follows, or the tokenizer's own chat
+A template is either a text with ``{instruction}``, which the answer follows, or the tokenizer's own chat
 template. A text is also converted into a chat template, which writes conversations and goes into exports. So a prompt
 to an exported model has the same form as in training.
 

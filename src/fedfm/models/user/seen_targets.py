@@ -55,7 +55,7 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
 
 
 def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
-    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), the batch's entry ``name``."""
+    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), which the batch has under ``name``."""
     other = ids.clone()
     other[0, -1] = next(iter(ids[0][ids[0] != ids[0, -1]].tolist()))
     losses = [float(model.loss(batch | {name: words})) for words in (ids, other)]
