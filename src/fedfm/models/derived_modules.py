@@ -80,5 +80,5 @@ def penalties(modules: Collection[Bounded]) -> Tensor:
 
 
 def violations(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each bounded function, by path: how many arguments lay outside its interval, and how many it had."""
+    """For each bounded function, by path: (arguments outside its interval, all arguments) since the last count."""
     return {name: (m.outside, m.total) for name, m in module.named_modules() if isinstance(m, Bounded)}
