@@ -277,7 +277,7 @@ def test_a_template_whose_rest_depends_on_an_answer_is_refused(folder, tmp_path)
     echo += "{% if loop.last and m['role'] == 'assistant' %}lazy {% endif %}"
     table = talks((TALK, "birds sing"))
     path = with_chat(folder, tmp_path, CHAT.replace("{{ m['content']", echo + "{{ m['content']") + ASSISTANT)
-    with pytest.raises(InputError, match=r"writes the rest differently after another answer.*generation"):
+    with pytest.raises(InputError, match=r"also changes the text after it.*generation"):
         load(path, table, "lora", max_length=60).prepare(table, [0])
 
 

@@ -36,7 +36,7 @@ def count(logits: Tensor, labels: Tensor) -> ClassCounts:
 
 
 def summary(counted: Sequence[ClassCounts]) -> dict[str, list[object]]:
-    """Summed counts of one or more models, as plain values whose length depends only on C.
+    """Summed counts of one or more models, as plain lists whose lengths depend only on C.
 
     Returns:
         ``rows``: (C,) the number of rows of each class;

@@ -1,7 +1,7 @@
 """torch.compile of a model's blocks, one by one: blocks of the same shape share the compiled code.
 
 Fused operations round differently: results agree with uncompiled ones up to rounding, not bit by bit. A method may
-shift a block's weights by a hook. A compiled block notices a new hook only if torch's option
+use a hook to shift a block's weights. A compiled block notices a new hook only if torch's option
 ``skip_nnmodule_hook_guards`` is off.
 """
 

@@ -60,7 +60,7 @@ def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) 
     """Write the names of the classes and the kind of the head into the configuration.
 
     The checkpoint's configuration may state that its head was a regression, or that its classes have independent
-    probabilities. Otherwise transformers' pipelines would treat the new head as such a head.
+    probabilities. Without this, transformers' pipelines would treat the new head as such a head.
 
     Args:
         problem_type: transformers' name for the kind of the head, e.g. ``single_label_classification``; None removes

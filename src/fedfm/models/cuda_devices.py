@@ -15,7 +15,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def opens(name: str) -> bool:
-    """Whether a model with this ``model.device`` opens an accelerator, after which a process must not fork.
+    """Whether a model with this ``model.device`` opens an accelerator; a process with an open one must not fork.
 
     The check itself opens no device. An unavailable device counts as an accelerator; loading the model reports it.
     """
@@ -44,7 +44,7 @@ def visible_to_processes(gpus: list[str], each: float) -> list[str]:
 
     Args:
         gpus: names of the GPUs.
-        each: number of GPUs for each process; a number below 1 is a share of one GPU, others are complete GPUs.
+        each: number of GPUs for each process; below 1 it is a share of one GPU, else a number of complete GPUs.
 
     Raises:
         InputError: a process takes more GPUs than there are.
@@ -67,7 +67,7 @@ def visible_to_processes(gpus: list[str], each: float) -> list[str]:
 def gather_trained(module: nn.Module, device: torch.device) -> None:
     """Move all trained parameters to one device, because the optimiser treats them as one vector.
 
-    Hooks move the inputs of their modules to this device, and the outputs to the device where the module was.
+    One hook moves the inputs of a moved module to this device, another moves its outputs to its former device.
     """
     from accelerate.hooks import remove_hook_from_module
 

@@ -61,7 +61,7 @@ def install(module: nn.Module) -> None:
 
 
 def table(module: Any) -> Mapping[str, Any]:
-    """The table that replaces parts of a derived module, from its ``config.json``."""
+    """The table in a derived module's ``config.json`` that states which parts are replaced."""
     return getattr(families.unwrap(module).config, _key(module))  # type: ignore[no-any-return]
 
 
@@ -80,5 +80,5 @@ def penalties(modules: Collection[Bounded]) -> Tensor:
 
 
 def violations(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """(arguments outside the interval, all arguments) of each bounded function by path, since the last count."""
+    """For each bounded function, by path: (arguments outside its interval, all arguments) since the last count."""
     return {name: (m.outside, m.total) for name, m in module.named_modules() if isinstance(m, Bounded)}

@@ -1,4 +1,4 @@
-"""Picks a model's device, lists its properties that affect a result's bits, and sets deterministic algorithms."""
+"""Picks a model's device, lists properties of a device that affect a result's bits, sets deterministic algorithms."""
 
 from __future__ import annotations
 

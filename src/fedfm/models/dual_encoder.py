@@ -63,7 +63,7 @@ class DualModel(Model):
         return super().logits(batch)
 
     def written_texts(self) -> Tensor:
-        """The text features T (C, d), with norm 1, of the prompts of ``model.templates``, without learned vectors.
+        """The text features T (C, d), with norm 1, of the prompts of ``model.templates``; no learned vectors.
 
         Raises:
             InputError: a prompt is too long for the text encoder.
@@ -76,7 +76,7 @@ class DualModel(Model):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As :meth:`Model.evaluating`, and the texts are encoded only once inside it."""
+        """Like :meth:`Model.evaluating`; in addition, the texts are encoded only once inside it."""
         with super().evaluating(), reduced_precision(self.spec.dtype, self.device), self.dual.keeping_texts():
             yield
 
@@ -106,13 +106,13 @@ def active_layers(model: Model, k: int) -> tuple[str, ...]:
 
 
 def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
-    """The images' features V (n, d), with norm 1, on the CPU, from the LoRA tensors w in evaluation mode."""
+    """The images' features V (n, d) with the LoRA tensors w in evaluation mode. They have norm 1 and are on the CPU."""
     with install(model, w) as own:
         return own.by_batches(rows, own.dual.images)
 
 
 def expert_texts(model: Model, w: Params) -> Tensor:
-    """The class names' features T (C, d), with norm 1, from the LoRA tensors w in evaluation mode."""
+    """The class names' features T (C, d) with the LoRA tensors w in evaluation mode. They have norm 1."""
     with install(model, w) as own:
         return own.dual.texts()
 
@@ -172,7 +172,7 @@ def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
 
 
 def image_trunk(model: Model) -> dict[str, Tensor]:
-    """Copies of the frozen weights of the last image block and of the final norm, as a separate trunk."""
+    """The trunk: copies of the frozen weights of the last image block and of the final norm."""
     last, norm = _trunk(need(model))
     named = [(f"block.{n}", p) for n, p in last.named_parameters() if ".lora_" not in n]
     named += [] if norm is None else [(f"norm.{n}", p) for n, p in norm.named_parameters()]
@@ -180,7 +180,7 @@ def image_trunk(model: Model) -> dict[str, Tensor]:
 
 
 def trunk_paths(model: Model) -> dict[str, str]:
-    """Paths in the transformers model of the parts that :func:`image_trunk` copies: ``block`` and ``norm``."""
+    """The paths of ``block`` and ``norm``, which :func:`image_trunk` copies, inside the transformers model."""
     own = need(model)
     paths = {module: name for name, module in own.dual.clip.named_modules()}
     last, norm = _trunk(own)

@@ -54,8 +54,8 @@ def export(
             model with the adapter merged into it, for ``AutoModelFor....from_pretrained(out)``. ``torch`` writes the
             same tensors as safetensors, and ``fedfm.json``.
         out: created if it does not exist.
-        head_takes: the transform of features before the head, which ``fedfm.json`` names.
-        scale: ``data.scale`` of the run: how the model's feature vectors were scaled, which ``fedfm.json`` names.
+        head_takes: a transform that the features need before the head; ``fedfm.json`` names it.
+        scale: ``data.scale`` of the run: how its feature vectors were scaled; ``fedfm.json`` states it.
 
     Raises:
         InputError: the format does not support the model.
@@ -201,6 +201,6 @@ def _save_tools(model: Model, folder: Path) -> None:
 
 
 def _pad(tokenizer: Any, side: str) -> None:
-    """Set the padding side, also in ``init_kwargs``, since the tokenizer's file gets only settings that are there."""
+    """Set the padding side, also in ``init_kwargs``: only settings from there go into the tokenizer's file."""
     tokenizer.padding_side = side
     tokenizer.init_kwargs = {**tokenizer.init_kwargs, "padding_side": side}

@@ -35,7 +35,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def complete(model: Model, folder: Path) -> bool:
-    """Write ``config.json`` and ``base/`` next to the adapter, or the two adapters, of a transformers model.
+    """Write ``config.json`` and ``base/`` into the folder of a transformers model's adapter or pair of adapters.
 
     If ``model.quantization`` rounds weights while loading, ``base/quantization.json`` has the settings of the rounding.
 
@@ -102,7 +102,7 @@ def _write_generation(model: Model, module: Any, path: Path) -> None:
     if path.exists():
         own = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
-    own.pop("_from_model_config", None)  # transformers may replace settings with this key by those of config.json
+    own.pop("_from_model_config", None)  # with this key, transformers may replace the settings by config.json's
     path.write_text(to_json(own | end_answers(model), indent=2) + "\n", encoding="utf-8")
 
 
@@ -133,7 +133,7 @@ def _weights(name: str) -> list[Path]:
 
 
 def _shapes_of_new(model: Model, module: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of the modules that are new for the task, by name."""
+    """The shape of each tensor, by name, in the modules that are new for the task."""
     found: dict[str, tuple[int, ...]] = {}
     for path in model.new:
         part: Any = module.get_submodule(path)

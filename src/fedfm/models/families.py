@@ -1,6 +1,6 @@
 """The parts of a model: embedding, blocks (of one encoder or of two), final norm, pooler, head.
 
-A table by ``config.model_type`` lists the tested families; the parts of other models are found in their modules.
+A table with the key ``config.model_type`` lists the tested families. Parts of other models are found by a search.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Parts:
 
     Attributes:
         embedding: module, or None if it was not found.
-        blocks: (path, module) in order of execution, through all stages, the encoder's blocks before those of a
-            decoder; empty if none was found.
+        blocks: (path, module) of the blocks of all stages, in order of execution: an encoder's blocks come before a
+            decoder's. Empty if no block was found.
         norm: final norm, or None.
         pooler: the module that pools the states, or None.
         head: path of the last linear layer; "" if the model has none.
@@ -94,8 +94,8 @@ class Parts:
         unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
             under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
-        side_by_side: only for models with one list of modules for each part of a block: the modules of each block, one
-            from each list.
+        side_by_side: the modules of each block, one from each list, if the model has a separate list for each part of a
+            block; else empty.
     """
 
     embedding: nn.Module | None
@@ -203,7 +203,7 @@ def default_targets(parts: Parts) -> tuple[str, ...]:
 
 
 def strides_are_read(parts: Parts) -> bool:
-    """Whether transformers reads the attribute ``stride`` of this model's convolutions, which PEFT's wrapper lacks."""
+    """Whether transformers reads the attribute ``stride`` of this model's convolutions; PEFT's wrapper has none."""
     return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 

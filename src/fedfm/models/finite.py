@@ -68,7 +68,7 @@ class Finite:
 
 
 def _alike(tensor: Tensor) -> bool:
-    """Whether all values are equal, but not 1, because all weights of a new norm are 1."""
+    """Whether all values are equal to one number other than 1; the weights of a new norm are 1."""
     if tensor.numel() < _FEW:
         return False
     first = tensor[(0,) * tensor.dim()]

@@ -18,7 +18,7 @@ class Ends:
 
     Attributes:
         entrance: parameters of the first layer.
-        output: path of the last layer inside PEFT's wrapper; "" if it is the module itself; None if it is unknown.
+        output: path of the last layer, below PEFT's wrapper; "" if the module itself is this layer; None if unknown.
     """
 
     entrance: tuple[nn.Parameter, ...]
@@ -51,7 +51,7 @@ def _inside(path: str, container: str) -> bool:
 
 @dataclass
 class LayerCalls:
-    """The executed layers in order: paths of modules with own parameters, and their outputs."""
+    """The executed layers in order: (path, output) of each module that has parameters of its own."""
 
     root: nn.Module
     calls: list[tuple[str, Any]] = field(default_factory=list)

@@ -96,7 +96,7 @@ def _cuda(model: Model) -> list[torch.device]:
 
 @contextmanager
 def _at_rest(model: Model) -> Iterator[None]:
-    """Context manager: evaluation mode without random draws and changes of statistics; afterwards the former modes."""
+    """Context manager: evaluation mode, without random draws or changes of statistics; restores the former modes."""
     modes = [(m, m.training) for m in model.module.modules()]
     model.module.eval()
     model.forget()

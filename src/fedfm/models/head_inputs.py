@@ -44,7 +44,7 @@ def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
 def _pool(model: Network, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
     """If a head reads every token, pool its inputs (b, T, d) to (b, d); other inputs stay unchanged.
 
-    The pooling is that of the classifier's logits; for a language model it takes the last token's input.
+    A classifier's inputs are pooled as for its logits. For a language model, the last token's input is taken.
     """
     if x.dim() != 3:
         return x

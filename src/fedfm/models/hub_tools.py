@@ -31,15 +31,15 @@ class Loaded:
     Attributes:
         module: the module, on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
-        config: the architecture as JSON; for transformers models only differences from the defaults, so that a new
-            field of another version does not change this JSON.
+        config: the architecture as JSON. For transformers models it has only values other than the defaults, so that a
+            field that another version adds does not change it.
         new: paths of the modules that were created for this task.
         tools: the preprocessors of its rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.
-        stored: the checkpoint's own weights if the base is quantised, because the module's are then rounded; else None.
+        stored: the checkpoint's own weights if the base is quantised, because the module has rounded ones; else None.
         placed: whether the module is on its devices already.
         hollow: whether its weights are placeholders (zeros) that take no memory.
-        notices: guesses that the user should know.
+        notices: lines for the user about guesses.
         outputs: the checkpoint's names for the outputs of its head; () if it names none.
     """
 
@@ -95,7 +95,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
 
 
 def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:
-    """The model's image processor, and a notice if it is a guess although the weights were trained with a processor.
+    """The model's image processor, and a notice if the processor is guessed for pretrained weights.
 
     The processor uses Pillow, so that pixels do not depend on torchvision.
 

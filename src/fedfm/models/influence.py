@@ -54,7 +54,7 @@ def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] 
 
 
 def of_last(module: nn.Module, compute: Callable[[], Tensor]) -> bool | None:
-    """Whether the result of ``compute`` depends on the last token; None in the same case as in :func:`of_places`."""
+    """Whether the result of ``compute`` depends on the last token; None if :func:`of_places` returns None."""
     found = of_places(module, compute)
     return None if found is None else any(bool(depends[..., -1].any()) for depends in found)
 

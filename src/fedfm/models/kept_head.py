@@ -1,4 +1,4 @@
-"""Assigns the outputs of a head that is kept to the classes, by the names in the checkpoint's configuration."""
+"""Assigns the outputs of a checkpoint's own head to the classes, by the names in the checkpoint's configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Modules that cache values computed from their weights in evaluation mode, such as the attention of LeViT.
 
 Such a module clears its cache when it is set to training mode. But fedfm keeps most modules in evaluation mode, also
-while it trains them. So for training it sets these modules, but not the modules inside them, to training mode. It also
+while it trains them. So for training it sets only these modules to training mode, not the modules inside them. It also
 clears their caches when they get other weights.
 """
 

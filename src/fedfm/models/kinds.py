@@ -24,7 +24,7 @@ def is_pooled_encoder(module: Any) -> TypeGuard[PooledEncoder]:
 
 
 def is_of(value: Any, place: str) -> bool:
-    """As ``isinstance`` with the class at ``module:Class``."""
+    """The same as ``isinstance`` with the class at ``module:Class``."""
     module, _, name = place.partition(":")
     found = sys.modules.get(module)
     return found is not None and isinstance(value, vars(found)[name])

@@ -37,7 +37,7 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
 
 
 def body_and_head(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the tensors in the model's body, and of the tensors in its head, including running statistics.
+    """(names of the tensors in the model's body, names of the tensors in its head), including running statistics.
 
     The head is the last linear layer and the modules that PEFT trains in full (``modules_to_save``).
     """

@@ -75,7 +75,7 @@ def no_whole_model(name: Path | str) -> InputError:
     return InputError(
         f"model.name: {name} has an adapter of PEFT ({ADAPTER}), expected a complete model: merge the adapter into its "
         "base, by `fedfm export --to hf` of its run or by PEFT's merge_and_unload, and name the merged model's folder; "
-        f"or, to start without the adapter, a folder without {ADAPTER}",
+        f"to start without the adapter, name a folder without {ADAPTER}",
         key="model.name",
     )
 

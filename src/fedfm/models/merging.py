@@ -55,7 +55,7 @@ def merge(module: Any) -> Any:
 
 
 def save(module: Any, folder: Path | str) -> None:
-    """Write a module of :func:`merge` as transformers does, so that from_pretrained does not round merged weights."""
+    """Write a module from :func:`merge`; ``config.json`` names float32, so that loading does not round weights."""
     module.save_pretrained(str(folder))
     path = Path(folder) / "config.json"
     if any(p.dtype == torch.float32 for p in module.parameters()) and getattr(module, "dtype", None) != torch.float32:

@@ -83,8 +83,8 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
 def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
     """Accuracy on rows of base classes, accuracy on rows of new classes, and their harmonic mean, from logits (n, C).
 
-    The first ``base`` classes are the base classes, the others are new. Rows of base classes are classified among the
-    base classes only, rows of new classes among the new classes only. A score without rows is None.
+    The first ``base`` classes are the base classes, the others are new. A row is classified only among the classes of
+    its own group, base or new. A score without rows is None.
 
     Conditional Prompt Learning for Vision-Language Models (CoCoOp). Zhou, Yang, Loy, Liu. CVPR 2022. arXiv:2203.05557.
     Section 4.1.

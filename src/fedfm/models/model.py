@@ -75,7 +75,7 @@ class Model:
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     pool: Pool | None = None  # how a classifier pools its head's token inputs; None until known
     weights_overridden: int = 0  # above 0 if hooks change the outputs of its modules
-    share: Tensor | None = None  # (b,) for the current batch: the weight of the model's own adapter in a pair
+    share: Tensor | None = None  # (b,) for the current batch: the weight of the own adapter in a pair of adapters
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
     answers_alone: bool | None = None  # whether prompts are answered one at a time; None if not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
@@ -185,8 +185,8 @@ class Model:
         """Rows ``index`` of the table as tensors or tokens of this model, on the CPU.
 
         Args:
-            most: largest number of bytes of images that are prepared now; if they take more, each batch prepares its
-                own images. For None see :mod:`fedfm.models.images`.
+            most: images are prepared now if they take at most this number of bytes; else each batch prepares its own
+                images. For None see :mod:`fedfm.models.images`.
 
         Raises:
             InputError: the model does not accept this kind of data.

@@ -18,5 +18,5 @@ def is_dual_model(model: Any) -> TypeGuard[DualModel]:
 
 
 def is_ours(model: Any) -> bool:
-    """Whether a model's class is exactly one of fedfm's classes: a derived class may compute something else."""
+    """Whether a model's class is one of fedfm's own. A class derived from one may compute something else."""
     return f"{type(model).__module__}:{type(model).__qualname__}" in _OURS

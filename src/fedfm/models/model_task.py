@@ -40,7 +40,7 @@ class ModelTask(RowTask, Protocol):
         """PEFT's name of the task."""
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
-        """The template of the tools, and lines for the user."""
+        """The template for the tools, and lines for the user."""
 
     def check_tools(self, tools: Tools, name: str) -> None:
         """Refuse values of the task's keys that a model has no room for."""
@@ -91,7 +91,7 @@ class ModelTask(RowTask, Protocol):
         """Values of the task's keys that follow from scores on validation rows."""
 
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
-        """Lines for the user, after a run, on its figures."""
+        """Lines for the user about a run's figures, after the run."""
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The predictions that ``fedfm predict`` writes for the rows."""
@@ -109,4 +109,4 @@ class ModelTask(RowTask, Protocol):
         """The hub's tag of an export's pipeline."""
 
     def describe(self, model: Network) -> dict[str, Any]:
-        """The entries on the task in the configuration of an export."""
+        """The entries about the task in the configuration of an export."""

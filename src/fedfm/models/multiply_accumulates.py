@@ -39,7 +39,7 @@ class Macs:
 
 
 def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
-    """MACs of one row's forward pass: matrix products, convolutions and attention; None without rows.
+    """MACs of one row's forward pass: matrix products, convolutions and attention. None if there are no rows.
 
     For texts, the row of median length among the first 64 is counted. All layers count, even if a fast kernel skips
     them because nothing below them is trained.

@@ -21,7 +21,7 @@ _ROUGHLY = 0.05  # the same in 16 bits
 
 
 def last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
-    """The state of the last token before padding; for rows without tokens, of the last position."""
+    """The state of the last token before padding; for rows without tokens, the state of the last position."""
     return _at(x, _last_index(x, batch, pad))
 
 

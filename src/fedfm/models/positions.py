@@ -1,4 +1,4 @@
-"""Reads two limits from the module of a text model: the number of its positions and of its token embeddings."""
+"""Reads two limits from the module of a text model: its number of positions and its number of token embeddings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def embedding(module: nn.Module) -> Any:
 
 
 def _positions(module: nn.Module, words: Any, config: Any) -> int | None:
-    """The number of positions of the model; None without a limit."""
+    """The number of positions of the model; None if there is no limit."""
     keys = ("max_position_embeddings", "n_positions")
     stated = next((n for key in keys if isinstance(n := getattr(config, key, None), int) and n > 0), None)
     if stated is None:  # XLNet states -1, because its positions are relative

@@ -102,7 +102,7 @@ def _source(table: Table) -> str:
 
 
 def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None = None) -> Tensor | None:
-    """Labels (n,) of the rows ``index`` (by default all) as indexes into ``classes``; None without labels.
+    """Labels (n,) of the rows ``index`` (by default all) as indexes into ``classes``; None if the rows have no labels.
 
     Raises:
         InputError: a label is not in ``classes``.

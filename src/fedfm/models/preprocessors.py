@@ -15,12 +15,12 @@ class Tools:
     """Preprocessing of rows.
 
     Attributes:
-        image: PIL images -> (n, 3, H, W), or None.
+        image: a function that maps PIL images to a tensor (n, 3, H, W), or None.
         processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.
-        positions: number of positions of the model, or None without a limit.
+        positions: number of positions of the model, or None if there is no limit.
         vocabulary: number of rows of the model's token embedding, or None if it has no such table.
         template: a text with {instruction} for instructions; None stands for the tokenizer's chat template.
         notices: lines for the user on guesses about these tools, and on changes to a template.

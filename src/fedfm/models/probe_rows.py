@@ -1,4 +1,4 @@
-"""Two invented texts for checks of a model. They do not depend on a client's rows: all clients check the same texts."""
+"""Two invented texts for checks of a model. All clients check the same texts, whatever their rows."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def notices(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
     prompt = templates[0].format(words_of(classes)[found[0]])
     return [
         f"model.templates: {len(found)} of {len(classes)} names of classes look like identifiers and go into prompts "
-        f'as they are, as in "{prompt}"; '
+        f'unchanged, for example "{prompt}"; '
         "if a caption would use other words, name the classes in words (a column data.label_name, or names as labels)"
     ]
 

@@ -91,7 +91,7 @@ class OnBits(nn.Module):
             del vars(self)["_added"][name]
 
     def _fold(self, tensor: Tensor) -> Any:
-        """Return what autograd saves for a tensor: the tensor, or the inputs to compute a parameter again."""
+        """Return what autograd saves for a tensor: the tensor, or the inputs that give a parameter again."""
         where = tensor.untyped_storage().data_ptr()
         for again, dense in vars(self)["_made"].values():
             if dense.untyped_storage().data_ptr() == where:
@@ -163,7 +163,7 @@ def _wrapper() -> Any:
 
     class OnBitsWrapper(ParamWrapper):  # type: ignore[misc]
         def get_param(self) -> Tensor:
-            """An empty tensor like the parameter: PEFT asks it for dtype, shape and device."""
+            """A placeholder for the parameter, from which PEFT reads dtype, shape and device."""
             bits: Any = self.get_base_layer().get_submodule(f"{_BITS}.{self.parameter_name}")
             return bits.code.new_empty((), dtype=bits.dtype).expand(bits.size)  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedfm.core.rows import Batch, Rows
 
 FIXED = 32  # number of rows in one batch of the frozen backbone
-LARGE = 100_000_000  # number of parameters from which it costs too much time to fill batches with copies of a row
+LARGE = 100_000_000  # with this number of parameters or more, it takes too long to fill a batch with copies of a row
 
 
 def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, int]]:

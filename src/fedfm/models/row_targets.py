@@ -24,10 +24,10 @@ def targets_of(
 ) -> dict[str, Tensor]:
     """The tensor ``targets``, float64 (n, T), of the rows ``index`` (by default all).
 
-    A target that the rows do not have is the task's ``absent_target``.
+    If the rows lack a target, its value is the task's ``absent_target``.
 
     Args:
-        targets: those of the table (N, U), which its ``classes`` name.
+        targets: all targets of the table (N, U); the table's ``classes`` name them.
 
     Raises:
         InputError: a target is not in ``classes``, or the rows lack one that the task needs.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 Place = tuple[str, nn.Module]  # a path from the model's root, and its module
-_STAGE = 0.5  # smallest share of a stage's parameters in its blocks; with less the stage counts as one block
+_STAGE = 0.5  # if the blocks in a stage have a smaller share of its parameters, the stage counts as one block
 
 
 def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Place, ...]:
@@ -64,7 +64,7 @@ def unread_by_text(module: Any) -> tuple[str, ...]:
 
 
 def _next_to_decoder(module: Any) -> Iterator[str]:
-    """Paths next to the decoder, without those directly below the root, which are heads."""
+    """Paths of modules next to the decoder, except those directly below the root, which are heads."""
     if getattr(module.config, "text_config", None) is None:
         return
     decoder = module.get_decoder()

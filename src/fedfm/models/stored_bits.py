@@ -1,8 +1,8 @@
 """Checks that the tensors of a folder with quantised weights fit together: packed weights, scales and tables.
 
-bitsandbytes does not check them. If the scales of the scales are missing, it uses the 8-bit codes of the scales as
-scales. If packed weights are too short, a part of the outputs stays uninitialised. Such files load without an error, so
-this check runs first.
+bitsandbytes does not check them. Scales may be stored as 8-bit codes with scales of their own; if those are missing,
+it uses the codes as scales. If packed weights are too short, a part of the outputs stays uninitialised. Such files load
+without an error, so this check runs first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[s
         path: the folder, for messages.
 
     Raises:
-        InputError: tensors are missing, or the length of one does not fit the others.
+        InputError: tensors are missing, or a tensor's length does not fit the other tensors.
     """
     heads, eight = stored.heads(), bool(settings.get("load_in_8bit"))
     lacking, odd = set[str](), dict[str, tuple[Shape, Shape]]()

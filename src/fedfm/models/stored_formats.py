@@ -25,7 +25,7 @@ _EIGHT = ("F8_E4M3", "F8_E5M2", "F4")  # safetensors' names of dtypes whose valu
 
 
 def prepare(config: Any, name: str, *, random: bool) -> None:
-    """Let transformers dequantise a folder's weights while it reads them, unless bitsandbytes quantised them.
+    """Make transformers dequantise a folder's weights while it reads them, except weights in bitsandbytes' format.
 
     Args:
         config: the folder's configuration, which is changed.

@@ -107,7 +107,7 @@ def module_of(
 
 
 def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:
-    """The module for a configuration, on the context's device.
+    """The module for a configuration, on the device that the surrounding context sets.
 
     Raises:
         InputError: transformers has no such model.

@@ -43,7 +43,7 @@ def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, float]:
     """Numbers of predicted tokens and of right predictions, and the sum of the tokens' losses in float64.
 
-    A batch has as many rows as the memory for their logits allows.
+    The memory for the logits limits the number of rows in a batch.
     """
 
     def sums(size: int) -> tuple[float, int, int]:
@@ -62,7 +62,7 @@ def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, 
 
 
 def of_tokens(sums: Mapping[str, float]) -> Scores:
-    """``accuracy``, ``loss`` and ``perplexity`` from the sums of :func:`count_tokens`; None without tokens."""
+    """``accuracy``, ``loss`` and ``perplexity`` from the sums of :func:`count_tokens`; None if there are no tokens."""
     if not (tokens := sums["tokens"]):
         return dict.fromkeys(("accuracy", "loss", "perplexity"))
     loss = sums["loss_of_tokens"] / tokens
@@ -114,9 +114,9 @@ def answer_limit(model: Network) -> int:
 
 
 def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
-    """Greedy answers to instruction rows; they do not depend on the rows' own answers.
+    """The model's greedy answers to instruction rows; they do not depend on the rows' reference answers.
 
-    A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
+    A batch has prompts of similar length with masked padding on the left. Its limits are ``batch_size`` rows and
     :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, such as RWKV, answers one prompt at a
     time; in a batch, transformers (5.24) would also mix the states of its rows. A row gets the same answer alone and in
     a batch, unless two tokens have equal logits up to rounding.
@@ -170,7 +170,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
 
 def _first(order: list[int], lengths: list[int], most: int, *, alike: bool) -> list[int]:
-    """The first rows in this order, by length, that fit into one batch; with ``alike`` only rows of one length."""
+    """The first rows of this order (by length) that fit into one batch; if ``alike``, only rows of one length."""
     size = 1
     while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
         if alike and lengths[order[size]] != lengths[order[0]]:
@@ -187,7 +187,7 @@ def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Network) -
 
 
 def end_tokens(model: Network, called: bool) -> set[int]:
-    """The tokens that end an answer: the model's, the tokenizer's, and those that end answers in training.
+    """The end tokens of the model and of the tokenizer, and the tokens that end answers in training.
 
     Args:
         called: whether an answer may be a call of a tool.

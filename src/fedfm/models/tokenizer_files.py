@@ -18,8 +18,8 @@ from fedfm.models.preprocessors import AUTO
 PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
 _FILE = "tokenizer.json"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-# Embeddings are often rounded up. A tokenizer is accepted without a notice if the embedding has at most this many rows
-# more than the tokenizer has tokens, or if the tokens are more than this share of the rows.
+# The rows of an embedding are often rounded up. There is no notice if the embedding has at most ``_ROUNDED`` more rows
+# than the tokenizer has tokens, or if the number of tokens exceeds the share ``_MOST`` of the number of rows.
 _ROUNDED, _MOST = 64, 0.9
 _FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow tokenizer.json
 _PHRASES = ("The fox", "THE FOX", "naïve Über", "b12 3456", "don't stop.", "(a-b)_c/d")
@@ -142,7 +142,7 @@ def of_another_model(tokenizer: Any, rows: int, name: str) -> tuple[str, ...]:
 
 
 def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
-    """Notices about chat templates in files of the folder that are not read."""
+    """Notices about files of the folder that have chat templates but are not read."""
     own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
     if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
         return (

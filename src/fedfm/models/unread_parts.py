@@ -1,7 +1,7 @@
 """Finds parts of a model's folder that are not read, and refuses weights that would be read as other values.
 
-Other files of weights, adapters, the folder's own code, parts after the model and misspelt keys are not read. Integer
-weights without settings for their scale would be read as other values.
+Some parts are not read: other files of weights, adapters, code, modules that sentence-transformers runs after the
+model, and misspelt keys. Integer weights without settings for their scale would be read as other values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = "modules.json"  # lists the parts of a sentence-transformers model: tra
 def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = False) -> list[str]:
     """Notices about the parts of a model's folder that are not read.
 
-    For a hub id, the notices are only about its code and its keys; for random weights, only about its keys.
+    For a hub id, the notices are only about its code and its keys. For random weights, they are only about its keys.
 
     Args:
         answers: whether the task generates answers.

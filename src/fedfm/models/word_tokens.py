@@ -20,7 +20,7 @@ class WordTokens:
 
     Attributes:
         tokens: for each sentence its token ids.
-        token_arguments: the tokenizer's other values for each token, by names of the model's arguments.
+        token_arguments: the tokenizer's other values for each token; the keys are names of the model's arguments.
         places: for each sentence the position of each word's first token, by the word's index; words without a token
             are missing.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_SHARE = 20  # the noise on the count has a standard deviation of a twentieth of the clients, as in Section 3.1
+_SHARE = 20  # the noise on the count has the standard deviation m / 20 for m clients, as in Section 3.1
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class AdaptiveClip:
 
     A client that takes part adds its bit minus 1/2 to the count, and a client that does not take part adds 0. So the
     sensitivity is 1/2. The noise of the updates is larger than z C, so that updates and count together spend the
-    epsilon of noise z.
+    epsilon of the noise multiplier z.
 
     Attributes:
         start: C of the first round.

@@ -9,7 +9,7 @@ from fedfm import seeds
 
 
 def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[str]:
-    """Draw each name with probability ``rate``, independently: Poisson sampling, whose amplification is accounted.
+    """Draw each name with probability ``rate``, independently. This is Poisson sampling; the epsilon accounts for it.
 
     The coins disclose the cohort, so they come from a secret key and not from the experiment's seed. A coin
     depends on key, round and name alone: a repeated round asks the same clients.

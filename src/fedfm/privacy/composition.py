@@ -22,7 +22,7 @@ from fedfm.privacy import gaussian
 LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
 LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends an epsilon of dozens
 WIDTH = 1e-3  # width of the search's last interval, in log z
-FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid gives an upper bound
+FINE, COARSE = 1e-4, 1e-3  # steps of the privacy losses' grid: the search for z uses COARSE; both give an upper bound
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _without_sampling(spent: Sequence[Releases], delta: float) -> float:
 def _compose(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
     if min(r.noise_multiplier for r in spent) < LITTLE:
         return _without_sampling(spent, delta)
-    import dp_accounting as dp  # half a second, and only sampled releases need it
+    import dp_accounting as dp  # takes half a second, and only sampled releases need it
     from dp_accounting.pld import PLDAccountant
 
     accountant = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
@@ -77,10 +77,10 @@ def _compose(spent: tuple[Releases, ...], delta: float, interval: float) -> floa
 
 
 def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: float = 1.0) -> float:
-    """The smallest z with which ``times`` releases spend at most ``epsilon``; with sampling, up to 0.1 % more.
+    """The smallest z with which ``times`` releases spend at most ``epsilon``; with sampling, z may be 0.1 % larger.
 
     Raises:
-        InputError: epsilon is not positive, or delta not in (0, 1), or no z below 10,000 is enough.
+        InputError: epsilon is not positive, delta is not in (0, 1), or no z below 10,000 is enough.
     """
     if not epsilon > 0:
         raise InputError(f"epsilon = {epsilon}: expected a number above 0")
@@ -101,7 +101,7 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
 
 
 def _smallest(epsilon_at: Callable[[float], float], epsilon: float, z: float) -> float:
-    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` is large enough.
+    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; the start z is large enough.
 
     The computation of one epsilon takes up to seconds, and longer with less noise. So the search interpolates log
     epsilon, which is nearly linear in log z, and starts at large noise.

@@ -1,4 +1,4 @@
-"""Noise that is correlated between rounds, so that part of it cancels in the model, the sum of all rounds.
+"""Noise that is correlated between rounds, so that a part of it cancels in the model, which is the sum of all rounds.
 
 The sums X (T, P) of T rounds are released as X + C^-1 Z with independent normal Z: a post-processing of C X + Z, which
 is private also if later sums depend on earlier releases (Denisov, McMahan, Rush, Smith, Guha Thakurta. Improved
@@ -19,8 +19,8 @@ orthogonal (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurI
 *Quality*. The noise of the last model is at most 4 % above that of the best Toeplitz matrix that a numerical search
 found for (T, b) = (12, 3), (24, 6), (30, 5) and (16, 16).
 
-*No gain for b = 1*. Let 1_s be the indicator of the first s rounds. Then s = (1_s^T C^-1) (C 1_s) is at most the
-deviation of model s times the sensitivity, for every C. With independent noise, this product is T if s is T.
+*No gain for b = 1*. Let 1_s have ones for the first s rounds, else zeros. Then s = (1_s^T C^-1) (C 1_s) is at most the
+deviation of model s times the sensitivity, for every C. With independent noise and s = T, equality holds.
 So if all clients are in every round, independent noise is the best for the last model.
 """
 

@@ -33,8 +33,8 @@ class DescentPlan:
         clip_norm: C, bound on the L2 norm of one row's gradient over all trainable tensors together.
         delta: delta of the guarantee (epsilon, delta).
         rounds: largest number of rounds in which a client trains.
-        target_epsilon: the largest epsilon of a client; None: ``noise_multiplier`` is given.
-        noise_multiplier: z, the noise's standard deviation over C; None: each client computes its own.
+        target_epsilon: the largest epsilon of a client; None if ``noise_multiplier`` is given.
+        noise_multiplier: z, the noise's standard deviation over C; None if each client computes its own.
     """
 
     clip_norm: float
@@ -71,7 +71,7 @@ class PrivateSteps:
     everything that determines a gradient, rows and seed included. The coins depend on the start alone. The noise of a
     step also depends on the sum that it covers, so two sums that differ in a bit share no noise. A repeated round takes
     the same steps with the same noise. Another start of a recorded round is refused, and so is a round before the last
-    recorded one. Either would release further sums with other noise, which are not accounted.
+    recorded one. Both would release further sums with other noise, which would not be accounted.
 
     :attr:`Client.write_once` keeps the records. They have no versions, so neither a resume, nor a repeated message, nor
     the order of rounds undoes them. The client's memory has versions, and only stores where the search for the round's

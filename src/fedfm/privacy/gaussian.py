@@ -55,7 +55,7 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
     # delta = phi(low) (M(low) - M(high)).
     scale = 0.5 * math.exp(-0.5 * low * low)
     if high - low < 0.5:  # the difference would cancel: integrate -M'(u) = 1 - u M(u)
-        nodes, weights = np.polynomial.legendre.leggauss(12)  # exact to rounding for so smooth an integrand
+        nodes, weights = np.polynomial.legendre.leggauss(12)  # exact up to rounding, since the integrand is smooth
         u = low + half * (nodes + 1)
         slope = math.sqrt(2 / math.pi) - u * erfcx(u / math.sqrt(2))
         return max(scale * half * float(weights @ slope), 0.0)

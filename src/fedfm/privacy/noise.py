@@ -8,7 +8,7 @@ noise, which then cannot be averaged away.
 *The same noise never covers two different numbers.* :func:`cover` puts a digest of the numbers, of their shape and of
 the noise's standard deviation into the purpose. Numbers that differ in one bit get independent streams, so no
 difference of two releases is free of noise. Equal numbers get the same noise again, so a repetition discloses nothing
-new. Mechanisms add noise by :func:`cover` alone. A second release with other numbers still spends privacy; the caller
+new. Mechanisms add noise only by :func:`cover`. A second release with other numbers still spends privacy; the caller
 decides whether to answer twice.
 """
 
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 _LEAST_KEY = 16  # bytes
 _GRID_BITS = 20  # a release's lattice has steps of about sigma / 2^20: far below the noise, far above float rounding
-BLOCK = 1 << 20  # numbers of noise at a time
+BLOCK = 1 << 20  # number of noise values that are made at a time
 
 
 def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array) -> NDArray[Any]:
@@ -39,7 +39,7 @@ def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array)
     Args:
         key: a secret that only its owner has.
         purpose: purpose of the release, e.g. ``"c3/moments/7"``; releases of different meaning have different purposes.
-        sigma: standard deviation, above 0: a number, or an array with one for each number.
+        sigma: standard deviation, above 0: one value for all numbers, or an array with a value for each.
 
     Raises:
         InputError: the key is shorter than 16 bytes.

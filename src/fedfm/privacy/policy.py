@@ -29,8 +29,8 @@ class Policy:
     """What a silo allows.
 
     Attributes:
-        allow: words, for every method that ``allow_by_method`` does not name.
-        allow_by_method: words by a method's name; they replace ``allow``.
+        allow: the words for every method that ``allow_by_method`` does not name.
+        allow_by_method: the words for single methods, by a method's name; they replace ``allow``.
 
     Raises:
         InputError: a word is unknown; the error has its key and the known words.

@@ -204,7 +204,7 @@ def share_box(run: RunFiles) -> str:
     items.append(f"This report names the clients{counted}; ask them before you share it.")
     if (run.path / WEIGHTS).exists():
         items.append(
-            "Its map of who learns from whom shows which clients have similar rows, and audit.json names the pairs."
+            "The map of who learns from whom shows which clients have similar rows, and audit.json names the pairs."
         )
     return aside("What must not be shared", items, ' id="share"')
 

@@ -44,7 +44,7 @@ class Form:
         inner: the text that ends an answer if the conversation continues.
         begun: the text at the end of a prompt that the written conversation does not have.
         arguments: the form that the template expects for the arguments of tool calls; empty if they stay as in the row.
-        call_end: like ``end``, for an answer that ends with a call.
+        call_end: the same as ``end``, but for an answer that ends with a call.
     """
 
     parts: bool = False
@@ -132,7 +132,7 @@ def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
 
 
 def text_of(tokenizer: Any) -> str:
-    """The chat template with a fixed date for today, so that a row and a run's bits are the same on every day."""
+    """The chat template with a fixed date in place of today's, so that rows and a run's bits are the same every day."""
     return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template_of(tokenizer))
 
 
@@ -186,10 +186,10 @@ def with_settings(template: str, settings: Mapping[str, Any]) -> str:
 
 
 def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
-    """The chat template without the text that only its prompts have, and this text.
+    """(the chat template without the text that only its prompts have, that text).
 
     Such a text begins a block of reasoning, e.g. ``<think>``, which a written answer does not have. Rows of questions
-    and answers have no reasoning. So the answer begins where the template writes it, in training and in predictions.
+    and answers have no reasoning, so the text is removed. Training and predictions then have the same prompts.
     """
     template, turns = template_of(tokenizer), [("user", _ASK), (ASSISTANT, _SAY)]
     try:

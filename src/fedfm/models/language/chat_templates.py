@@ -1,6 +1,6 @@
 """Writes an instruction, or a conversation, and its answers as text for a language model.
 
-A template is either a text with ``{instruction}``, after which the answer follows, or the tokenizer's own chat
+A template is either a text with ``{instruction}``, which the answer follows, or the tokenizer's own chat
 template. A text is also converted into a chat template, which writes conversations and goes into exports. So a prompt
 to an exported model has the same form as in training.
 
@@ -259,7 +259,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each whether it belongs to an answer, from the texts with and without each answer."""
+    """The tokens, and for each token whether it belongs to an answer, by the texts with and without each answer."""
     spans, size = [], 0
     pieces = _pieces(turns, tokenizer)
     for text, counts in pieces:
@@ -269,7 +269,7 @@ def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list
 
 
 def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
-    """The pieces of a row's text, prompts and answers in turn; for each piece also whether the loss counts it."""
+    """(piece, whether the loss counts it) for each piece of a row's text; prompts and answers alternate."""
     whole, form = render(turns, tokenizer), form_of(tokenizer)
     pieces: list[tuple[str, bool]] = []
     at = 0  # end of the pieces in ``whole``
@@ -307,7 +307,7 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
     rest = replace_content(turns, i, tokenizer)
     if not whole.endswith(rest) or not rest.startswith(form.inner):
         raise InputError(
-            f"model.template: this chat template writes the rest differently after another answer, so that the "
+            "model.template: if an answer changes, this chat template also changes the text after it, so that the "
             f"answer's tokens are unknown, in {describe(turns)}; {_RIGHT}"
         )
     return len(whole) - len(rest) + len(form.inner)
@@ -316,7 +316,7 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
 def _within(
     text: str, spans: Sequence[tuple[int, int | None]], tokenizer: Any, *, special: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a text, and for each whether it has a character in one of the spans.
+    """The tokens of a text, and for each token whether it has a character in one of the spans.
 
     Args:
         spans: [start, end) in characters; the end None stands for the end of the text.

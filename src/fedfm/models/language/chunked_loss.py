@@ -1,8 +1,8 @@
 """The training loss of a language model, computed without storing all logits.
 
 Logits and their gradients are the largest tensors of a step: for 2,048 tokens and a vocabulary of 128,000 they take
-3.7 GB. So this loss computes one chunk of logits after another, and a chunk's gradients before the next logits (as
-Liger Kernel, arXiv:2410.10989, does in Triton). No logits are kept, and none are computed twice.
+3.7 GB. So this loss computes one chunk of logits and its gradients, then the next chunk (like Liger Kernel,
+arXiv:2410.10989, in Triton). No logits are kept, and none are computed twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of texts that a language model predicts: passages as blocks, instructions and preferences with their answers."""
+"""Prepares a language model's rows: cuts passages into blocks, and joins prompts with their answers."""
 
 from __future__ import annotations
 

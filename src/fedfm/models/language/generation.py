@@ -25,7 +25,7 @@ _FOLLOWED = (
     *("begin_suppress_tokens", "bad_words_ids", "sequence_bias", "guidance_scale", "watermarking_config"),
     *("exponential_decay_length_penalty",),
 )
-_READ_PADDING = (  # transformers (5.24) counts padding before a prompt as part of it
+_READ_PADDING = (  # transformers (5.24) counts padding before a prompt as part of the prompt
     *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"),
     "forced_bos_token_id",
 )

@@ -1,7 +1,7 @@
 """The logits of a language model at the tokens that count in the loss, without computing all other logits.
 
 Logits are the largest tensor of a language model: a row of 2,048 tokens with a vocabulary of 128,000 has 1 GB of them.
-In an instruction only the answer counts, in a text all tokens but padding.
+In an instruction only the answer counts. In a text all tokens except padding count.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fedfm.models.preprocessing import IGNORE
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-FEW = 1 << 24  # number of logits, 64 MB in float32; a batch with at most this many has all of them computed
+FEW = 1 << 24  # number of logits, 64 MB in float32; if a batch has at most this many, all are computed
 _COUNTED = 256  # number of rows that are counted at a time
 MOST = 1 << 26  # largest number of logits of a batch in evaluation, 256 MB
 
 
 def logits_and_targets(model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (m, V) in float32 and targets (m,); of a large batch only at the tokens that count."""
+    """Logits (m, V) in float32 and targets (m,). A large batch has them only at the tokens that count."""
     ids, head = batch["input_ids"], model.last_layer
     if head is None or ids.numel() * head.out_features <= FEW:
         return model.flat(model.logits(batch), batch)

@@ -61,7 +61,7 @@ def with_argument(turn: Turn, value: str) -> Turn:
 
 
 def with_words(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
-    """The same conversation with unique words for the names of tools, also in calls, and for the tools' answers.
+    """The same conversation with unique words in place of the tools' names (also in calls) and of the tools' answers.
 
     Returns:
         the conversation, and (word, description of what it replaces) for each word.

@@ -1,6 +1,6 @@
 """Finds the trained tensors of a user's module that get a gradient, from the autograd graph of a trial forward pass.
 
-The trial runs in evaluation mode, and its graph stores no values, so it takes no more memory than without gradients.
+The trial runs in evaluation mode. Its graph stores no values, so it needs no more memory than a pass without gradients.
 Tensors on which the trial's loss does not depend are checked again in training mode: a part may run only in training
 mode, and a part that gradient checkpointing recomputes is not in the graph.
 """

@@ -108,7 +108,7 @@ def evaluate(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
 
 
 def _loss(given: Given, batch: Batch) -> float | None:
-    """The run's loss of one row; None without a target."""
+    """The run's loss of one row; None if the row has no target."""
     labels = batch.get("labels")
     if labels is not None and bool((labels == IGNORE).all()):
         return None

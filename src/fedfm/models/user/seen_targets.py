@@ -1,6 +1,6 @@
 """Checks whether a user's module sees the words that it is trained to predict. Such a module learns nothing.
 
-The check is for rows whose targets are the row's own words, at the same positions, as in Hugging Face's language
+The check is for rows whose targets are the row's own words. They are at the same positions, as for Hugging Face's
 models, or one position earlier. The loss of the last target must not change with the last word. The check skips modules
 that fill in masked words, and encoder-decoders, because their targets are other words than their inputs.
 """
@@ -55,7 +55,7 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
 
 
 def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
-    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), the batch's entry ``name``."""
+    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), which the batch has under ``name``."""
     other = ids.clone()
     other[0, -1] = next(iter(ids[0][ids[0] != ids[0, -1]].tolist()))
     losses = [float(model.loss(batch | {name: words})) for words in (ids, other)]

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer's arguments: each argument is followed exactly, named in a notice as unused, or refused.
+"""A Hugging Face Trainer's arguments: each is followed exactly, or refused, or a notice names it as unused.
 
 The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md has the table.
 """
@@ -29,7 +29,7 @@ _TRL = "trl."  # its trainers are accepted if they learn from the given rows
 _SENTENCES = "sentence_transformers."  # its trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
-_OFFLOADS = "maybe_activation_offload_context"  # a TRL trainer that has this runs transformers' step inside it
+_OFFLOADS = "maybe_activation_offload_context"  # a context of TRL trainers, in which transformers' own step runs
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
 

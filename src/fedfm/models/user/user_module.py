@@ -81,7 +81,7 @@ class Given:
         if self.trainer is not None:
             self.of_trainer = TrainersModule(self.trainer)
             self._collate, self._columns = self.trainer.data_collator, self.of_trainer.columns
-            self._wished = self.of_trainer.label  # evaluation uses it if rows have it
+            self._wished = self.of_trainer.label  # evaluation uses this key if rows have it
 
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
@@ -151,7 +151,7 @@ class Given:
         return self.trainer is not None and isinstance(value, bool | int | float | str | None)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
-        """A table of all rows, with the column ``by`` that the partition needs; and each client's indexes."""
+        """A table of all rows with the column ``by``, which the partition needs; and each client's indexes."""
         sets = self._sets
         if clients is not None:
             sets += [("train", c, check_dataset(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
@@ -319,7 +319,7 @@ class Given:
         except Exception as error:
             what = "module and loss fail on the first rows"
             if self.trainer is None and self._loss is None and self._objective is None:
-                what = "give loss=(output, target) -> scalar; without it the module, called with all of a batch, fails"
+                what = "give loss=(output, target) -> scalar; without it the module gets the complete batch, and fails"
             raise InputError(f"{what}: {type(error).__name__}: {first_line(error, 300)}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

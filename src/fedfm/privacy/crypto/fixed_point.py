@@ -19,7 +19,7 @@ _BLOCK = 1 << 15  # number of entries that are encoded at a time: few enough to 
 class FixedPoint:
     """A code for numbers of magnitude at most ``bound``, of which at most ``terms`` are added.
 
-    *Guarantee*: the sum of m <= terms encoded numbers, decoded, differs from the sum of the numbers by at most
+    *Guarantee*: the decoded sum of m <= terms encoded numbers differs from the sum of the numbers by at most
     m step / 2, up to the rounding of float64 (2^-53 of a number). Each integer is at most bound / step + 1/2 in
     magnitude, and ``terms`` of them stay below 2^(bits - 1).
 
@@ -49,7 +49,7 @@ class FixedPoint:
         return np.uint32 if self.bits == 32 else np.uint64
 
     def encode(self, x: NDArray[np.floating[Any]], factor: float = 1.0) -> Words:
-        """``factor`` times x, (P,) -> (P,), each rounded to the nearest step.
+        """The integers (P,) of ``factor`` times x (P,), each rounded to the nearest step.
 
         Raises:
             ValueError: an entry is NaN or above ``bound`` in magnitude.

@@ -1,7 +1,7 @@
 """Agreement on keys (X25519), derivation (HKDF-SHA-256), encryption (ChaCha20-Poly1305), signatures (Ed25519).
 
-All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; :func:`encode` encodes different
-contexts differently.
+All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; :func:`encode` gives different
+bytes for different contexts.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def split(secret: int, threshold: int, count: int) -> list[int]:
     """
     if not (0 <= secret < PRIME and 1 <= threshold <= count):
         raise ValueError(f"threshold {threshold} of {count} shares, or a secret outside the field")
-    # 128 bits more than the prime: the remainder is uniform up to 2^-128.
+    # The random number has 128 bits more than the prime, so the remainder is uniform up to 2^-128.
     f = [secret, *(int.from_bytes(keys.entropy(48), "little") % PRIME for _ in range(threshold - 1))]
     return [_horner(f, x) for x in range(1, count + 1)]
 
@@ -34,7 +34,7 @@ def _horner(f: list[int], x: int) -> int:
 
 
 def combine(shares: Mapping[int, int], threshold: int) -> int:
-    """The secret f(0) from shares f(x), by x.
+    """The secret f(0) from the shares, which map x to f(x).
 
     Raises:
         ValueError: there are fewer shares than ``threshold``, or they do not lie on one polynomial.
