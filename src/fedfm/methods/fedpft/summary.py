@@ -1,4 +1,4 @@
-"""A client's summary, which is FedPFT's message; its checks, its mixtures, and draws from the mixtures."""
+"""FedPFT's message, a client's summary: this module checks it, reads its mixtures and draws rows from them."""
 
 from __future__ import annotations
 
