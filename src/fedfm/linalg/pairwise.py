@@ -124,7 +124,7 @@ def mix(
     for x in onto or ():
         x.check_like(layout)
     if onto is not None and len(onto) != count:
-        raise ValueError(f"{len(onto)} vectors to add to, for {count} rows of weights")
+        raise ValueError(f"onto has {len(onto)} vectors, but the weights have {count} rows")
     inside = {n for names in checked for n in names if layout.slots[n][0].is_floating_point}
     rest = join_spans(layout, (n for n in layout.slots if n not in inside), floating=False)
     base = onto if onto is not None else vectors if len(vectors) == count else None

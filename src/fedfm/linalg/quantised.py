@@ -136,7 +136,7 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
     coded = [math.prod(shape) for _, dtype, shape in values.layout.entries if dtype is kind]
     expected = sum(-(-count // BLOCK) for count in coded) if kind is torch.int8 else 0
     if steps.dtype is not torch.float32 or steps.shape != (expected,):
-        raise ValueError(f"coded parameters of {steps.numel()} steps: expected {expected}")
+        raise ValueError(f"coded parameters have {steps.numel()} steps, expected {expected}")
     if len(relative) != len(coded) or set(relative) - set("01"):
         raise ValueError("coded parameters do not say which of their tensors are differences")
     entries = [entry for entry in values.layout.entries if entry[0] != STEPS]

@@ -111,7 +111,7 @@ class FedPGP(Joinable, KeepingFedAvg):
     def newcomer(
         self, model: Model, w: Params, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global prompt; no weights of clients exist."""
+        """The global prompt; no client has a weight in it."""
         return w, {}
 
 

@@ -1,4 +1,4 @@
-"""Compilation of loops with numba. Only modules with loops import numba; callers import such a module late."""
+"""Compilation of loops with numba. Only modules with loops import numba; callers import them just before a loop."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[
     for name, line in lines.items():
         other = differ.get((_layer(name), roles.get(name, "body")))
         if line.region is not None and other is not None:
-            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape, so both are left out"
+            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape: the layer is left out"
             line = dataclasses.replace(line, region=None, why=why)
         table.append(line)
     return table
@@ -246,7 +246,7 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
     if not type_of(own):
         what = "a head on feature vectors" if model.spec.name == "features" else "a user's own module"
         raise InputError(
-            f'method.foundation = "{foundation}": {what} needs the folder of a trained one '
+            f'method.foundation = "{foundation}": {what} needs the folder of its trained weights '
             "(fedfm.json and model.safetensors, as a run's adapter/)",
             key="method.foundation",
         )

@@ -310,7 +310,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def newcomer(
         self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global expert, a local expert trained from it, and the current gate; no weights of clients exist."""
+        """The global expert, a local expert trained from it, and the current gate; no client has a weight."""
         return Params.join(**{GLOBAL: s.W_g, LOCAL: adapt(s.W_g), GATE: s.Z_g}), {}
 
     def details(self, s: MSState, judge: Judge | None) -> dict[str, Any]:

@@ -123,8 +123,8 @@ class Release:
 def release(kind: str, tokens: int, grid: tuple[int, int], projection: Tensor | None = None) -> Release:
     """The map of this kind from a block's tokens to the disclosed activations; the last tokens are a grid of patches.
 
-    ``class`` discloses the first token, or the mean over all tokens if all are patches. ``grid`` discloses, in addition
-    to this, the means over the four quadrants of the grid. ``tokens`` discloses all tokens, projected.
+    ``class`` discloses the first token, or the mean over all tokens if all are patches. ``grid`` also discloses
+    the means over the four quadrants of the grid. ``tokens`` discloses all tokens, projected.
 
     Raises:
         InputError: the grid has no quadrants.

@@ -3,7 +3,7 @@
 Every group is fitted by itself, from its own seed. So its mixture does not depend on other groups (see ``group``).
 
 An M step adds a floor to every variance (if full, to the diagonal), like scikit-learn's ``reg_covar``. The floor is
-1e-6 times the group's mean variance plus 1e-12. If variances are so small, such an M step does not maximise the
+1e-6 times the group's mean variance plus 1e-12. If variances are this small, such an M step does not maximise the
 likelihood and may lower it. A step that lowers the likelihood is undone, and it ends the fit.
 """
 

@@ -24,7 +24,7 @@ class Mixture:
     Attributes:
         weights: pi, (K,) float64, on the simplex.
         means: mu, (K, d) float32.
-        scales: float32; standard deviations (K,) if spherical, (K, d) if diag; if full, Cholesky factors (K, d, d).
+        scales: float32 standard deviations, (K,) or (K, d), or for full covariances lower Cholesky factors (K, d, d).
     """
 
     weights: Array

@@ -1,7 +1,7 @@
 """Fit mixtures that do not reveal the number n of rows.
 
 In an ordinary mixture a component's weight is close to a multiple of 1/n. The number of components depends on n if each
-component needs ten rows. If rows lie on a grid, their mean lies on a grid n times as fine. So here K takes two values,
+component needs ten rows. If rows lie on a grid, their mean lies on an n times finer grid. So here K takes two values,
 and all numbers are rounded to grids that are the same for every n:
 
 - K is the requested number if n is at least ten times that number, else 1. If a component would stand for a single row,
