@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused():
     for shape in ((2, 2), (2, 2, 2), (1, 2, 3)):
         with pytest.raises(ValueError, match="expected"):
             mix(np.ones(shape), [x, y])
-    with pytest.raises(ValueError, match="1 vectors to add to, for 2 rows"):
+    with pytest.raises(ValueError, match="onto has 1 vectors, but the weights have 2 rows"):
         mix(weights, [x, y], onto=[x])
     with pytest.raises(ValueError, match="outside the layers"):
         mix(np.ones((1, 3, 2)), [x, y], [["l0"]])

@@ -263,7 +263,7 @@ class TestModulesOfOnesOwn:
             left_out(tmp_path, nn.Linear(3, 2), foundation, rows)
 
     def test_a_folder_of_transformers_is_not_for_them(self, tmp_path):
-        with pytest.raises(InputError, match=r"a user's own module needs the folder of a trained one"):
+        with pytest.raises(InputError, match=r"a user's own module needs the folder of its trained weights"):
             left_out(tmp_path, Patches(), vit(tmp_path / "vit"), drawings())
 
 

@@ -112,8 +112,8 @@ def test_a_malformed_vector_is_refused() -> None:
         (Params({"m": m.float(), STEPS: steps}), "0", "are not"),
         (Params({"m": m.bfloat16(), STEPS: steps}), "0", "are not"),
         (Params({"m": m, "n": m.bfloat16(), STEPS: steps}), "00", "are not"),
-        (Params({"m": m, STEPS: steps[1:]}), "0", "steps: expected 3"),
-        (Params({"m": m, STEPS: steps.double()}), "0", "steps: expected 3"),
+        (Params({"m": m, STEPS: steps[1:]}), "0", "steps, expected 3"),
+        (Params({"m": m, STEPS: steps.double()}), "0", "steps, expected 3"),
         (Params({"other": m, STEPS: steps}), "1", "that the receiver does not have"),
         (Params({"m": m.T.contiguous(), STEPS: steps}), "1", "that the receiver does not have"),
     ):

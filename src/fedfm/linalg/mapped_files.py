@@ -31,7 +31,7 @@ _mapped: dict[int, tuple[int, Stored]] = {}  # address -> number of bytes, and t
 
 
 def bytes_in_file(nbytes: int, passed: bool = False) -> Tensor:
-    """Bytes (nbytes,) in an anonymous file. ``passed`` allows :mod:`fedfm.linalg.pages` to release their pages."""
+    """Bytes (nbytes,) in an anonymous file. If ``passed``, :mod:`fedfm.linalg.pages` may release the file's pages."""
     handle, name = tempfile.mkstemp()
     with os.fdopen(handle, "r+b") as file:
         try:
@@ -64,7 +64,7 @@ def open_again(path: str | Path, mode: int) -> Stored:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
-    except (OSError, AttributeError):  # no uncached reads: use the page cache (a cached page takes half the time)
+    except (OSError, AttributeError):  # no uncached reads: use the page cache, which takes half the time
         return Stored(descriptor, 0, 0, None)
     try:
         return Stored(descriptor, 0, UNCACHED, os.open(path, mode | os.O_CLOEXEC | DIRECT) if DIRECT else None)
@@ -126,7 +126,7 @@ class Stored(NamedTuple):
             except OSError as error:
                 if direct is None or error.errno != errno.EINVAL:
                     raise
-                direct = None  # after a partial transfer, or if the disk needs a larger alignment
+                direct = None  # EINVAL follows a partial transfer, or the disk needs a larger alignment
                 continue
             if not done:
                 raise OSError(errno.EIO, "the file of a vector is shorter than the vector")

@@ -21,7 +21,7 @@ LARGE = 64 << 20  # bytes; smaller vectors stay in memory
 _PIECE = 1 << 22  # entries between two releases
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
 
-_ranges: dict[int, int] = {}  # address -> bytes of mapped files
+_ranges: dict[int, int] = {}  # address -> number of bytes of a mapped file
 
 
 def register(memory: np.ndarray) -> None:
@@ -48,7 +48,7 @@ def is_mapped(flat: Tensor) -> bool:
 
 
 def apply_in_pieces(operation: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Apply an elementwise operation to two vectors. If they are in files, few of their pages are in memory."""
+    """Apply an elementwise operation to two vectors. If they are in files, few pages are in memory at a time."""
     out = buffers.like(a)
     if out is None or not (is_mapped(a) or is_mapped(b)):
         return operation(a, b, out=out)

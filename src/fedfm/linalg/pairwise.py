@@ -90,7 +90,7 @@ def mix(
     """onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
 
     Sums run in float32 (float64 for float64 entries). If all rows have the same ``onto``, it is one more term of the
-    sums; different vectors are added last.
+    sums. Otherwise each row's own ``onto`` is added last.
 
     Args:
         weights: (L, M, K).
@@ -124,12 +124,12 @@ def mix(
     for x in onto or ():
         x.check_like(layout)
     if onto is not None and len(onto) != count:
-        raise ValueError(f"{len(onto)} vectors to add to, for {count} rows of weights")
+        raise ValueError(f"onto has {len(onto)} vectors, but the weights have {count} rows")
     inside = {n for names in checked for n in names if layout.slots[n][0].is_floating_point}
     rest = join_spans(layout, (n for n in layout.slots if n not in inside), floating=False)
     base = onto if onto is not None else vectors if len(vectors) == count else None
     if rest and base is None:
-        raise ValueError(f"entries outside the layers: {count} rows of weights for {len(vectors)} vectors need onto")
+        raise ValueError(f"{count} rows of weights for {len(vectors)} vectors: entries outside the layers need onto")
     made = allocate(count, layout, most)
     if not made:
         return []

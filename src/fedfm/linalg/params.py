@@ -23,7 +23,7 @@ _BLOCK = 1 << 16  # entries of one float64 sum: they fit into the cache, and nor
 
 
 class Layout:
-    """Names, dtypes and shapes of a Params, in order; two operands must agree in them.
+    """Names, dtypes and shapes of a Params, in order. Two operands must have the same layout.
 
     Attributes:
         entries: (name, dtype, shape) in order.
@@ -102,7 +102,7 @@ class Params(Mapping[str, Tensor]):
 
     @classmethod
     def from_flat(cls, layout: Layout, flats: Mapping[torch.dtype, Tensor]) -> Params:
-        """A Params on the flat vectors ``flats`` by dtype, without a copy. The vectors must not change afterwards."""
+        """A Params that uses the flat vectors ``flats`` without a copy. The vectors must not change afterwards."""
         self = object.__new__(cls)
         for dtype, size in layout.sizes.items():
             if flats[dtype].shape != (size,) or flats[dtype].dtype != dtype:
@@ -154,7 +154,7 @@ class Params(Mapping[str, Tensor]):
         return Params.from_flat(self.layout, flats)
 
     def cast(self, layout: Layout) -> Params:
-        """The same tensors in the dtypes of a layout with these names.
+        """The same tensors in the dtypes of ``layout``, which must have the same names.
 
         Raises:
             KeyError: names differ.
@@ -230,7 +230,7 @@ class Params(Mapping[str, Tensor]):
         return Params({name: self[name] for name in names})
 
     def replace(self, other: Mapping[str, Tensor]) -> Params:
-        """A copy in which the tensors of ``other`` replace its own.
+        """A copy in which the tensors of ``other`` replace the tensors of the same names.
 
         Raises:
             KeyError: ``other`` has a name that self lacks.

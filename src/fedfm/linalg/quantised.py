@@ -69,7 +69,7 @@ class Coded(NamedTuple):
     """A coded vector, as it is sent.
 
     Attributes:
-        values: the tensors by name, coded; with int8 also :data:`STEPS`.
+        values: the coded tensors by name; with int8 also the steps, under the name :data:`STEPS`.
         relative: for each coded tensor, "1" if it is the difference to the start, else "0".
         error: the error of coding this vector.
     """
@@ -99,7 +99,7 @@ def code(x: Params, name: str, start: Params | None = None) -> Coded:
         ValueError: the vector cannot be coded (see :func:`can_code`).
     """
     if not can_code(x.layout):
-        raise ValueError("a vector without float32 matrices, or with coded ones, cannot be coded")
+        raise ValueError("cannot code a vector that has no float32 matrices or is already coded")
     kind, error, relative = CODES[name], Error(), ""
     tensors, steps = dict[str, Tensor](), list[Tensor]()
     for key, dtype, shape in x.layout.entries:
@@ -136,7 +136,7 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
     coded = [math.prod(shape) for _, dtype, shape in values.layout.entries if dtype is kind]
     expected = sum(-(-count // BLOCK) for count in coded) if kind is torch.int8 else 0
     if steps.dtype is not torch.float32 or steps.shape != (expected,):
-        raise ValueError(f"coded parameters of {steps.numel()} steps: expected {expected}")
+        raise ValueError(f"coded parameters have {steps.numel()} steps, expected {expected}")
     if len(relative) != len(coded) or set(relative) - set("01"):
         raise ValueError("coded parameters do not say which of their tensors are differences")
     entries = [entry for entry in values.layout.entries if entry[0] != STEPS]

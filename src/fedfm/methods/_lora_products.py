@@ -142,7 +142,7 @@ def average(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def add(shift: Params, more: Mapping[str, Factors]) -> Params:
-    """The exact sum of ``shift`` and ``more``, factored anew, so that no column of a factor is a single client's."""
+    """The exact sum of ``shift`` and ``more``, factored anew, so that no column belongs to a single client."""
     before = as_factors(shift)
     sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
     return as_params({path: low_rank.compress(x) for path, x in sums.items()})

@@ -72,7 +72,7 @@ def rows_of(client: Client) -> tuple[Tensor, Tensor]:
 
 
 def need_head(model: Model, *, bias: bool = True) -> None:
-    """Refuse a model whose trainable part is not a linear head, by default one with a bias.
+    """Refuse a model whose trainable part is not a linear head; by default the head must have a bias.
 
     Raises:
         InputError: the model trains another part; the error names the part that it should train.

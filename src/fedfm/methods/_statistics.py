@@ -1,4 +1,4 @@
-"""Averages of the running statistics of batch norm, since a server's optimiser is for trained weights only."""
+"""Averages the running statistics of batch norm, since a server's optimiser is for trained weights only."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class CCVR(FedAvg):
     traits: ClassVar[Traits] = Traits(last_round_differs=True)
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.covariance": Paper(
-            "full", "a full covariance of few rows is singular; diag is also FedPFT's comparison"
+            "full", "a full covariance of few rows is singular; FedPFT's comparison also uses diag"
         ),
         "method.virtual": Paper(100),  # the number in FedPFT's comparison
     }
@@ -50,7 +50,7 @@ class CCVR(FedAvg):
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Handlers whose replies are averaged: FedAvg's before the last round, then those of the calibration."""
+        """Handlers whose replies are averaged: FedAvg's before the last round, then the handler of the calibration."""
         return ("train", "moments") if self.rounds > 1 else ("moments",)
 
     def init(self, fed: Federation) -> Params:
@@ -94,7 +94,7 @@ def _head_names(model: Model) -> list[str]:
     """Names of the head's weight and bias in the trained parameters.
 
     Raises:
-        InputError: there is no such head, or it is not trained.
+        InputError: the model has no head with a bias, or does not train its head.
     """
     head = getattr(model, "head", None)
     live = {id(tensor): name for name, tensor in model.live().items()}
@@ -108,7 +108,7 @@ def _head_names(model: Model) -> list[str]:
 
 
 def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The counts (C,), means (C, d) and covariances over all clients. Diagonal covariances: (C, d), others (C, d, d).
+    """The counts (C,), means (C, d) and covariances (C, d, d) over all clients; diagonal covariances are (C, d).
 
     Equations (3) and (4) pool the clients' means and unbiased covariances. Multiplied out, they give
     (N_c - 1) Sigma_c = sum x x^T - N_c mu_c mu_c^T, so the sums suffice. A class with one row has covariance 0.

@@ -2,9 +2,9 @@
 
 Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. This is the variant of FedPFT's comparison (arXiv:2402.01862, Section
 6): each client sends the coordinates of its update that are largest in magnitude, by default half of them. The client
-adds the others to its next update, as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018,
-arXiv:1809.07599, Algorithm 1; with ``feedback = false`` it drops these. DSFL chooses each client's fraction by its
-connection; here all clients have the same ``keep``.
+adds the unsent coordinates to its next update, as in Algorithm 1 of Stich, Cordonnier, Jaggi: Sparsified SGD with
+Memory, NeurIPS 2018, arXiv:1809.07599. With ``feedback = false`` it drops them. In the paper of DSFL each client's
+fraction depends on its connection; here all clients have the same ``keep``.
 
 Omitted entries are sent as zeros, because an aggregator can only hide a mean of dense vectors. ``bytes_up`` counts
 these zeros; ``details`` reports the bytes of the values and positions alone.
@@ -47,7 +47,7 @@ class DSFL(FedAvg):
 
     def details(self, w: Params, judge: Judge | None) -> dict[str, Any]:
         kept = sum(_count(size, self.keep) for dtype, size in w.layout.sizes.items() if dtype.is_floating_point)
-        return {"sparse_bytes_per_update": 8 * kept}  # a float32 and an int32 position each
+        return {"sparse_bytes_per_update": 8 * kept}  # each entry is a float32 and an int32 position
 
 
 def largest(flat: Tensor, keep: float) -> Tensor:

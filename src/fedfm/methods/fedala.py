@@ -39,7 +39,7 @@ class FedALA(KeepingFedAvg):
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
     p: int = setting(
-        1, "number of top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1
+        1, "number of mixed top layers (a layer is a block, the final norm or the head); the others are shared", ge=1
     )
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)
     share: float = setting(0.8, "fraction of a client's rows on which W is learnt, drawn anew each round", gt=0, le=1)
@@ -63,7 +63,7 @@ class FedALA(KeepingFedAvg):
         return Update(theta - w, self.weight(client), client.metrics | {PASSES: passes})
 
     def aggregate(self, client: Client, w: Params) -> tuple[Params, float]:
-        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``.
+        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, else theta, which is ``w``.
 
         Returns:
             (theta_hat, number of passes over the client's rows while W was learnt). The run counts these passes as

@@ -53,7 +53,7 @@ class FedAWA(FedAvg):
         # A client's first logit is n_k/n, its fraction of the rows of the cohort.
         a = np.array([s.a.get(k, update.weight / n) for k, update in replies.items()])
         G = gram([s.w, *tau], list(layers(fed.model, "model").values()))[0]  # (1 + K, 1 + K)
-        (w,) = mix(softmax(a)[None, None], tau, None, [s.w])  # lambda as it is before the step on the logits
+        (w,) = mix(softmax(a)[None, None], tau, None, [s.w])  # with the lambda from before the step on the logits
         new = step(a, G, self.server_learning_rate)
         return Weighted(w, s.a | dict(zip(replies, new.tolist(), strict=True)))
 
@@ -82,7 +82,7 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     logits = torch.from_numpy(a).requires_grad_(True)
     lambda_ = torch.softmax(logits, 0)
     square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
-    # A square below this is a rounding error and counts as 0; its distance is a constant: sqrt has no gradient at 0.
+    # A square below this is a rounding error and counts as 0. The distance is then constant: sqrt has no gradient at 0.
     least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)

@@ -1,7 +1,7 @@
 """FedDPA: Dual-Personalizing Adapter for Federated Foundation Models.
 
 Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024. arXiv:2403.19211, Algorithm 1 (FedDPA-T); ``when = "after"`` is
-FedDPA-F. Its client half is the client optimiser ``dual_adapter``, which other methods take as well.
+FedDPA-F. The client half is the client optimiser ``dual_adapter``, which other methods can use, too.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class FedFed(FedAvg):
     state_type: ClassVar[Any] = FedFedState
 
     distillation_rounds: int = setting(5, "T_d, rounds of FedAvg that train the generator q, within round 1", ge=1)
-    distillation_epochs: int = setting(5, "epochs of Adam on q in each of these rounds", ge=1)
+    distillation_epochs: int = setting(5, "epochs of Adam on q in each distillation round", ge=1)
     rank: int = setting(16, "rank of the generator q", ge=1)
     penalty: float = setting(
         1.0, "weight of the penalty ||x_s||^2 / ||x||^2, which replaces the paper's limit rho", ge=0
@@ -139,7 +139,7 @@ def sensitive(encode: Tensor, decode: Tensor, x: Tensor) -> Tensor:
 
 
 def others(shared: Mapping[ClientId, Labelled], client: ClientId, dim: int, seed: int) -> Labelled:
-    """A sample of rows that other clients shared, as many as the client itself shared."""
+    """A sample of the rows that other clients shared. Its size is the number of rows that the client shared itself."""
     theirs = [s for c, s in shared.items() if c != client]
     if not theirs or client not in shared:
         return Labelled(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64))

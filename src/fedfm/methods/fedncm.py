@@ -2,7 +2,7 @@
 
 Legate, Bernier, Caccia, Oyallon, Belilovsky. NeurIPS 2023. arXiv:2306.03937, Algorithm 1 without its fine-tuning.
 
-Each client sends once, for each class, the number of its rows and the sum of their features. The nearest class mean is
+Each client sends one message with each class's number of rows and sum of features. The nearest class mean is
 a linear head: argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2. With the cosine,
 W = mu / ||mu|| and b = 0. The head's softmax is not a calibrated probability. The server sees what its aggregator
 discloses of the sums.

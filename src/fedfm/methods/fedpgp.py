@@ -4,7 +4,7 @@ Cui, Li, Wang, Shi. ICML 2024. arXiv:2405.09771. Client i's prompt is p_i = p_G 
 
 Algorithm, loss, the size-weighted mean of p_G and the normal initial values are those of the authors' code. Its scripts
 give the defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs. In the paper a hand-written prompt guides
-p_G. The authors' code uses placeholder words for this prompt; here ``model.templates`` has it. Two things differ from
+p_G. The authors' code uses placeholder words for this prompt; here it is in ``model.templates``. Two things differ from
 their code: every client first draws its own U_i and V_i, and a client that joins after training starts from p_G
 and trains it as one prompt.
 """
@@ -111,7 +111,7 @@ class FedPGP(Joinable, KeepingFedAvg):
     def newcomer(
         self, model: Model, w: Params, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global prompt; there are no weights of clients."""
+        """The global prompt; no client has a weight in it."""
         return w, {}
 
 

@@ -53,7 +53,7 @@ class FLoRA(Merging):
 def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:
     """An untrained adapter of this rank: A uniform in +-1/sqrt(d_in), as in PEFT, and B = 0.
 
-    With the same seed, an adapter of smaller rank has the first rows of one with larger rank, for each expert.
+    With the same seed, the A of a smaller rank consists of the first rows of the A of a larger rank, for each expert.
     """
     at, found = lora.layout_at(layout, rank), {}
     a = {name for name, _ in lora.pairs(layout.slots).values()}

@@ -44,7 +44,7 @@ class KD(OneShot):
         "method.learning_rate": Paper(1e-4, "with few rows it hardly changes a head"),
     }
 
-    temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "candidates for T", gt=0, least=1)
+    temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "candidates for the temperature T", gt=0, least=1)
     alpha: float = setting(0.5, "weight of the teacher in the loss; the labels get the rest", ge=0, le=1)
     local_epochs: int = setting(100, "epochs of training on the labels alone", ge=1)
     epochs: int = setting(50, "epochs of distillation", ge=1)

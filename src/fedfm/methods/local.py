@@ -1,4 +1,4 @@
-"""Local: every client trains alone, for as many epochs as in a federated run. The lower baseline.
+"""Local: every client trains alone, for the same number of epochs as in a federated run. The lower baseline.
 
 Named "local training" in McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 without its communication.
 """

@@ -33,7 +33,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
     LoRA of any rank is written as ``adapter_config.json`` and ``adapter_model.safetensors``. Other tensors are written
     as ``model.safetensors``. Two adapters are written as ``global/`` and ``local/``, and the tensors that weigh them
     as ``mix.safetensors`` or ``gate.safetensors``. Two adapters with a mix are also merged into one adapter. If their
-    weights differ from row to row, both adapters have the weight 1/2 in the merged one.
+    weights differ from row to row, both adapters have the weight 1/2 in the merged adapter.
 
     Args:
         head_takes: the transform of features before the head; ``fedfm.json`` then names this transform.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedfm.models.stored_files import StoredWeights
 
 _FIRST = 3  # number of names that a message lists
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of parallel, compiled and sharded modules of torch
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # from parallel, compiled, sharded modules of torch
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a block in a name
 _TRIED = 20  # number of missing names to look up under another prefix
 

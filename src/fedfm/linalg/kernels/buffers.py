@@ -1,4 +1,4 @@
-"""Memory for large vectors: in huge pages, and reused.
+"""Buffers for large vectors. They lie in huge pages and are reused.
 
 With pages of 4 KiB, the first access to a new buffer of 400 MB takes ten times as long as a copy of the buffer. With
 huge pages, which NumPy requests, the first access takes about as long as one copy, because the system still clears the
@@ -25,11 +25,11 @@ LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # constants of glibc's malloc.h
 _IDLE = 512 << 20  # largest number of freed bytes that a process keeps between two steps
 _ALL = 2**31 - 1  # the largest value of mallopt
-KEPT = 4  # largest number of free buffers that are kept: about as many buffers of one size are used in a round
+KEPT = 4  # largest number of free buffers that are kept; a round uses about this many buffers of one size
 
 _free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free.clear)  # in a child a write to the parent's pages would copy them
+    os.register_at_fork(after_in_child=_free.clear)  # a write in a child would copy the parent's pages
 
 
 class _Lease:
@@ -49,7 +49,7 @@ def lease(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised vector (count,) on the CPU. A large vector begins at a cache line, if possible in huge pages."""
+    """An uninitialised vector (count,) on the CPU. A large one begins at a cache line, in huge pages if possible."""
     nbytes = count * dtype.itemsize
     if nbytes < LARGE:
         return torch.empty(count, dtype=dtype)
@@ -74,8 +74,8 @@ def keep_all_freed() -> bool:
     """Keep freed memory of arrays of any size for this process's next arrays; returns False without glibc.
 
     Even after :func:`keep_freed`, the memory of arrays above 32 MiB goes back to the kernel. A process that works on
-    ciphertexts allocates hundreds of MB of them again and again; with this function a client refreshes them three times
-    as fast. But until its end, the process keeps up to 2 GiB more than it uses.
+    ciphertexts allocates hundreds of MB again and again. With this function, a client refreshes its ciphertexts three
+    times as fast. But until it ends, the process keeps up to 2 GiB more than it uses.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _ALL))

@@ -1,4 +1,4 @@
-"""Compilation of loops with numba. Only modules with loops import numba; callers import these just before a loop."""
+"""Compilation of loops with numba. Only modules with loops import numba; callers import them just before a loop."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from llvmlite import binding
 from numba.core.codegen import get_host_cpu_features
 
 SLACK = np.float32(1 - 1e-4)  # factor on bounds of distances; the margin is far above float32 rounding
-SPAN = 256  # rows summed in float32 before their sum is added in float64
+SPAN = 256  # number of rows that are summed in float32 before their sum is added to a float64 sum
 EXACT = {"reassoc", "contract", "nsz", "arcp"}  # LLVM's flags for sums in vector lanes; NaN and infinity are kept
-MATHS = EXACT | {"nnan"}  # also minima in vector lanes, for values without NaN
+MATHS = EXACT | {"nnan"}  # also allows minima in vector lanes; the values must not be NaN
 LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # processors that lower their clock for 512-bit registers
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def _whole_registers() -> bool:
-    """Let numba compile for the widest vectors of this processor; returns whether it then prefers 512 bits.
+    """Let numba compile for the widest vectors of this processor; returns whether numba then prefers 512 bits.
 
     On Intel's processors LLVM prefers 256-bit vectors, because the first processors with 512 bits lowered their clock.
     On later processors 256 bits make these loops 1.1 to 1.4 times as slow. The variables NUMBA_CPU_NAME and
@@ -61,7 +61,7 @@ def compile_part(function: Callable[..., Any]) -> Any:
 
 
 def aligned_empty(*shape: int, dtype: Any = np.float32) -> Any:
-    """An uninitialised array that begins at a cache line; so do rows whose length is a multiple of 16 float32s."""
+    """An uninitialised array that begins at a cache line. If a row takes a multiple of 64 bytes, each row does, too."""
     entries, size = math.prod(shape), np.dtype(dtype).itemsize
     block = np.empty(entries + 64 // size, dtype)
     at = -block.ctypes.data % 64 // size

@@ -1,7 +1,7 @@
 """Products of small float32 matrices in compiled loops, by tiles of up to 8 rows and 32 columns.
 
 Matrices are parts of flat vectors. Offsets and strides are counted in entries, not in bytes, and are not checked. The
-terms of an entry are always added in the same order, whatever the tile.
+terms of an entry are added in the same order with tiles of any size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDE = 2 if WHOLE_REGISTERS else 1  # values of type Lanes in a row of a tile; a
 def _tile(lanes: int) -> Any:
     """Make the intrinsic for a tile of ``ROWS`` rows, each of ``lanes`` values of type ``Lanes``.
 
-    It writes sum_k a[p + i row + k step] b[q + k under + j] to ``out[o + i down + j]``, or adds it there if ``add``.
+    It writes sum_k a[p + i row + k step] b[q + k under + j] to ``out[o + i down + j]``, or adds it if ``add`` is true.
     If fewer than ``ROWS`` rows are left, the last row is computed several times.
     """
 

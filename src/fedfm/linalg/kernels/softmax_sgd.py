@@ -43,7 +43,7 @@ def _scratch(*sizes: int) -> tuple[Any, ...]:
 def scratch(rows: int, d: int, classes: int) -> tuple[Any, ...]:
     """Scratch memory of :func:`descend`, for batches of B = ``rows`` rows.
 
-    Transposed weights (d C' + 256), bias (C'), a batch's rows (B d) and its logits (B C').
+    It has the transposed weights (d C' + 256), the bias (C'), a batch's rows (B d) and the batch's logits (B C').
     """
     width = lanes(classes)
     return _scratch(d * width + COUNT * COUNT, width, rows * d, rows * width)
@@ -141,7 +141,7 @@ def _step(
 ) -> Any:  # fmt: skip
     """One step: ``to_w`` = ``keep`` ``to_w`` + ``scale`` gradient, and ``to_b`` likewise with ``keep_b``.
 
-    The gradient is that of a batch's summed cross-entropy at ``wt`` and ``bt``. Returns this sum.
+    The loss is the sum of a batch's cross-entropies. Its gradient is computed at ``wt``, ``bt``. Returns the loss.
     """
     d, m, width = x.shape[1], len(rows), len(bt)
     for i in range(m):
@@ -173,7 +173,7 @@ def descend(
 
     Args:
         x, y: rows (n, d) and labels (n,) in 0..C-1.
-        orders: (E, m), m > 0: the indices of the m training rows in the order of each of the E epochs.
+        orders: (E, m), m > 0. Row e has the indices of the m training rows in the order of epoch e.
         size: B, rows in a batch.
         start: vector with the initial head: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
         trained: vector that receives the trained head, in the same places.

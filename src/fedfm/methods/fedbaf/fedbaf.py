@@ -92,7 +92,7 @@ class FedBaF(Comparable, Around):
         if "reference" not in fed.memory:
             if length <= STILL:  # tau_0 would be 0, and the result divides by tau_0
                 return 0.0
-            # Only the server may read this. The server's memory is stored in private/, as the key is.
+            # Only the server may read this. The server's memory is stored in private/, like the key.
             fed.memory["reference"] = {"length": length, "t": t}
         reference: dict[str, Any] = fed.memory["reference"]
         if self.cap == "reference":

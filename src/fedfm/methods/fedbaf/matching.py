@@ -91,8 +91,8 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     Args:
         model: the federation's model, at the server.
         foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
-        identical: "labels" or "vocabulary", or both, if the same index means the same label, or the same token, in both
-        models. Equal shapes do not prove this.
+        identical: "labels" if the same index means the same label in both models, "vocabulary" if it means the same
+            token, or both. Equal shapes do not prove this.
 
     Raises:
         InputError: the foundation model cannot be read, is of another kind, or has no tensor that matches.
@@ -128,7 +128,7 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
 def _region(
     name: str, shape: tuple[int, ...], there: tuple[int, ...] | None, role: str, identical: Collection[str]
 ) -> tuple[tuple[int, ...] | None, str]:
-    """The region to mix, or None, and the reason: for a tensor of ``shape`` and its match of shape ``there``."""
+    """The region to mix (or None) of a tensor of ``shape`` and its match of shape ``there``; and the reason."""
     if there is None:
         return None, "the foundation model has no such tensor"
     if role in DECLARED and role not in identical:
@@ -156,7 +156,7 @@ def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[
     for name, line in lines.items():
         other = differ.get((_layer(name), roles.get(name, "body")))
         if line.region is not None and other is not None:
-            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape, so both are left out"
+            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape: the layer is left out"
             line = dataclasses.replace(line, region=None, why=why)
         table.append(line)
     return table
@@ -167,7 +167,7 @@ def _layer(name: str) -> str:
 
 
 def _roles(model: Model) -> dict[str, str]:
-    """The role of each tensor outside the body, by name: labels, vocabulary, output, positions or input."""
+    """The role (labels, vocabulary, output, positions or input) of each tensor outside the body, by tensor name."""
     root: Any = unwrap(model.module)
     ends = getattr(model, "ends", None) or Ends.of(model.parts)
     tables = {id(m.weight): path for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
@@ -207,7 +207,7 @@ def check_place(foundation: str) -> None:
     """Refuse a name that is not a foundation model, before anything is loaded.
 
     Raises:
-        InputError: it is not a built-in name, a folder of a model, an adapter or a trained head, or a hub id.
+        InputError: it is no built-in name, no hub id and not the folder of a model, an adapter or a trained head.
     """
     folder = Path(foundation).expanduser()
     trained = folder / "fedfm.json", folder / "model.safetensors"
@@ -246,7 +246,7 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
     if not type_of(own):
         what = "a head on feature vectors" if model.spec.name == "features" else "a user's own module"
         raise InputError(
-            f'method.foundation = "{foundation}": {what} needs the folder of a trained one '
+            f'method.foundation = "{foundation}": {what} needs the folder of its trained weights '
             "(fedfm.json and model.safetensors, as a run's adapter/)",
             key="method.foundation",
         )

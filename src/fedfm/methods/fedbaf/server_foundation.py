@@ -32,7 +32,7 @@ class Around(ServerModel, Method[Any]):
     rounds: int = setting(10, "communication rounds; 0 evaluates the initial model", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
-    base: FedAvg = setting(FedAvg(), "the averaging method and its own keys, by name")
+    base: FedAvg = setting(FedAvg(), "the name of the averaging method, and the method's own keys")
     foundation: str = setting(
         "",
         "built-in name, folder or hub id [required]; only the server reads it",

@@ -149,7 +149,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         return Update(tau.cast(self.wire_layout(tau.layout)), 1.0, client.metrics)
 
     def wire_layout(self, layout: Layout) -> Layout:
-        """Layout of a task vector in a message. In bfloat16 task vectors keep their cosines; weights do not."""
+        """Layout of a task vector in a message. bfloat16 preserves the cosines of task vectors, not of weights."""
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(
@@ -238,8 +238,8 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     ) -> tuple[Params, dict[ClientId, float]]:
         """The newcomer's model and the weight of each client in it, by equation 4.
 
-        The equation takes the newcomer's task vector and, for every other client, the sum of its task vectors over all
-        rounds, since task vectors of a single round give useless similarities.
+        The equation takes the newcomer's task vector, and the sum of each other client's task vectors over all rounds.
+        Task vectors of a single round would give useless similarities.
         """
         theta = adapt(w_0)
         begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}

@@ -1,4 +1,4 @@
-"""Sparsely activated LoRA of FedMS: the rule that unfreezes a layer (equation 5, Figure 2), and the rule's rows."""
+"""Sparsely activated LoRA of FedMS: when a layer is unfrozen (equation 5, Figure 2), and which rows decide this."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def split(client: Client) -> tuple[Rows, Rows]:
     """The rows for training, and the rows on which accuracy decides when a layer is unfrozen.
 
     The deciding rows are the client's validation rows. A client without validation rows holds out a fixed tenth of its
-    training rows. With fewer than 20 training rows it uses all of them for both.
+    training rows. With fewer than 20 training rows it uses all of them for both purposes.
     """
     rows, val = client.data.train, client.data.val
     if len(val):
@@ -50,7 +50,7 @@ def with_rows(client: Client, rows: Rows) -> Client:
 
 
 def clock(model: Model) -> float:
-    """The time in seconds, after the device has finished its work; it serves to measure how much frozen layers save."""
+    """The time in seconds, after the device has finished its work. It shows how much time frozen layers save."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -42,7 +42,7 @@ from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
 
-LEAST_LOSS = 1e-3  # smaller losses count as this with gate_weights = "inverse_loss"
+LEAST_LOSS = 1e-3  # with gate_weights = "inverse_loss", smaller losses are replaced by this one
 NOTHING = Params({})
 
 
@@ -124,8 +124,8 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     share: float | None = setting(None, "a fixed lambda for every row, instead of a gate", ge=0, le=1)
     objective: str = setting(
         "separate",
-        "losses of stage two: separate (the gate minimises the mixture's loss, the expert its own) or joint (both "
-        "minimise the mixture's)",
+        "losses of stage two: separate (the gate minimises the mixture's loss, and the expert minimises its own) or "
+        "joint (both minimise the mixture's loss)",
         choices=("separate", "joint"),
     )
     local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
@@ -186,7 +186,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     # --- stage two ----------------------------------------------------------------------------------------------------
     @on_client(varying=("start",))
     def adapt(self, client: Client, Z_g: Params, start: Params) -> Update:
-        """Sparsely activated LoRA, then local training of expert and gate. The local expert stays at the client."""
+        """Decide whether to unfreeze a layer, then train expert and gate. The local expert stays at the client."""
         memory = client.memory
         if len(start):
             memory["W_g"], memory["gate"] = start.part(GLOBAL), start.part(GATE)
@@ -221,7 +221,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         client.memory["q"], client.memory["k"] = Params({"q": torch.tensor(list(q), dtype=torch.float64)}), k
 
     def local_pass(self, client: Client, W_g: Params, W_i: Params, Z_g: Params, k: int) -> tuple[Params, Params, float]:
-        """E epochs of both objectives: W_i, Z_i and the gate's mean loss L_i."""
+        """Train for E epochs on both objectives; returns W_i, Z_i and the gate's mean loss L_i."""
         return local_pass(client, self.local, self.gating, self.objective == "separate", W_g, W_i, Z_g, k)
 
     @property
@@ -272,7 +272,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def own(self, client: Client, w: Params) -> Params:
         """The global expert, the local one and the gate.
 
-        Before stage two, and for a client without a local expert, W_g alone.
+        Before stage two, or without a local expert, the client has W_g alone.
         """
         if not is_mixture(w):
             return w
@@ -310,7 +310,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def newcomer(
         self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global expert, a local expert trained from it, and the current gate; there are no weights of clients."""
+        """The global expert, a local expert trained from it, and the current gate; no client has a weight."""
         return Params.join(**{GLOBAL: s.W_g, LOCAL: adapt(s.W_g), GATE: s.Z_g}), {}
 
     def details(self, s: MSState, judge: Judge | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import DualModel
 
 LAST = ("output.", "output_norm.")  # the tensors that the variant "last" trains and sends
-TRUNK = "trunk."  # names of the gate's own image block
+TRUNK = "trunk."  # prefix of the names in the gate's own image block
 
 
 class Gate(nn.Module):
@@ -67,7 +67,7 @@ class Gating:
     Attributes:
         part: the gate's part that is trained and sent: "adapter", "last" (its last layer) or "all" (also an image
             block).
-        backbone: the image classifier whose frozen features the gate reads; if empty, the global expert's features.
+        backbone: the image classifier whose frozen features the gate reads; if empty, it reads the global expert's.
         share: a fixed lambda for every row, instead of a gate; if None, the gate computes lambda.
     """
 

@@ -59,7 +59,7 @@ def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) 
 
     Args:
         share: lambda of every row; if None, the gate computes lambda.
-        places: the path in the base model of each part for which the gate has its own weights.
+        places: paths in the base model, by name, of the parts for which the gate has its own weights.
         backbone: name of the classifier whose features the gate reads; the user passes these features with the rows.
             If empty, the gate reads the features of the global expert.
     """

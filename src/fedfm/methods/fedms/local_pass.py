@@ -1,4 +1,4 @@
-"""The client's local pass in stage two of FedMS: the gate by equation 3, the local expert by equation 2."""
+"""The client's local pass in stage two of FedMS. It trains the gate by equation 3 and the expert by equation 2."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tenso
 class Experts:
     """The cosines of both experts on one client's rows.
 
-    The frozen global expert's outputs are computed once and reused in later rounds. They are its features, and the
-    hidden states below the top k blocks, which are equal for both experts. Files of at most ``FEDFM_MEMORY`` bytes hold
-    the states. States that do not fit are computed again for every batch, with the same bits.
+    The frozen global expert's outputs are computed once and reused in later rounds. The outputs are the features, and
+    the hidden states below the top k blocks, which are equal for both experts. Files of at most ``FEDFM_MEMORY`` bytes
+    hold the states. States that do not fit are computed again for every batch, with the same bits.
     """
 
     def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int, gate_backbone: str = "") -> None:

@@ -80,7 +80,7 @@ def bound(errors: int, draws: int, counts: Counts, divergences: Cells, withheld:
 
     miss = (1 - CONFIDENCE) / 2  # half of the risk is for the synthetic loss, half for the divergences
     if draws < 1 or not any(map(len, counts)):
-        raise ValueError("a bound needs draws and cells")
+        raise ValueError("a bound needs draws and a client with a class")
     limit = 1.0 if errors >= draws else float(beta.ppf(1 - miss, errors + 1, draws - errors))  # Clopper-Pearson
     n = np.concatenate([np.asarray(c, dtype=np.float64) for c in counts])
     # Hoeffding: the estimate of sum_ic (n_ic/n) TV_ic is a weighted mean of DRAWS values in [0, 1] for each client and

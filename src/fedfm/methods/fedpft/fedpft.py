@@ -1,8 +1,8 @@
 """FedPFT: Parametric Feature Transfer, One-shot Federated Learning with Foundation Models.
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang. 2024. arXiv:2402.01862, Algorithm 1. Equation numbers are the
-paper's. Clients send, once, Gaussian mixtures of the features f(x) of each class. The server trains a head h on samples
-from these mixtures, and w = h o f. The decentralised variant (Section 4.2) uses the same two steps; the module
+paper's. Clients send Gaussian mixtures of the features f(x) of each class, once. The server trains a head h on samples
+from these mixtures. The model is w = h o f. The decentralised variant (Section 4.2) uses the same two steps; the module
 ``topology`` forwards its messages. Under differential privacy clients send noisy sums instead of mixtures; see
 ``private``.
 """
@@ -72,8 +72,8 @@ class FedPFT(Predictor, Private, Method[State]):
     counts to within a factor of about two. If features have few distinct values, such as whole numbers, their means
     reveal a small count. Only [privacy] bounds what is revealed.
 
-    ``topology = "ring"`` passes once through all clients and gives the same numbers as ``chain``. The last client's
-    message to the first one would contain the first client's own rows, and no rows may be counted twice.
+    ``topology = "ring"`` passes once through all clients and gives the same numbers as ``chain``. The last client
+    sends no message to the first: it would contain the first client's own rows, and no row may be counted twice.
     """
 
     needs: ClassVar[Needs] = Needs("head", ("head",), one_class=True, bias=True)
@@ -297,7 +297,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return None if self.privacy is None else UNIT_NORM
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
-        # In a chain, rows drawn from received mixtures may enlarge a class.
+        # Only a star gets this warning: in a chain, rows drawn from received mixtures may enlarge a class.
         if self.privacy is None and self.topology == "star":
             small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
             return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)

@@ -50,13 +50,13 @@ def unit_rows(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class Cell:
-    """The released statistics of one class, of one client or of the federation.
+    """The released statistics of one class, at one client or over the federation.
 
     Attributes:
         count: the noisy number n~ of rows; exact only if the relation makes counts public.
         total: noisy sum of the rows, (d,).
-        second: None (spherical); (d,) noisy sum of squares (diag); (d (d + 1) / 2,) lower triangle, row by row, of the
-            noisy sum of x x^T (full).
+        second: None if spherical; the noisy sum of squares (d,) if diag; if full, the lower triangle (d (d + 1) / 2,),
+            row by row, of the noisy sum of x x^T.
     """
 
     count: float

@@ -1,4 +1,4 @@
-"""One noisy sum over the federation; its noise is as large as the noise of one client, for any number of clients.
+"""One noisy sum over the federation. For any number of clients, it has only the noise of one client.
 
 Every client sends the exact sums of its classes, the aggregator averages them, and the server adds noise once. A record
 belongs to one client, so it changes the sum over all clients no more than it changes its client's sum. So the

@@ -1,4 +1,4 @@
-"""The settings of FedPFT's paper (arXiv:2402.01862, Theorem 4.1, Section 6, its listing)."""
+"""The settings of FedPFT's paper (arXiv:2402.01862, Theorem 4.1, Section 6 and the code listing)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fedfm.privacy.accountant import Spent
 RELATIONS = ("add_remove", "replace", "replace_any")
 CALIBRATIONS = ("analytic", "paper", "paper_client")
 
-_LEAST_DELTA = 1e-12  # far above 1e-20: the noise's tails, which are cut off, have this probability per value
+_LEAST_DELTA = 1e-12  # far above 1e-20, which is the probability of the cut-off tails of the noise on a value
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Plan:
         """Largest L2 distance between the sums of neighbouring data sets, over all cells of one client.
 
         For unit rows x and y at cosine c, |x - y|^2 = 2 - 2c and |xx^T - yy^T|^2 = 2 - 2c^2. Their sum is at most 4.5,
-        at c = -1/2. The bound also holds for the diagonals of xx^T and yy^T. FedPFT's Remark E.3 has sqrt(8), its
-        theorem sqrt(40).
+        at c = -1/2. The bound also holds for the diagonals of xx^T and yy^T. FedPFT's Remark E.3 has sqrt(8), and
+        its theorem has sqrt(40).
         """
         second = 0.0 if self.covariance == "spherical" else 1.0
         entering = self.a**2 + 1 + second  # one row enters or leaves a cell
@@ -127,7 +127,7 @@ class Plan:
         return self.sensitivity(n) * gaussian.sigma_for(self.epsilon, self.delta)
 
     def sum_sigma(self, n: float, *, client_rows: int = 0) -> float:
-        """Standard deviation of the noise on the sums; arguments and errors as :meth:`sigma`."""
+        """Standard deviation of the noise on the sums; arguments and errors as for :meth:`sigma`."""
         return self.sigma(n, client_rows=client_rows) * self._rows(n)
 
     @property

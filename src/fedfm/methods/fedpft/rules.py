@@ -77,7 +77,7 @@ def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
     if privacy.unit != "record":
         faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"', key="privacy.unit")
     topology, calibration = method["topology"], method["calibration"]
-    # In other topologies a release has one component, too, but clients fit any number of components to draws from it.
+    # Only a star limits the components. In other topologies clients fit any number of them to draws from a release.
     star = topology == "star"
     if method["pooled"] and not star:
         faults.say(

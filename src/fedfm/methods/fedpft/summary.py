@@ -1,4 +1,4 @@
-"""A client's summary, which is FedPFT's message; its checks, its mixtures, and draws from the mixtures."""
+"""FedPFT's message, a client's summary: this module checks it, reads its mixtures and draws rows from them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary]
         if s.labels and s.mixtures.dim != dim:
             raise ClientFault(E_SHAPE, f"mixtures of {s.mixtures.dim} dimensions, features have {dim}")
         if {len(s.kl), len(s.tv)} != {len(s.labels) if bounded else 0} or not all(0 <= t <= 1 for t in s.tv):
-            raise ClientFault(E_FIELD, "divergences that do not go with the labels")
+            raise ClientFault(E_FIELD, "divergences that do not fit the labels")
         if not all(map(math.isfinite, s.kl)):
             raise ClientFault(E_NONFINITE, "a divergence is NaN or infinite")
         if not all(abs(divergence) <= MAX_NORM for divergence in s.kl):

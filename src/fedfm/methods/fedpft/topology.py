@@ -98,7 +98,7 @@ def parents_of(
 
 
 def topological(parents: Mapping[ClientId, Sequence[ClientId]]) -> list[ClientId]:
-    """All clients in an order in which parents come first; ties in order of names.
+    """All clients in the order of their names, but each client comes after its parents.
 
     Raises:
         InputError: there is a cycle.

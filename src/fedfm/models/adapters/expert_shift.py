@@ -1,4 +1,4 @@
-"""Shift the weights of experts by factors, in addition to their adapter."""
+"""Shift the weights of experts by products of factors, in addition to their adapter."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Several named adapters on one frozen base: W x + sum_e m_e (alpha / r_e) B_e A_e x.
 
-One of them is the model's own, which may be trained; the others are frozen. Each can be on or off in each layer.
+One adapter is the model's own, which may be trained; the others are frozen. Each can be on or off in each layer.
 
 A pair is one parameter vector of three parts: the shared adapter, a client's own adapter, and their weights. See
 Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
-arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, clipped to
-[0, 1]. Here h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. If there is
+arXiv:2403.19211. The client's adapter has the weight a = bias + <slope, h / |h|>, clipped to [0, 1], and the shared
+adapter has 1 - a. Here h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. If there is
 no slope, the weight a is the bias for all rows.
 """
 

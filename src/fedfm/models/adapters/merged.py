@@ -1,7 +1,7 @@
 """Computes a linear map with LoRA as one product: y = x (W + s B A)^T + b, with gradients of x, A and B.
 
 PEFT adds s B A x to the output of W x, which reads and writes each activation several more times. The sum W + s B A
-costs r multiplications for each entry of W, whatever the number of tokens.
+costs r multiplications for each entry of W, for any number of tokens.
 """
 
 from __future__ import annotations

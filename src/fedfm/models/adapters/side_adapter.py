@@ -1,11 +1,11 @@
 """Low-rank side adapters: a chain of small maps that reads only the block outputs of a frozen transformer.
 
 BlindFed, Section 3.3, equations 4 to 6 (after LoSA: Time-, Memory-, and Parameter-Efficient Visual Adaptation, Mercea,
-Gritsenko, Schmid, Arnab. arXiv:2402.02887): where b_1 ... b_L are the block outputs,
+Gritsenko, Schmid, Arnab. arXiv:2402.02887). From the block outputs b_1 ... b_L the adapters compute
 
-    h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
+    h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z).
 
-and a linear head on the first position of h_L, here after a LayerNorm without parameters. No gradient passes through
+A linear head reads the first position of h_L, here after a LayerNorm without parameters. No gradient passes through
 the transformer, so a row's block outputs are computed once. For P > 1 disclosed positions, LoSA's token mixer follows:
 with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
 """
@@ -123,7 +123,7 @@ class Release:
 def release(kind: str, tokens: int, grid: tuple[int, int], projection: Tensor | None = None) -> Release:
     """The map of this kind from a block's tokens to the disclosed activations; the last tokens are a grid of patches.
 
-    ``class`` discloses the first token, or the mean over all tokens if all are patches. ``grid`` discloses the same and
+    ``class`` discloses the first token, or the mean over all tokens if all are patches. ``grid`` also discloses
     the means over the four quadrants of the grid. ``tokens`` discloses all tokens, projected.
 
     Raises:

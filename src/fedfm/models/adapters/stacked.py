@@ -85,7 +85,7 @@ def without(paths: Iterable[str]) -> str:
 
 
 def in_files(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """The tensors; the factors of experts among them get PEFT's shapes. :func:`from_files` is the inverse."""
+    """The tensors, with PEFT's shapes for the factors of experts. :func:`from_files` is the inverse."""
     layers = _layers(module)
     a, b = ({f"{path}.lora_{part}.default.weight" for path in layers} for part in "AB")
     return {name: t.flatten(0, 1) if name in a else t.flatten(1, 2) if name in b else t for name, t in tensors.items()}

@@ -76,7 +76,7 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
     """The network of a checkpoint, with a new ``linear`` for ``num_labels`` classes.
 
     Raises:
-        KeyError: the checkpoint lacks keys of this architecture, or has others.
+        KeyError: the checkpoint lacks keys of this architecture, or has other keys.
         RuntimeError: a tensor has another shape.
     """
     stages = [{int(m[1]) for k in state if (m := re.match(rf"layer{s}\.(\d+)\.", k))} for s in (1, 2, 3)]

@@ -1,9 +1,9 @@
-"""Expectation-maximisation for many groups of rows; a group is the features of one (client, class).
+"""Expectation-maximisation for many groups of rows; a group is one client's features of one class.
 
 Every group is fitted by itself, from its own seed. So its mixture does not depend on other groups (see ``group``).
 
-An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
-like scikit-learn's ``reg_covar``. If variances are as small as the floor, such an M step does not maximise the
+An M step adds a floor to every variance (if full, to the diagonal), like scikit-learn's ``reg_covar``. The floor is
+1e-6 times the group's mean variance plus 1e-12. If variances are this small, such an M step does not maximise the
 likelihood and may lower it. A step that lowers the likelihood is undone, and it ends the fit.
 """
 

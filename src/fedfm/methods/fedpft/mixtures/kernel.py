@@ -38,7 +38,7 @@ def _flush(sums: Any, whole: Any) -> None:
 def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v: Any, inverse: Any) -> Any:
     """M step of component c from its sums over ``n`` rows. Returns log det Sigma, and (shrink, move) for the bounds.
 
-    The work is split into several loops. Each uses few enough arrays for the compiler to vectorise it.
+    The work is split into several loops. Each loop uses so few arrays that the compiler vectorises it.
     """
     d, per, moved, shrink, log_det = mu.shape[1], 1 / n, 0.0, 1e300, 0.0
     if second.shape[1] == 1:
@@ -88,7 +88,7 @@ def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
 def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, weights: Any, work: Any) -> Any:
     """Fit centred rows ``x`` (n, d), starting from hard labels; each label must have a row.
 
-    Fills ``weights`` (K,), ``work[0]`` with the means and ``work[1]`` with the variances (spherical: the first column).
+    Fills ``weights`` (K,), ``work[0]`` with the means and ``work[1]`` with the variances (if spherical, column 0).
     ``work`` (7, K, d) is float32 and must be zero before. Returns the number of E steps, whether the last one changed
     the log-likelihood by less than ``tol``, and that log-likelihood as the mean over the rows.
     """

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-COVARIANCES = ("spherical", "diag", "full")  # index: number of dimensions of ``scales``, minus 1
+COVARIANCES = ("spherical", "diag", "full")  # at index i, ``scales`` has i + 1 dimensions
 ON_SIMPLEX = 1e-3  # largest deviation of the sum of weights from 1
 ENTRIES = 1 << 21  # densities are computed for this many rows times features at once: 16 MiB in float64
 
@@ -24,7 +24,7 @@ class Mixture:
     Attributes:
         weights: pi, (K,) float64, on the simplex.
         means: mu, (K, d) float32.
-        scales: standard deviations, float32: (K,) spherical, (K, d) diag; full: the lower Cholesky factors (K, d, d).
+        scales: float32 standard deviations, (K,) or (K, d), or for full covariances lower Cholesky factors (K, d, d).
     """
 
     weights: Array

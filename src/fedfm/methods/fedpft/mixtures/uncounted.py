@@ -1,7 +1,7 @@
 """Fit mixtures that do not reveal the number n of rows.
 
 In an ordinary mixture a component's weight is close to a multiple of 1/n. The number of components depends on n if each
-component needs ten rows. If rows lie on a grid, their mean lies on a grid n times as fine. So here K takes two values,
+component needs ten rows. If rows lie on a grid, their mean lies on an n times finer grid. So here K takes two values,
 and all numbers are rounded to grids that are the same for every n:
 
 - K is the requested number if n is at least ten times that number, else 1. If a component would stand for a single row,
@@ -25,7 +25,7 @@ from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 from fedfm.methods.fedpft.mixtures.singles import fit_without_singles
 
 OCTAVE = 8  # number of values for standard deviations between two powers of two
-PARTS = 8  # a mean is rounded to this fraction of the power of two just below its standard deviation
+PARTS = 8  # a mean's step is the power of two just below its standard deviation, divided by this
 
 
 def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int]) -> list[Mixture]:
@@ -100,7 +100,7 @@ def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
 
 
 def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Fit two components of several rows each, leaving out rows that would be alone in one; None if impossible."""
+    """Fit two components of several rows each, without rows that would be alone in one; None if impossible."""
     while len(x) >= 4:
         (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
         if whole.mixture.components == 2:
