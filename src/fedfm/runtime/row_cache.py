@@ -197,7 +197,7 @@ class RowCache:
 
 
 def encodes(model: Model) -> bool:
-    """Whether the model's rows are features."""
+    """Whether the rows on which the model trains are features of a frozen part."""
     return model.images_fixed if is_dual_model(model) else model.adaptation == "head"
 
 

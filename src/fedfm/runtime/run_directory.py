@@ -281,7 +281,7 @@ class Run:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """Return the server's state after the last committed round, also of a finished run, without changing any file.
+        """Return the server's state after the last committed round, even if the run is finished; no file changes.
 
         Args:
             mapped: see :func:`fedfm.core.storage.load`.

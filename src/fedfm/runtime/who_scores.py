@@ -65,7 +65,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
 
 
 def test_rows(experiment: Experiment, federated: FederatedData) -> tuple[int, int | None]:
-    """Return numbers of test rows at the server and at all clients (None if silos have their own rows)."""
+    """Return the numbers of test rows at the server and at all clients; the latter is None if silos have own files."""
     elsewhere = experiment.silos_own_rows and experiment.run.engine in ("deployment", "folder")
     clients = () if elsewhere else federated.clients.values()
     return len(federated.test), sum(len(rows.test) for rows in clients) if clients else None

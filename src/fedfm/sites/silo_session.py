@@ -237,7 +237,7 @@ class SiloSession:
         self.ledger.enter(entry)
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """Enter into the ledger, as an answer, a fault that came after rows were read; return the fault to report."""
+        """Count a fault as an answer in the ledger if it came after rows were read; return the fault to report."""
         try:
             if depends_on_rows(fault) and self._entry(question, experiment).cost != NOTHING:
                 self._enter_refusal(question, fault, experiment)
