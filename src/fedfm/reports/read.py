@@ -36,7 +36,7 @@ class Round:
         seconds: duration of this round. (In the file, seconds count from the start of the run.)
         bytes_up, bytes_down: bytes of the method's own messages since the start of the run.
         figures: all numbers of the line, including the method's own figures.
-        clients: accuracy of each client on its own test rows; None if the client has none.
+        clients: accuracy of each client on its own test rows; None for a client without an accuracy.
         losses: loss of each client, if no accuracy is defined.
         scored: the number of an earlier round, for each client whose scores belong to that round's model.
     """

@@ -75,8 +75,8 @@ class Silos:
             payload (see :class:`fedfm.attacks.attackers.Attackers`). None if all clients are honest.
         allow: the silo's policy, as words of :mod:`fedfm.privacy.policy`; ``("mean",)`` discloses no single reply.
         on_error: receives the traceback if a handler raises; the traceback stays at the client.
-        local_scores: whether an update for a mean also contains the accuracy of the client's trained model, measured
-            before aggregation on the client's own test rows.
+        local_scores: whether an update for a mean also contains the accuracy of the client's trained model on the
+            client's own test rows. It is measured before aggregation.
         scores_sent: if this is n > 0 and the policy allows scores, an update contains scores of the received model
             once in n rounds (see :mod:`fedfm.runtime.async_scores`).
         reveal: whether the server receives the text of an error in a client half, which may contain paths and values.
@@ -189,7 +189,7 @@ class Silos:
         """Check a request against the silo's policy.
 
         Raises:
-            ClientFault: E_REFUSED, with the reason.
+            ClientFault: with E_REFUSED and the reason.
         """
         kind, _, name = handler.partition(".")
         if (why := self._why_refused(kind, name)) is not None:

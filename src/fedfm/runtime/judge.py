@@ -81,7 +81,7 @@ def judge(
         if not tabled:
             return scores(method, population.model, w, population.test)
         said, labels = logits(method, population.model, w, population.test), population.test.labels
-        assert labels is not None  # noqa: S101 - for mypy: tabled
+        assert labels is not None  # noqa: S101 - for mypy; it follows from tabled
         return metrics.scores(said, labels) | counts(said, labels)
 
     def judge_by_logits(w: Params, by_class: bool) -> dict[str, Any]:

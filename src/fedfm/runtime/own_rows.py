@@ -35,7 +35,7 @@ class OwnRows:
     Attributes:
         name: the client's name.
         data: file or folder of the client's rows; or the client's own "module:function", which returns rows and model.
-        classes: names of the classes that the federation agreed on, in order; None for the classes of the rows.
+        classes: names of the classes that the federation agreed on, in order; None means the classes of the rows.
         models: folders and hub ids that experiments may name in addition to the built-in models.
         device: the model's device; "" for the device in the experiment.
         predict: file or folder with rows to predict; "" for no predictions.
@@ -121,7 +121,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
-    """Read the rows for which the silo wants predictions, as the test rows of one client.
+    """Read the rows for which the silo wants predictions; they become the test rows of one client.
 
     Raises:
         InputError: the silo's file names no rows to predict.

@@ -164,7 +164,7 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Return notices about the rows, from the model's template and from the task.
+    """Return the notices that the model's template and the task give about the rows.
 
     Raises:
         InputError: for the reason of :func:`template_notices`.

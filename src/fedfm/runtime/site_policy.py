@@ -103,7 +103,7 @@ class SitePolicy(Protocol):
 
 
 def session(folder: Path, site: Mapping[str, Any]) -> SitePolicy:
-    """Make the silo's session of a run from the run's folder.
+    """Make the silo's session for the run of this folder.
 
     Args:
         site: the folder's ``site.json``, which names the silo's file.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def why_unasked(experiment: Experiment) -> str:
     """Return the reason why no client is asked for scores on its own rows; "" if clients are asked.
 
-    In a run that states an epsilon no client is asked, since the ledger does not account for exact scores. If the
+    In a run that states an epsilon, no client is asked, since the ledger does not account for exact scores. If the
     server may see only sums, clients are asked only if the server needs their scores: the method has no single model,
     or the server has no test rows.
     """

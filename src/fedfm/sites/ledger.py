@@ -207,8 +207,8 @@ class Ledger:
             entry: the answer's entry, as far as it is known.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, another question was answered at its position in
-                the run, or the file is damaged or cannot be read.
+            ClientFault: with E_REFUSED if the entry would exceed a budget, another question was answered at its position
+                in the run, or the file is damaged or cannot be read.
         """
         with self._current():
             if self._totals.knows_question(entry):
@@ -221,9 +221,9 @@ class Ledger:
         """Write an entry to the disk; its message may leave only after this method returns.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written. The
-                fault is also raised if the answer to a repeated question has changed (because the client's own model
-                or rows changed) and its round has already answered another question.
+            ClientFault: with E_REFUSED if the entry would exceed a budget, or the file is damaged or cannot be written.
+                It is also raised if the answer to a repeated question has changed (because the client's own model or
+                rows changed) and another question has already been answered in its round.
         """
         with self._current() as file:
             if (why := self._exceeded_budget(entry)) is not None:

@@ -50,7 +50,7 @@ def _triples(ranks: Sequence[float]) -> Array:
 
 
 def _by_label(ranks: Sequence[float], labels: int) -> list[tuple[Array, Array, Array]]:
-    """For each label (bins, rows with the label, rows without it), by ascending bin."""
+    """Return for each label (bins, rows with the label, rows without it), by ascending bin."""
     place, with_label, without = _triples(ranks).T
     label, bins = place // (2 * _HALF), place % (2 * _HALF) - _HALF
     return [(bins[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
