@@ -207,8 +207,8 @@ class Ledger:
             entry: the answer's entry, as far as it is known.
 
         Raises:
-            ClientFault: with E_REFUSED if the entry would exceed a budget, another question was answered at its position
-                in the run, or the file is damaged or cannot be read.
+            ClientFault: with E_REFUSED if the entry would exceed a budget, another question was answered at its
+                position in the run, or the file is damaged or cannot be read.
         """
         with self._current():
             if self._totals.knows_question(entry):
