@@ -50,7 +50,7 @@ def _other_units(population: Partitioned) -> list[str]:
     if usual[most] < _UNITS * usual[least]:
         return []
     return [
-        f"the usual value of {most} is {usual[most]:.3g}, of {least} {usual[least]:.3g}; if they measure in "
+        f"the usual value of {most} is {usual[most]:.3g}, but that of {least} is {usual[least]:.3g}; if they have "
         "different units, give all vectors in the same units, or set data.scale"
     ]
 
