@@ -13,15 +13,15 @@ from fedfm.reports.text import count, esc, percent
 
 _MOST = 40  # largest number of classes in a matrix
 _KEPT = 1000  # largest number of classes for which a result has counts of each class
-_WORST = 5  # number of worst classes, and of frequent mistakes, that the text names
+_WORST = 5  # largest number of worst classes that the text names; also of frequent mistakes
 _ALL = 60  # a table with more classes is folded
 
 
 class _ClassLine(NamedTuple):
     """Counts of one class.
 
-    After the class's name: the number of its rows; the number of rows that are predicted as this class; how many of
-    these predictions are right; the class that is most often predicted in its place; and how often that happens.
+    The fields after the name are: the number of the class's rows; the number of rows that are predicted as this class;
+    how many of these predictions are right; the class that is most often predicted in its place, and how often.
     """
 
     name: str
@@ -42,7 +42,7 @@ class _ClassLine(NamedTuple):
 
 
 def section(run: RunFiles) -> str:
-    """The confusion matrix, or the reason why there is none, and a table; empty if the result has no class counts."""
+    """A table and the confusion matrix (or the reason why there is none); empty if the result has no class counts."""
     own = run.value("accuracy") == run.value(LOCAL_ACCURACY) != run.value(GLOBAL_ACCURACY)
     several = own and len(run.manifest.get("clients") or ()) > 1
     text = "Counts of all clients' models are added up. " if several else ""

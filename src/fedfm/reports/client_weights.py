@@ -138,7 +138,7 @@ def seriation(p: np.ndarray) -> list[int]:
 
 
 def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray, list[list[int]]]:
-    """The map with the clients in this order, and neighbours joined into at most ``most`` groups.
+    """The map with the clients in this order and with neighbours joined into at most ``most`` groups.
 
     Returns:
         q (G, G) and the groups. Entry (a, b) of q is the fraction that all clients of group b together have in the

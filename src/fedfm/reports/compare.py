@@ -30,7 +30,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
         out: the file to write, e.g. ``compare.html``.
 
     Raises:
-        InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written or is another file.
+        InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written or is no comparison.
     """
     storage.refuse_others(Path(out), f"<title>{_TITLE}")
     runs = read_runs(run_dirs)
@@ -126,9 +126,9 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences about runs whose rows, according to their fingerprints, differ or may differ from the first run's.
+    """Sentences about runs whose rows differ, or may differ, from the first run's. Their fingerprints are compared.
 
-    Under [privacy] each run computes its fingerprint with its own key, so two runs cannot be compared.
+    Under [privacy] each run computes its fingerprint with a key of its own, so no two fingerprints can be compared.
     """
     out, public = [], _not_private(runs)
     if others := _unlike(public, lambda run: mapping(run.manifest.get("fingerprints")).get("data")):
@@ -163,7 +163,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
         once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
         if (run.done_rounds <= 1 or once) and last > 1 and points:  # a single value is drawn as a level line
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
-        # Without the missing values, a run that was evaluated only in some rounds is drawn as one line.
+        # Missing values are dropped, so that a run that was evaluated only in some rounds is drawn as one line.
         points = [(x, y) for x, y in points if y is not None] or points
         if points:
             series.append(Series(name, points, i % COLOURS + 1))

@@ -1,7 +1,7 @@
 """``dossier.html``: one printable page about a run, for a data protection officer.
 
-Its sections follow an opinion of the European Data Protection Board: Opinion 28/2024 on certain data protection
-aspects related to the processing of personal data in the context of AI models. 17 December 2024, sections 3.2 to 3.4.
+Its sections follow sections 3.2 to 3.4 of an opinion of the European Data Protection Board: Opinion 28/2024 on certain
+data protection aspects related to the processing of personal data in the context of AI models (17 December 2024).
 The statements come from the run's files. The controller (the GDPR's term) fills in the empty lines.
 """
 
@@ -27,7 +27,7 @@ Fact = tuple[str, str | None]  # (label, text); if the text is None, the page ha
 
 FILE = DOSSIER
 _MOST = 8  # largest number of rows of a table, so that the dossier has one or two pages
-# Kind of attack that the opinion names -> beginnings of the names of this library's findings of that kind
+# For each kind of attack that the opinion names: how the names of this library's findings of that kind begin.
 _KINDS = {
     "membership inference": (
         "membership",
@@ -193,7 +193,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
 
 
 def _rules(found: Sequence[Any]) -> str:
-    """The rules of the findings; before each rule are the numbers, in the table, of the findings with this rule."""
+    """The rules of the findings. Each rule follows the numbers that its findings have in the table."""
     by_rule: dict[str, list[str]] = {}
     for i, f in enumerate(found, 1):
         if f.get("rule"):

@@ -1,4 +1,4 @@
-"""The section about a FedPFT run: bytes as sent and as in the paper's formulas, withheld classes, bound and noise."""
+"""The section about a FedPFT run: sent bytes, bytes by the paper's formulas, withheld classes, bound and noise."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Spot = tuple[str, float, float]  # name, bytes and accuracy of a run
 
 
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """The plot as HTML; empty if fewer than two runs both have an accuracy and sent bytes."""
+    """The plot as HTML; empty unless at least two runs have an accuracy and have sent bytes."""
     by, spots = basis(runs), []
     alone, pooled = list[str](), list[str]()
     for run, name in zip(runs, short(names), strict=True):
@@ -93,7 +93,7 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
         long = 6.6 * len(text)
         at, anchor = (x(s) - 7, "end") if x(s) > width * 0.7 else (x(s) + 7, "start")
         box = (at - long if anchor == "end" else at, y(a) - 18, long, 14.0)
-        if not any(_touch(box, other) for other in written):  # other names show on hover
+        if not any(_touch(box, other) for other in written):  # a name without room is shown only on hover
             written.append(box)
             body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(text)}</text>')
     return frame(width, height, label, body)

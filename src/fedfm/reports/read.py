@@ -36,9 +36,9 @@ class Round:
         seconds: duration of this round. (In the file, seconds count from the start of the run.)
         bytes_up, bytes_down: bytes of the method's own messages since the start of the run.
         figures: all numbers of the line, including the method's own figures.
-        clients: accuracy of each client on its own test rows; None if the client has none.
+        clients: accuracy of each client on its own test rows; None for a client without an accuracy.
         losses: loss of each client, if no accuracy is defined.
-        scored: for each client whose scores are of the model of an earlier round, the number of that round.
+        scored: the number of an earlier round, for each client whose scores belong to that round's model.
     """
 
     number: int
@@ -176,7 +176,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
 
     Args:
         run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
-        messages: whether to read messages.jsonl, too, which may be long.
+        messages: whether to read also messages.jsonl, which may be long.
 
     Raises:
         InputError: the manifest is missing or invalid, or a newer fedfm wrote it.
@@ -227,7 +227,7 @@ def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -
     last = int(whole(result.get("rounds"))) if result else max([last, *(t - 1 for t in committed)])
     logs_of = (run_dir if messages else run_dir / logs.METRICS), last, result or None
     of_logs = logs.gaps(*logs_of) if messages else logs.gaps_of_metrics(*logs_of)
-    # A copy without private/ was made to share the run, and may lack the checkpoint on purpose.
+    # Only a run with private/ must have a checkpoint: a copy without private/ was made to share the run.
     gone = bool(result) and last not in committed and (run_dir / "private").is_dir()
     model = f"the checkpoint of round {last} is missing: `fedfm predict`, `export` and `audit` need it"
     return [*of_logs, *([model] if gone else [])]

@@ -20,7 +20,7 @@ def table(run_dirs: Sequence[Path]) -> str:
     Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows in
     others, the column is left out, and a last line names the score by which runs are compared. ``spread`` is the
     standard deviation of the clients' accuracies. For language models the table has ``perplexity`` and ``local loss``
-    (mean over clients, on their own test rows), and ``loss`` in place of accuracies that no run has; columns that all
+    (mean over clients, on their own test rows). If no run has an accuracy, the table has ``loss``. Columns that all
     runs lack are left out. If a run is unfinished, there is a column ``state``.
 
     Raises:
@@ -49,7 +49,7 @@ def table(run_dirs: Sequence[Path]) -> str:
 
 
 def compared_by(runs: Sequence[RunFiles]) -> list[str]:
-    """A sentence if the runs' accuracies are measured on different rows."""
+    """A list with one sentence if the runs' accuracies are measured on different rows; otherwise an empty list."""
     by = basis(runs)
     if not by.mixed:
         return []

@@ -16,13 +16,13 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-MOST_BARS = 40  # largest number of clients with a bar of their own; more are averaged in groups of neighbours
+MOST_BARS = 40  # largest number of clients with one bar each; if there are more, a bar is the mean of a group
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # largest number of cells in the table of class counts
 
 
 def curves(run: RunFiles) -> str:
-    """Accuracy, perplexity and losses by round, as far as these are defined."""
+    """Accuracy, perplexity and losses by round; each of them only if it is defined."""
     rounds = run.rounds
     if not rounds:
         return note("No round has been committed yet.")
@@ -141,13 +141,13 @@ def clients(run: RunFiles) -> str:
 
 
 def _why_no_scores(run: RunFiles, client: str) -> str:
-    """Words for a client without scores. If it is a silo, the run's files have neither its rows nor its policy."""
+    """Words for a client without scores. A silo's reason is unknown: the run's files lack its rows and its policy."""
     counts = mapping(mapping(mapping(run.manifest.get("split")).get("clients")).get(client))
     return "no test rows" if mapping(counts.get("test")).get("rows") == 0 else "no scores"
 
 
 def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: Sequence[str], as_loss: bool) -> str:
-    """A table of each client's score with the model that the server sent, and after the last local training."""
+    """A table with two scores of each client: with the server's model, and after the last local training."""
     known = mapping(run.result.get("details")).get("server_client_loss" if as_loss else "server_client_accuracy")
     before = {str(c): numeric(v) for c, v in mapping(known).items()}
     if not numbers(before.values()):

@@ -16,7 +16,7 @@ from fedfm.reports.text import NBSP, esc, finite, numbers, shorten, width_of
 T = TypeVar("T")
 Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
-MOST_POINTS = 1200  # largest number of points of a line; a screen cannot show more, and more would enlarge the file
+MOST_POINTS = 1200  # largest number of points of a line; a screen shows no more, and more points would enlarge the file
 COLOURS = 8
 _HOVER = 30  # in a matrix with at most this many rows, cells show their values on hover
 _LEVELS = 20  # number of levels of opacity
@@ -336,7 +336,7 @@ def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], l
 
 
 def _row_name(name: str, left: float, base: float) -> str:
-    """The name to the left of a row that begins at ``left``; a long name is cut, and complete on hover."""
+    """The name to the left of a row that begins at ``left``; a long name is cut, and shown in full on hover."""
     cut = esc(shorten(name, int((left - 10) / _COLUMN)))
     place = f'x="{left - 8:.1f}" y="{base:.1f}" text-anchor="end"'
     return f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>'

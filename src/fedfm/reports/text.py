@@ -27,7 +27,7 @@ def esc(text: object) -> str:
 
 
 def width_of(text: str) -> int:
-    """The number of columns of a text in a fixed-width font: wide East Asian characters take 2, combining ones 0."""
+    """The columns of a text in a fixed-width font: 2 for a wide East Asian character, 0 for a combining one."""
     return sum(map(_columns, visible(text)))
 
 

@@ -17,12 +17,12 @@ _FALL = 0.01  # smallest fall of the accuracy that does not count as noise
 
 
 def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
-    """Return a notice if, by the lines of ``metrics.jsonl``, the test loss rose at the end and the accuracy fell."""
+    """Return a notice if the lines of ``metrics.jsonl`` show that in the end test loss rose and accuracy fell."""
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:
         return []
     last, trained = known[-1], known[1:]
-    # An untrained model predicts uniformly, which gives a low loss, so later rounds are not compared with round 0.
+    # An untrained model predicts uniformly, which gives a low loss. So the lowest loss without round 0 is taken, too.
     lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
     worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
     if not worse:
@@ -51,9 +51,9 @@ def _cure(experiment: Experiment) -> str:
 
 
 def outside(module: nn.Module) -> list[str]:
-    """Return a notice if arguments of a polynomial student's functions left their intervals, on this process's rows.
+    """Return a notice if arguments of the model's polynomials were outside their intervals on this process's rows.
 
-    Inside these intervals the polynomials approximate softmax, LayerNorm and GELU.
+    The polynomials approximate softmax, LayerNorm and GELU, but only inside these intervals.
     """
     counts = derived_modules.violations(module).values()
     if not (far := sum(n for n, _ in counts)):

@@ -63,7 +63,7 @@ class Newest:
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
-        """Record clients' scores of the start model, for which the server asked.
+        """Record the scores of the start model, which the server has requested from the clients.
 
         With these scores, all lines of metrics cover the same clients.
         """

@@ -1,4 +1,4 @@
-"""Check rows, model and libraries before the first round; without this, a mistake would exclude clients in the run.
+"""Check rows, model and libraries before the first round. Otherwise a mistake would exclude clients during the run.
 
 The checks compare the columns of feature vectors with each other, compare tokens with the size of the embedding, and
 compute the model on a few rows. (The reader has already checked that images and cells can be read.) A mistake raises

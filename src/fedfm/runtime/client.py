@@ -1,7 +1,7 @@
 """The client side of a run: for each request, call the client half of a method (its ``@on_client`` functions).
 
-All engines share this code. The local engine calls :meth:`Silos.answer` directly. A Flower ClientApp decodes a message,
-calls the method, and encodes its result.
+All engines share this code. The local engine calls :meth:`Silos.answer` directly. A Flower ClientApp also decodes the
+message before this call, and encodes the result after it.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class Silos:
 
     Args:
         memory: folder of the clients' memories; each client has a subfolder.
-        attack: called in place of some clients' halves, with the half, the client and the payload (see
-            :class:`fedfm.attacks.attackers.Attackers`); None if all clients are honest.
+        attack: function that replaces the halves of attacking clients; its arguments are the half, the client and the
+            payload (see :class:`fedfm.attacks.attackers.Attackers`). None if all clients are honest.
         allow: the silo's policy, as words of :mod:`fedfm.privacy.policy`; ``("mean",)`` discloses no single reply.
         on_error: receives the traceback if a handler raises; the traceback stays at the client.
-        local_scores: whether an update for a mean also contains the accuracy of the client's trained model, measured
-            before aggregation on the client's own test rows.
-        scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
-            0 for no scores (see :mod:`fedfm.runtime.async_scores`).
+        local_scores: whether an update for a mean also contains the accuracy of the client's trained model on the
+            client's own test rows. It is measured before aggregation.
+        scores_sent: if this is n > 0 and the policy allows scores, an update contains scores of the received model
+            once in n rounds (see :mod:`fedfm.runtime.async_scores`).
         reveal: whether the server receives the text of an error in a client half, which may contain paths and values.
-            If False, the server receives the code, and a sentence that does not depend on the rows.
+            If False, the server receives the error's code and a sentence that does not depend on rows.
         transport: precision of the Params in messages, ``run.transport``.
         own: attributes of each :class:`~fedfm.core.client.Client` that come from a silo's file: ``smallest_cohort``,
             ``identity``, ``roster``, ``log``; None if the clients' rows are parts of the server's table.
 
     Attributes:
-        blanks: codes of the errors for which the last call of :meth:`answer` sent an empty update.
+        blanks: the error's code for each client that sent an empty update in the last call of :meth:`answer`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Silos:
         """Check a request against the silo's policy.
 
         Raises:
-            ClientFault: E_REFUSED, with the reason.
+            ClientFault: with E_REFUSED and the reason.
         """
         kind, _, name = handler.partition(".")
         if (why := self._why_refused(kind, name)) is not None:
@@ -263,7 +263,7 @@ class Silos:
         table, there are no logs of silos, and the server gets the fault.
 
         Raises:
-            Exception: the error itself, if the server sees single updates or the refusal does not depend on rows.
+            Exception: the error itself, if the server sees single updates or the error does not depend on rows.
         """
         reply = self.aggregator.blank(client) if self._own and depends_on_rows(error) else None
         if reply is None:
@@ -291,7 +291,7 @@ class Silos:
         return None
 
     def _scores_due(self, request: Request) -> bool:
-        """Whether the client scores the received model in this round. A restarted process starts to count again."""
+        """Whether the client scores the received model in this round. A restarted process counts from the start."""
         if not self._scores_sent or EXPOSES["scores"] not in self.allow:
             return False
         last = self._scored.get(request.client)
@@ -332,7 +332,7 @@ class Silos:
         return coarse(found)
 
     def client(self, request: Request) -> Client:
-        """Make the client in its state at this request."""
+        """Make the object for the client at this request: with its rows, memory and seed."""
         plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
         descent: Descent | None = None
         if plan is not None:
@@ -356,7 +356,7 @@ class Silos:
         )
 
     def _span(self, t: int) -> tuple[float, float]:
-        """Return begin and end of round t as fractions of the run: (0, 0) before the first round, (1, 1) after all."""
+        """Return begin and end of round t as fractions of the run: (0, 0) before all rounds, (1, 1) after them."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
 
@@ -368,7 +368,7 @@ def _existing(model: Model | None) -> Model:
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the kinds of message that a client half answers: its decorator's kind, or else its method's kinds."""
+    """Return the kinds of message that a client half answers, from its decorator or else from its method's lists."""
     of: Any = fn.__self__  # type: ignore[attr-defined]
     if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
         return (fn.kind or "query",)  # type: ignore[attr-defined]

@@ -42,8 +42,8 @@ class Forecast:
         bytes_up, bytes_down: bytes of one client's messages in a round.
         client_seconds: time of local training of the largest client in a round, on this machine, in one process.
         run_seconds: time of local training of all clients in all rounds, in one process.
-        at_most: whether these times are upper bounds, because they were measured with torch, and the run uses compiled
-            loops.
+        at_most: whether these times are upper bounds. Times measured with torch are upper bounds if the run uses
+            compiled loops.
         memory: peak memory in bytes of this process, after it has read rows and model and trained for the estimate.
     """
 

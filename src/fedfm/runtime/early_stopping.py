@@ -27,7 +27,7 @@ def _complete(run: Run) -> list[dict[str, Any]]:
 
 
 def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
-    """Return entries of the result's ``details``, and notices, for a run of t rounds with the model of round ``of``."""
+    """Return entries of the result's ``details``, and notices. The run has t rounds and the model of round ``of``."""
     patience, planned = run.experiment.run.patience, run.experiment.method.rounds
     details: dict[str, object] = {}
     notices: list[str] = []

@@ -47,7 +47,7 @@ class Evaluation:
         """Score the client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``).
 
         Args:
-            chosen: values of the task's keys, by key and class, which the server has chosen by validation rows.
+            chosen: values that the server chose for the task's keys from validation scores; by key, then by class.
         """
         client = seen_by(self.method, client)
         if chosen:
@@ -75,7 +75,7 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """Check that a client's scores can be averaged.
 
     Raises:
-        ClientFault: E_FIELD, the number of rows or a score is not a number; E_NONFINITE, a score is NaN or infinite.
+        ClientFault: with E_FIELD if n or a score is not a number; with E_NONFINITE if a score is NaN or infinite.
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
@@ -99,7 +99,7 @@ class Evaluator:
 
     Attributes:
         missing: clients from which the server did not get scores or their own model, each with the reason.
-        chosen: values of the task's keys that were chosen by validation rows: key -> class -> value.
+        chosen: values that were chosen for the task's keys from validation scores; by key, then by class.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
@@ -125,7 +125,7 @@ class Evaluator:
         return {"": self._method.params_for(state, "")}
 
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
-        """Return the final models, including the parts that only clients keep, without clients that refuse.
+        """Return the final models with the parts that only clients keep; a client that refuses is absent.
 
         Under [privacy] no client is asked for its parts: the server may see only sums, or releases in the ledger.
         """
@@ -146,7 +146,7 @@ class Evaluator:
                 self._set_aside(partial(self._fed.exclude, client, E_EXCEPTION, UNSCORED, SCORES))
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
-        """Return metrics of a state: of clients on their own test rows, and of the server's models on the global ones.
+        """Return metrics of a state: scores on the clients' own test rows, and on the server's global test rows.
 
         Between the asynchronous rounds of a deployment, clients are not asked for scores. A client's metrics are then
         the last that it reported; they belong to the model after round ``client_scored_round``.
@@ -228,7 +228,7 @@ class Evaluator:
         return validated
 
     def _validation_scores(self, models: Mapping[ClientId, Params]) -> dict[ClientId, dict[str, Any]]:
-        """Scores on validation rows of the clients that have some."""
+        """Return each client's scores on its validation rows; a client without such rows is absent."""
         return {c: m for c, m in self._own(models, "val").items() if m.get("loss") is not None}
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Evaluator:
 
 
 def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> Any:
-    """The mean of the known scores, of lists entry by entry; None if there are none."""
+    """The mean of the known scores; lists are averaged entry by entry. None if no score is known."""
     known = [m[key] for m in scores if m.get(key) is not None]
     if known and isinstance(known[0], list):
         return [_mean("", [{"": entry} for entry in entries]) for entries in zip(*known, strict=True)]

@@ -10,7 +10,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
 _UNITS = 100.0  # a notice is given if the usual values of two clients have at least this ratio
-_WIDE = 1e4  # a notice names columns whose largest value is at least this, and this many times the median column's
+_WIDE = 1e4  # a notice names columns whose largest value exceeds both this and this many times the median column's
 
 
 def notices(population: Partitioned) -> list[str]:
@@ -50,7 +50,7 @@ def _other_units(population: Partitioned) -> list[str]:
     if usual[most] < _UNITS * usual[least]:
         return []
     return [
-        f"the usual value of {most} is {usual[most]:.3g}, of {least} {usual[least]:.3g}; if they measure in "
+        f"the usual value of {most} is {usual[most]:.3g}, but that of {least} is {usual[least]:.3g}; if they have "
         "different units, give all vectors in the same units, or set data.scale"
     ]
 

@@ -19,7 +19,7 @@ from fedfm.core.text import safe_name
 from fedfm.errors import Lost
 
 DAMAGED, MISSING = "is damaged", "is missing"
-LISTS = "+kept"  # no party's folder has this name, since its name never begins with "+"
+LISTS = "+kept"  # no party's folder has this name: names of parties' folders never begin with "+"
 SECRET = 32  # length of a secret in bytes
 _ROOM, _PAGE = (
     448,
@@ -117,7 +117,7 @@ class Loss:
 
     Attributes:
         how: the fault, as the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
-        root, party: ``ROOT``, and the party that owns the file; None if the file belongs to no party.
+        root, party: ``ROOT``, and the party that owns the file. If no party owns it, root is None.
     """
 
     path: Path
@@ -141,7 +141,7 @@ def roots(private: Path) -> list[Path]:
 
 
 def parties(private: Path) -> list[str]:
-    """Return the parties' list folders, relative to ``private/``; a resumed run must find all of them."""
+    """Return the folders of the parties' lists, relative to ``private/``; a resumed run must find all of them."""
     places = [root / LISTS for root in roots(private)]
     names = {place: os.listdir(place) for place in places if place.is_dir()}
     return sorted(f"{place.relative_to(private)}/{name}" for place, found in names.items() for name in found)

@@ -41,9 +41,9 @@ def judge(
 
     In two cases rows are computed a second time, since the clients' scores do not determine the global scores. With
     running text, each client's texts are joined and cut into blocks, which differ from the blocks of all test texts.
-    With class labels, several clients and no cached logits, ``balanced_accuracy`` and ``macro_f1`` are not means over
-    rows, and clients do not report logits. If there is only one client, its scores are the global scores, except for
-    the counts by class.
+    The other case has class labels, several clients and no cached logits: ``balanced_accuracy`` and ``macro_f1`` are
+    not means over rows, and clients do not report logits. If there is only one client, its scores are the global
+    scores, except for the counts by class.
 
     A task that trains only some classes adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
 
@@ -81,7 +81,7 @@ def judge(
         if not tabled:
             return scores(method, population.model, w, population.test)
         said, labels = logits(method, population.model, w, population.test), population.test.labels
-        assert labels is not None  # noqa: S101 - for mypy: tabled
+        assert labels is not None  # noqa: S101 - for mypy; it follows from tabled
         return metrics.scores(said, labels) | counts(said, labels)
 
     def judge_by_logits(w: Params, by_class: bool) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def judge(
     elif by_pieces(population, method):
         judged = judge_by_logits
     elif alike and not own_scores and population.model.is_language_model and not population.trains_on_blocks:
-        judged = judge_by_sums  # joined texts form other blocks in each client's piece
+        judged = judge_by_sums  # without joined texts, the clients' rows are the rows of the pieces
 
     def judge_with_trigger(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
         found = judged(w, by_class)
@@ -131,7 +131,7 @@ def _has_own_predictions(method: Method[Any]) -> bool:
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` works piece by piece.
 
-    It does if the model caches logits and the method's predictions depend only on them.
+    It does if the model caches logits and the method's predictions depend only on these logits.
     """
     plain = not _has_own_predictions(method) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")

@@ -41,7 +41,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
-    """Yield (line number from 1, object or None if damaged, whether a line feed ends it) for each non-empty line.
+    """Yield (number from 1, object, whether a line feed ends it) for non-empty lines; a damaged line has object None.
 
     Raises:
         InputError: the file cannot be read.

@@ -34,8 +34,8 @@ class OwnRows:
 
     Attributes:
         name: the client's name.
-        data: file or folder of the client's rows; or the client's own "module:function", which returns rows and module.
-        classes: names of the classes that the federation agreed on, in order; None for the classes of the rows.
+        data: file or folder of the client's rows; or the client's own "module:function", which returns rows and model.
+        classes: names of the classes that the federation agreed on, in order; None means the classes of the rows.
         models: folders and hub ids that experiments may name in addition to the built-in models.
         device: the model's device; "" for the device in the experiment.
         predict: file or folder with rows to predict; "" for no predictions.
@@ -108,7 +108,7 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
 
 
 def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:
-    """Return the module and rows of the silo's own function; the server's function is never imported."""
+    """Return the PyTorch module and the rows from the silo's own function; the server's function is never imported."""
     if not (experiment.own_code and is_function(rows.data)):
         has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
         raise InputError(
@@ -121,7 +121,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
-    """Read the rows for which the silo wants predictions, as the test rows of one client.
+    """Read the rows for which the silo wants predictions; they become the test rows of one client.
 
     Raises:
         InputError: the silo's file names no rows to predict.

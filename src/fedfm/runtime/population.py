@@ -130,7 +130,7 @@ def feature_dim(table: Table) -> int | None:
 def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
     """Return the multiply-accumulates that the ledger states before the first round (see ``models.operations``).
 
-    The result is None for a method without a client optimiser, and if only the user's own module can read the rows.
+    The result is None if the method has no client optimiser, or if only the user's own module can read the rows.
     """
     from fedfm.models.multiply_accumulates import Costs, per_sample
 

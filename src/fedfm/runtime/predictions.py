@@ -1,4 +1,4 @@
-"""Final models and their predictions: computed by the method if it has a role such as Predictor, else by default."""
+"""Compute final models and predictions: by the method if it has a role such as Predictor, else in the default way."""
 
 from __future__ import annotations
 

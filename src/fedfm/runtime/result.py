@@ -130,7 +130,7 @@ def finish(
         run.note(text)
         notice(text)
     hindsight = overfitting_notices(lines, run.experiment) if of == t else []
-    if privacy is None:  # no epsilon covers the counts in this notice, which depend on the clients' rows
+    if privacy is None:  # this notice has counts that depend on the clients' rows, and no epsilon covers them
         hindsight += outside(fed.model.module)
     for text in hindsight:
         run.note(text)
@@ -145,7 +145,7 @@ def finish(
 
 
 def by_class(model: Model, value: Any) -> Any:
-    """A list with an entry for each class of the model as {class: entry}; any other value unchanged."""
+    """Turn a list with an entry for each class of the model into {class: entry}; return any other value unchanged."""
     named = isinstance(value, list) and len(value) == len(model.classes) and not any(isinstance(v, list) for v in value)
     return dict(zip(model.classes, value, strict=True)) if named else value
 
@@ -175,7 +175,7 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
 
 
 def enter(run: Run, spent: Accountant) -> None:
-    """Enter into the ledger the privacy that all planned rounds spend, before the first round.
+    """Write the privacy cost of all planned rounds into the ledger. This happens before the first round.
 
     If the run ends early, the entry does not change.
     """
@@ -187,7 +187,7 @@ def enter(run: Run, spent: Accountant) -> None:
 
 
 def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Complete the ledger's numbers of multiply-accumulates: in all rounds, and until the run reached its target."""
+    """Complete the ledger's numbers of multiply-accumulates: in all rounds, and in those until the target accuracy."""
     from fedfm.models.multiply_accumulates import Costs, rounds_to
 
     found = run.manifest["ledger"].get("operations")

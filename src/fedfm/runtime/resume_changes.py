@@ -80,8 +80,8 @@ def extend(run: Run, rounds: int) -> None:
         )
     if method.traits.last_round_differs and done >= method.rounds:
         raise InputError(
-            f"{where}: the last round of {name} completed the model, and a run of {rounds} rounds would have "
-            "trained it in that round; start a new run"
+            f"{where}: the last round of {name} completed the model. In a run of {rounds} rounds, that round would "
+            "have trained the model; start a new run"
         )
     optimiser = method.local if isinstance(method, TrainsLocally) else None
     if isinstance(optimiser, Local) and (optimiser.schedule != "constant" or optimiser.warmup):

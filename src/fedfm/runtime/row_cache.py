@@ -52,7 +52,7 @@ def folder() -> Path | None:
 
 
 def places() -> list[Path]:
-    """Return the folders outside the run directory to which a run writes: for temporary files, and this cache."""
+    """Return the folders to which a run writes outside its own directory: for temporary files, and for this cache."""
     cache = folder()
     return [Path(tempfile.gettempdir()), *([] if cache is None else [cache])]
 
@@ -197,7 +197,7 @@ class RowCache:
 
 
 def encodes(model: Model) -> bool:
-    """Whether the model's rows are features."""
+    """Whether the rows on which the model trains are features of a frozen part."""
     return model.images_fixed if is_dual_model(model) else model.adaptation == "head"
 
 

@@ -168,7 +168,7 @@ class Run:
                     raise InputError(f"{path} is a link: the run would write to {os.readlink(path)}; remove the link")
 
     def adapter(self, client: str = "", *, last: bool = False) -> Path:
-        """Return the folder of a client's trained model; with "", of the model for all clients.
+        """Return the folder of a client's trained model; the client "" means the one model of all clients.
 
         Args:
             last: return the folder of the last round's model, even if ``run.patience`` chose another round's model.
@@ -236,7 +236,7 @@ class Run:
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
-        """Return the newest undamaged checkpoint, and damaged files of later checkpoints, without changing any file.
+        """Return the newest undamaged checkpoint and the damaged files of later checkpoints. No file is changed.
 
         The state in the checkpoint is not checked.
         """
@@ -281,7 +281,7 @@ class Run:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """Return the server's state after the last committed round, also of a finished run, without changing any file.
+        """Return the server's state after the last committed round, even if the run is finished; no file changes.
 
         Args:
             mapped: see :func:`fedfm.core.storage.load`.

@@ -33,7 +33,7 @@ _NEEDED = {
     "notices",
     "result",
     "split",
-}  # keys of a manifest
+}  # keys that every manifest has
 _TRIES = 100  # attempts to make a folder, while other processes remove their folders from the same path
 
 

@@ -115,7 +115,7 @@ def fits(experiment: Experiment, model: Model) -> None:
 
 
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
-    """Return notices before round 1. ``counts``: each client's number of training rows of each class, if known."""
+    """Return notices before round 1. If known, ``counts`` has each client's number of training rows of each class."""
     return method.forewarnings(counts or {})
 
 
@@ -164,7 +164,7 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Return notices about the rows, from the model's template and from the task.
+    """Return the notices that the model's template and the task give about the rows.
 
     Raises:
         InputError: for the reason of :func:`template_notices`.
@@ -306,7 +306,7 @@ def _too_wide(model: Model) -> list[str]:
 
 
 def _elsewhere(run: Run, model: Model) -> list[str]:
-    """Return a notice if a run continues on another device, or with other device settings, than it began with."""
+    """Return a notice if a run continues on another device, or with other device settings."""
     before, now = run.manifest.get("device"), devices.about(model.device)
     if before in (None, now):
         return []

@@ -179,7 +179,7 @@ class Server:
         return self._lean(state)
 
     def _check_class(self, half: str, state: Any) -> None:
-        """Refuse a state whose class differs from the class that a checkpoint would be read as.
+        """Refuse a state if its checkpoint would be read as an object of another class.
 
         Raises:
             RunError: the classes differ; the error explains how the method must declare its state's class.
@@ -242,7 +242,7 @@ class Server:
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """Return the final state and its round; with ``run.patience``, the best state, which becomes a checkpoint."""
+        """Return the final state and its round. With ``run.patience`` the best state becomes the last checkpoint."""
         best = early_stopping.best_round(self.run)
         if best is None or best == t or keeps_parts(self.method):
             return state, t

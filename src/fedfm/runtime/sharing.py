@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedfm.privacy.spec import PrivacySpec
 
 FILE = "private/data.json"  # the file with the exact numbers of rows; only a run with [privacy] has it
-# The report removes the names of files that a run lacks, so each of these sentences begins with its files.
+# The report removes the names of files that a run lacks, so each of these sentences begins with the names.
 _KEYS = "private/ holds clients' memories and keys, if the run has any: never share it."
 _OWN_MODELS = "clients/ has one model per client, which was fitted to that client's rows and discloses them in part."
 _WITHOUT_PRIVACY = (

@@ -53,8 +53,8 @@ class SitePolicy(Protocol):
 
     Attributes:
         name: the silo's name.
-        policy: the silo's policy: which data requests may expose.
-        classes: the server's class names, once the silo has accepted a hello with them.
+        policy: the silo's policy, which limits what requests may expose.
+        classes: the server's class names; None until the silo has accepted a hello with class names.
     """
 
     name: str
@@ -84,7 +84,7 @@ class SitePolicy(Protocol):
         """
 
     def misfit(self, reason: str) -> None:
-        """Write the reason why the silo does not take part into the log."""
+        """Log the reason why the silo does not take part."""
 
     def note(self, text: str) -> None:
         """Write a line into the log."""
@@ -99,11 +99,11 @@ class SitePolicy(Protocol):
         """Return the fault that the server gets if the answer fails after the silo's rows were read."""
 
     def log_refusal(self, handler: str, fault: ClientFault) -> None:
-        """Write a request that was not answered into the log."""
+        """Log a request that was not answered."""
 
 
 def session(folder: Path, site: Mapping[str, Any]) -> SitePolicy:
-    """Make the silo's session of a run from the run's folder.
+    """Make the silo's session for the run of this folder.
 
     Args:
         site: the folder's ``site.json``, which names the silo's file.

@@ -11,7 +11,7 @@ from fedfm.runtime.progress import AuditProgress, EpochProgress
 
 
 class Epochs(EpochProgress):
-    """A bar for a pretraining or a distillation: its steps, and one line for each epoch."""
+    """A bar that counts the steps of a pretraining or a distillation; each epoch adds a line of text."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,6 +1,6 @@
 """Notices about trained tensors that did not change in a complete run, because no row gave them a gradient.
 
-Training itself does not report such tensors. A tensor's gradient may be zero on all rows, e.g. if it belongs to an
+Training itself does not report such tensors. The gradient may be zero on all rows, e.g. if a tensor belongs to an
 expert that no row chooses, or to attention that short rows do not need. The start values are stored as checksums, since
 a copy would take as much memory as the trained tensors.
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def why_unasked(experiment: Experiment) -> str:
     """Return the reason why no client is asked for scores on its own rows; "" if clients are asked.
 
-    In a run that states an epsilon no client is asked, since the ledger does not account for exact scores. If the
+    In a run that states an epsilon, no client is asked, since the ledger does not account for exact scores. If the
     server may see only sums, clients are asked only if the server needs their scores: the method has no single model,
     or the server has no test rows.
     """
@@ -56,7 +56,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
         there = f"{GLOBAL_ACCURACY} scores the clients' models on the server's test rows"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
     has_none = "the server has none of the clients' own models" if server_rows else "the server has no test rows"
-    cure = "" if server_rows else "test rows at the server give scores (data.path in place of data.classes), as does "
+    cure = "" if server_rows else "scores come from test rows at the server (data.path, not data.classes), or from "
     cure = cure or "a score comes from "
     return [
         f"this run ends without an accuracy or a loss: {why}, and {has_none}; {cure}`fedfm predict` at a client "
@@ -65,7 +65,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
 
 
 def test_rows(experiment: Experiment, federated: FederatedData) -> tuple[int, int | None]:
-    """Return numbers of test rows at the server and at all clients (None if silos have their own rows)."""
+    """Return the numbers of test rows at the server and at all clients; the latter is None if silos have own files."""
     elsewhere = experiment.silos_own_rows and experiment.run.engine in ("deployment", "folder")
     clients = () if elsewhere else federated.clients.values()
     return len(federated.test), sum(len(rows.test) for rows in clients) if clients else None

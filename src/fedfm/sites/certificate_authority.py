@@ -12,7 +12,7 @@ from typing import Any
 from fedfm.engines.flower.loopback_keys import write_private
 from fedfm.errors import InputError
 
-YEARS = 10  # validity of the authority; the certificates that it signs end earlier
+YEARS = 10  # number of years for which the authority is valid; a certificate that it signs ends earlier
 _SKEW = datetime.timedelta(hours=2)  # a certificate is valid from this long before its creation, since clocks differ
 
 

@@ -110,7 +110,7 @@ def _read(table: Mapping[str, Any]) -> FederationFile:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that a host's text means, also in the short forms that systems accept ("0", "127.1")."""
+    """Return the IP address that a host's text means. Short forms that systems accept ("0", "127.1") are valid, too."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(host)
         mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None

@@ -108,7 +108,7 @@ class SiloDesk:
         return sum(self._answer(header, content) for header, content in newest.values())
 
     def _fresh(self, header: Header) -> bool:
-        """Return whether to open a request: no newer request has arrived, and its reply is not in the folder."""
+        """Whether to open a request. It is opened if no newer one has arrived and the folder has no reply to it."""
         number = _state(self._folder(header.run)).get("number", 0)
         old = header.run, header.number
         if header.number < number and old not in self._old and len(self._old) < _MOST:

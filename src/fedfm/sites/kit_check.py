@@ -186,7 +186,7 @@ def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
 
 
 def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
-    """Compare the silo's class names with the experiment's, if the experiment's are known on this machine."""
+    """Compare the silo's class names with those of the experiment, if this machine knows the latter."""
     from fedfm.data.load import load_table
 
     try:

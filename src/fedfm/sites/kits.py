@@ -75,7 +75,7 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
         _write(own, out, kit_templates.of_silo(own, federation))
         made.append(name)
     for name in (AUTHORITY, *made):
-        # Regardless of the umask: anyone who can write ca.crt can pose as the server.
+        # Whatever the umask is, others must not write here: anyone who can write ca.crt can pose as the server.
         for path in (out / name).rglob("*"):
             path.chmod(path.stat().st_mode & 0o755)
     rehearsal = f"{federation.host} is this machine's own address: no other machine reaches a server there"

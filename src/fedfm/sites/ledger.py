@@ -116,10 +116,10 @@ class Totals:
         self.messages = self.bytes = self.rounds = self.faults = self.again = 0
         self.releases: Counter[Cost] = Counter()
         self._seen: set[tuple[str, str, str]] = set()
-        self._questions: dict[tuple[str, int, str, str], str] = {}  # first question by _place
+        self._questions: dict[tuple[str, int, str, str], str] = {}  # the first question at each _place
         self._asked: set[tuple[str, str]] = set()
-        self._answers: Counter[tuple[str, int, str, str]] = Counter()  # number of answers by _place
-        self._most: Counter[tuple[str, int]] = Counter()  # by run and round, the largest of these numbers
+        self._answers: Counter[tuple[str, int, str, str]] = Counter()  # number of answers at each _place
+        self._most: Counter[tuple[str, int]] = Counter()  # for each run and round, the largest entry of _answers
 
     def add(self, entry: Entry) -> None:
         """Count one entry."""
@@ -139,11 +139,11 @@ class Totals:
         self.releases[entry.cost] += 1
 
     def knows(self, entry: Entry) -> bool:
-        """Whether this answer to this question already left in its run."""
+        """Whether this answer to this question has already left the silo in this run."""
         return (entry.run, entry.asked, entry.sha256) in self._seen
 
     def knows_question(self, entry: Entry) -> bool:
-        """Whether this question was answered before in its run."""
+        """Whether this question was answered before in this run."""
         return (entry.run, entry.asked) in self._asked
 
     def another(self, entry: Entry) -> bool:
@@ -191,7 +191,7 @@ class Ledger:
 
     Args:
         path: the ledger's file; its folder exists.
-        budget: the limits of the entries' sums.
+        budget: the limits on the sums over the entries.
         mark: another file that records how long the ledger was, so that an older copy is refused; None for no mark.
     """
 
@@ -201,14 +201,14 @@ class Ledger:
         self._totals, self._sha256 = Totals(), hashlib.sha256()
 
     def admit(self, entry: Entry) -> None:
-        """Check before rows are read whether an answer may leave. An answer to a repeated question always may.
+        """Check before rows are read whether an answer may leave. An answer to a repeated question may always leave.
 
         Args:
             entry: the answer's entry, as far as it is known.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, another question was answered at its position in
-                the run, or the file is damaged or cannot be read.
+            ClientFault: with E_REFUSED if the entry would exceed a budget, another question was answered at its
+                position in the run, or the file is damaged or cannot be read.
         """
         with self._current():
             if self._totals.knows_question(entry):
@@ -221,9 +221,9 @@ class Ledger:
         """Write an entry to the disk; its message may leave only after this method returns.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written. The
-                fault is also raised if the answer to a repeated question has changed (because the client's own model
-                or rows changed) and its round has already answered another question.
+            ClientFault: with E_REFUSED if the entry would exceed a budget, or the file is damaged or cannot be written.
+                It is also raised if the answer to a repeated question has changed (because the client's own model or
+                rows changed) and another question has already been answered in its round.
         """
         with self._current() as file:
             if (why := self._exceeded_budget(entry)) is not None:
@@ -336,7 +336,7 @@ def mark_of(folder: Path, path: Path) -> Path:
 def lacks_lines(content: bytes, mark: Path | None) -> bool:
     """Whether a ledger's content lacks lines that the ledger had before, as an older copy does.
 
-    An absent ledger lacks none: it begins at zero.
+    An absent ledger lacks no lines, since it begins at zero.
     """
     if mark is None or not content:
         return False
@@ -355,7 +355,7 @@ def epsilon_alone(cost: Cost, delta: float) -> float | None:
 
 
 def entries(path: Path) -> list[Entry]:
-    """Read a ledger's entries in order, without an incomplete last line, whose message did not leave.
+    """Read a ledger's entries in order. An incomplete last line is left out, since its message did not leave.
 
     Raises:
         InputError: a line is damaged.

@@ -53,7 +53,7 @@ class SiloLog:
             of: the count: HELLOS, or RUNS for runs that the silo agreed to and whose rows are read again.
 
         Raises:
-            ClientFault: E_REFUSED, too many experiments did not fit.
+            ClientFault: with E_REFUSED if too many experiments did not fit.
         """
         with self._alone():
             misfits = self._misfits()
@@ -64,7 +64,7 @@ class SiloLog:
             self._keep(misfits)
 
     def fits(self, question: str, of: str = HELLOS) -> None:
-        """Remove an experiment that fits from the count."""
+        """Remove an experiment from the count of misfits, since it fits."""
         with self._alone():
             misfits = self._misfits()
             misfits[of] = [known for known in misfits[of] if known != _digest(question)]

@@ -86,7 +86,7 @@ class _File:
     )
     data: str = setting(
         "",
-        'the silo\'s rows, relative to this file; or its own "module:function", which returns rows and module',
+        'the silo\'s rows, relative to this file; or its own "module:function", which returns rows and a model',
         required=True,
         words="the file or folder of this silo's rows",
     )

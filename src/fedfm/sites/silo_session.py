@@ -85,7 +85,7 @@ class SiloSession:
         """Read the silo's file again if this file, the key or the roster changed; return whether one of them did.
 
         Raises:
-            ClientFault: E_REFUSED, the file is missing or wrong.
+            ClientFault: with E_REFUSED if the file is missing or wrong.
         """
         try:
             if not (changed := self._files.find_changes()):
@@ -138,7 +138,7 @@ class SiloSession:
         The run counts as a misfit if it no longer fits, or if the process dies.
 
         Raises:
-            ClientFault: E_REFUSED, too many runs no longer fit.
+            ClientFault: with E_REFUSED if too many runs no longer fit.
         """
         question = self._question(self.classes or ())
         self.log.asks(question, RUNS)
@@ -162,8 +162,8 @@ class SiloSession:
         """Check before rows are read whether the silo answers.
 
         Raises:
-            ClientFault: E_REFUSED, the experiment has no such round, the round already had its question, or a budget
-                does not allow another answer.
+            ClientFault: with E_REFUSED if the experiment has no such round, the round already had its question, or a
+                budget does not allow another answer.
             NotWritten: the disk is full or read-only.
         """
         t, rounds = question.at[0], experiment.method.rounds
@@ -183,7 +183,7 @@ class SiloSession:
             fault: code of the failure, if the reply is an empty part of a masked sum in place of a refusal.
 
         Raises:
-            ClientFault: E_REFUSED, a budget does not allow the reply, or the ledger cannot be written.
+            ClientFault: with E_REFUSED if a budget does not allow the reply, or the ledger cannot be written.
         """
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
         entry = replace(
@@ -237,7 +237,7 @@ class SiloSession:
         self.ledger.enter(entry)
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """Enter into the ledger, as an answer, a fault that came after rows were read; return the fault to report."""
+        """Count a fault as an answer in the ledger if it came after rows were read; return the fault to report."""
         try:
             if depends_on_rows(fault) and self._entry(question, experiment).cost != NOTHING:
                 self._enter_refusal(question, fault, experiment)

@@ -34,7 +34,7 @@ _LOOK = 3.0  # seconds between checks for a new certificate and new keys of silo
 _PAUSES = (1.0, 30.0)  # seconds before a process that ended starts again: first and longest pause
 _NOT_ADMITTED = "[code: 2004]"  # Flower's error for a node whose key is not registered or already in use
 _REPEAT = 600.0  # seconds before the same report about a process that ended is repeated
-_STEADY = 60.0  # seconds; a process that ran longer than this restarts after the first pause again
+_STEADY = 60.0  # seconds; if a process ran longer than this, its next restart waits only for the first pause
 
 
 def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> None:
@@ -116,7 +116,7 @@ class _Supervisor:
         self._due = dict.fromkeys(self._commands, 0.0)
         self._pause = dict.fromkeys(self._commands, _PAUSES[0])
         self._began: dict[str, float] = {}
-        self._said: dict[str, tuple[str, float]] = {}  # last report of an end, and its time, by process
+        self._said: dict[str, tuple[str, float]] = {}  # for each process, the last report that it ended, and when
         self._certificate = self._stamp()
         self._admitted: dict[str, bytes] = {}  # public keys by the silo's name
         self._control: Control | None = None

@@ -1,4 +1,4 @@
-"""Marks of the questions that a silo works on. If its process dies, the ledger counts the question as answered.
+"""Marks of the questions that a silo works on. If the process dies, the ledger counts the question as answered.
 
 Whether a process dies may depend on rows: a server can ask a question that needs too much memory only if some row is
 long. So before rows are read, the silo writes a mark for the question and locks it. It removes the mark when the answer
@@ -59,7 +59,7 @@ class Unanswered:
                 raise
 
     def end(self) -> None:
-        """Remove this process's mark, once the answer or refusal is in the ledger, or if it depends on no rows."""
+        """Remove this process's mark. Call this when the reply is in the ledger, or if the reply depends on no rows."""
         if self._held is not None:
             held, self._held = self._held, None
             Path(held.name).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SECOND = "second"  # tensor of preferences, (n,): where the second of a row's two texts begins
 REFERENCE = "reference"  # tensor of preferences, (n, 2): log pi_ref of the two answers
-AT_ONCE = 32  # preferences (of two texts each) that are computed at once
+AT_ONCE = 32  # number of preferences (of two texts each) that are computed at once
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AnswerTask(LanguageTask):
         return self.answer_tokens or super().answer_limit(tools)
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """The model's answer to each prompt; for rows that have an answer, also scores that compare the two."""
+        """The model's answer to each prompt, and scores that compare it with the row's answer if the row has one."""
         from fedfm.core.rows import blank
         from fedfm.models.text_metrics import answer_limit, answers, compare_texts, likelihood, of_answers, references
 

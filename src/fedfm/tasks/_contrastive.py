@@ -11,7 +11,7 @@ def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     text among the batch's images. Images of one class share their text: the targets are uniform over equal labels.
 
     Args:
-        logits: (b, C), s <V, T> of the images and all classes.
+        logits: (b, C), the scaled similarities s <V, T> of the images and the texts of all classes.
         labels: (b,).
     """
     pairs = logits[:, labels]  # (b, b)

@@ -1,8 +1,8 @@
 """Scores of rows with several labels, from sums over rows that can be added.
 
-AUROC and average precision need the order of the rows by their logits. A sum holds it as counts: for each label and
+AUROC and average precision need the order of the rows by their logits. A sum stores it as counts: for each label and
 each bin of the logit, how many rows have the label and how many do not. Bins are fixed, so that counts of several
-clients can be added. A bin is 0.06 % of its logit wide, and 0.000006 near zero; rows of one bin count as tied.
+clients can be added. A bin has a width of 0.06 % of its logit (0.000006 near zero). Rows of one bin are tied.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _triples(ranks: Sequence[float]) -> Array:
 
 
 def _by_label(ranks: Sequence[float], labels: int) -> list[tuple[Array, Array, Array]]:
-    """For each label (bins, rows with the label, rows without it), by ascending bin."""
+    """Return for each label (bins, rows with the label, rows without it), by ascending bin."""
     place, with_label, without = _triples(ranks).T
     label, bins = place // (2 * _HALF), place % (2 * _HALF) - _HALF
     return [(bins[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
@@ -75,7 +75,7 @@ def auroc(with_label: Array, without: Array) -> float | None:
 
 
 def average_precision(with_label: Array, without: Array) -> float | None:
-    """The mean over the rows with the label of the precision at their logit, as scikit-learn's.
+    """The precision at the logit of each row with the label, averaged over these rows (as in scikit-learn).
 
     Args:
         with_label, without: numbers of rows by ascending logit.
@@ -100,7 +100,7 @@ def f1_by_label(labelled: Sequence[float], found: Sequence[float], right: Sequen
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are defined; None if none is."""
+    """The mean of the values that are defined; None if no value is defined."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -137,10 +137,10 @@ def _numbers(value: Any) -> list[float]:
 
 
 def best_thresholds(ranks: Sequence[float], labels: int) -> list[float | None]:
-    """For each label the probability from which on rows get it, such that F1 on these rows is largest.
+    """For each label, the threshold with the largest F1. A row gets a label if its probability reaches the threshold.
 
-    It lies in the middle between the logits of the last row below it and the first row above it, and of several best
-    ones it is the nearest to 0.5. None for a label that no row has.
+    A threshold lies in the middle between the logits of the last row below it and the first row above it. Of several
+    best thresholds, the nearest to 0.5 is taken. A label that no row has gets None.
     """
     return [_best_threshold(*of) for of in _by_label(ranks, labels)]
 
@@ -160,7 +160,7 @@ def _best_threshold(bins: Array, with_label: Array, without: Array) -> float | N
 
 
 def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, dict[str, float]]:
-    """The best thresholds as a value of the key ``threshold``, 0.5 for a label that no row has."""
+    """The best thresholds as a value of the key ``threshold``; 0.5 for a label that no row has."""
     if ranks is None:
         return {}
     best = best_thresholds(ranks, len(classes))
@@ -168,7 +168,7 @@ def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, d
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean binary cross-entropy over labels of each row (b,), from logits and targets (b, C), and a 1 for each."""
+    """Each row's binary cross-entropy, averaged over labels (b,), and a 1 for each row; from logits, targets (b, C)."""
     losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(1)
     return losses, torch.ones_like(losses, dtype=torch.int64)
 
