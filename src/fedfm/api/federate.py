@@ -1,4 +1,4 @@
-"""Federate a module in memory, on this machine only. It is given with a loss, or as a Hugging Face Trainer.
+"""Federate a module in memory, on this machine only. The module comes with a loss, or in a Hugging Face Trainer.
 
 Forked worker processes share data sets and module. For several sites, write an experiment (docs/how-to/deployment.md).
 """

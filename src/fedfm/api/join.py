@@ -125,10 +125,10 @@ def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
 def _start(
     method: Method[Any], model: Model, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
 ) -> tuple[Params, dict[str, float]]:
-    """The method's start weights with each client's fraction in them, or the one model that all clients share, and {}.
+    """(start weights, each client's fraction in them), if the method has both; else (the model of all clients, {}).
 
     Raises:
-        InputError: the method gives neither.
+        InputError: the method has no start weights, and its clients do not share one model.
     """
     if isinstance(method, Joinable):
         return method.newcomer(model, state, w_0, name, adapt)

@@ -123,7 +123,7 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
 
 
 def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()) -> list[str]:
-    """Code that loads the folder, which it calls ``FOLDER``, and the facts that a reader has to know.
+    """Code that loads the folder (in the code: ``FOLDER``), and the facts that a reader has to know.
 
     Args:
         mixture: lines that build the model from two adapters, which are weighted row by row.

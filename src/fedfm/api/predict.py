@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 _ID = "id"  # column of the file with a name for each row
-_SEVERAL, _SURE = 5, 0.9995  # number of rows from which there is a warning; smallest probability that is shown as 1.000
+_SEVERAL, _SURE = 5, 0.9995  # least number of rows for a warning; smallest probability that is shown as 1.000
 _NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
 FORMATS = (".json", ".jsonl", ".csv")
 

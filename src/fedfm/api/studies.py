@@ -143,7 +143,7 @@ def baselines_text(result: dict[str, Any]) -> str:
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: Progress) -> Experiment:
     """Choose the learning rate with the lowest validation loss. Test rows are not used.
 
-    A rate is left out if a client sent scores for another rate but not for this one: its loss would be over other rows.
+    A rate is left out if a client sent scores for another rate but not for this one, because the rows would differ.
     The ledger of the chosen run lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
 
     Raises:

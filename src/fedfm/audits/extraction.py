@@ -341,7 +341,7 @@ class Clipped(Aggregator):
 def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
     """A client's update that reverses the direction of the mean. The client has the fraction ``share`` of the weight.
 
-    It leaves running statistics unchanged.
+    The update leaves running statistics unchanged.
     """
     joined = "y/" if any(n.startswith("y/") for n in update.delta) else ""  # scaffold sends a second vector in addition
     away = {joined + n: torch.from_numpy(extraction.turned_around(w[n].numpy(), share)) - w[n] for n in names}

@@ -253,7 +253,7 @@ class Rounds:
     Attributes:
         turns: the kept rounds, with their replies.
         curve: figures of each round. ``angle`` is tau_t as the paper prints it, ``pull`` is l_t as FedBaF uses it, and
-            ``error`` and ``dist`` measure the distance of w_{t+1} from w_pre. Only audit.json also has them.
+            ``error`` and ``dist`` measure the distance of w_{t+1} from w_pre. Only audit.json has these figures.
         target: the entries of the foundation model that the attack computes.
         first, last: the model before the first round, and the model after the last.
     """

@@ -50,8 +50,8 @@ class Scored:
 class Eye:
     """A watch of a replay that reads task vectors.
 
-    It scores rows in every round. It keeps the head in each client's first task vector, all weights, and one round in
-    which all clients took part.
+    It scores rows in every round. It keeps the head in each client's first task vector, the weights of all rounds, and
+    one round in which all clients took part.
     """
 
     def __init__(self, run: Run) -> None:
@@ -59,7 +59,7 @@ class Eye:
         self._scored: dict[ClientId, Scored] | None = None
         self._first: Params | None = None  # the first start vector that was sent
         self.heads: dict[ClientId, Params] = {}  # head in the first tau of each client
-        self.p: list[Array] = []  # an array (L, K, K) for each round
+        self.p: list[Array] = []  # for each round, the weights (L, K, K)
         self.full: Full | None = None
         self.predicted: dict[ClientId, Array] = {}  # for each client, the argument ``predicted`` of class_shares
 
@@ -136,7 +136,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
 
 @contextmanager
 def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
-    """Context manager: yields both vectors in the model's shapes, with the model's LoRA scale set for their rank."""
+    """Context manager: sets the model's LoRA scale for the vectors' rank; yields both vectors in the model's shapes."""
     rank = lora.rank_of(theta_bar)
     if theta_bar.layout is model.layout or rank is None:
         yield theta_bar, tau

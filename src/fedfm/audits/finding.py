@@ -106,7 +106,7 @@ COUNT = VerdictRule(
 )  # like ABOVE, but for an exact figure, which has no interval
 CLAIM = VerdictRule(
     ("low > bound",), ("low <= bound",)
-)  # for a claimed epsilon, if the confidence of ``low`` is already strict
+)  # for a claimed epsilon, if ``low`` already has a high confidence
 _ROUNDING = 1e-6  # relative error in the calibration of an epsilon
 
 

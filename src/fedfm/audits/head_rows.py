@@ -41,7 +41,7 @@ class Rebuilt(Watch):
         by_chance: test rows that an update seems to disclose, although no update can contain them.
         ratios: for each computed feature vector, its distance to the nearest training row, divided by the typical
             distance between neighbours.
-        compared: the test rows that were compared.
+        compared: number of test rows with which the computed features were compared.
     """
 
     def __init__(self, run: Run) -> None:

@@ -113,7 +113,7 @@ class Local:
         return bool(self.micro_batch or self.max_grad_norm)
 
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
-        """Eta of a step from ``begin`` to ``end`` of the run (0 <= begin < end <= 1), which has ``steps`` steps.
+        """Eta of a step from the fraction ``begin`` to ``end`` of a run of ``steps`` steps (0 <= begin < end <= 1).
 
         Eta rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
         ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.
@@ -248,5 +248,5 @@ class Proximal(SGD):
     mu: float = setting(0.01, "weight of the squared distance to the start", ge=0)
 
     def __call__(self, client: Client, w: Params, *, mu: float = 0.0, **terms: Any) -> Params:
-        """As :class:`Local`, with this mu added to the method's own."""
+        """As :class:`Local`; the setting ``mu`` is added to the argument ``mu``."""
         return super().__call__(client, w, mu=mu + self.mu, **terms)

@@ -40,7 +40,7 @@ class Descent:
 
 
 class Counted:
-    """Stands for the training rows in a client half, which may only count them. Only the local optimiser reads them."""
+    """Stands for the training rows in a client half, which may only count the rows. The local optimiser reads them."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -216,7 +216,7 @@ def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: d
     """Check after the first private step that the trained tensors have changed and all others have not.
 
     Raises:
-        RunError: a trained tensor is unchanged, or another one has changed; the message names the first.
+        RunError: a trained tensor is unchanged, or an untrained one has changed; the message names the first such tensor.
     """
     for name, p in live.items():
         if p.numel() and torch.equal(p.detach().cpu(), start[name]):

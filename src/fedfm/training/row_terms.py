@@ -1,10 +1,10 @@
 """Each row's gradient of one layer's parameters, stored as factors if they are cheaper than one gradient per row.
 
-A linear layer's gradient for one row is G^T A, with the row's inputs A (T, i) and output gradients G (T, o). Its
-squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large Language
-Models Can Be Strong Differentially Private Learners. ICLR 2022, arXiv:2110.05679), and the clipped sum over rows is one
-product (Bu, Wang, Zha, Karypis. Differentially Private Optimization on Large Model at Small Cost. ICML 2023,
-arXiv:2210.00038). An embedding is a linear layer whose inputs are unit vectors. If a parameter is used more than once,
+A linear layer's gradient for one row is G^T A: A (T, i) are the row's inputs, and G (T, o) its output gradients. The
+gradient's squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large
+Language Models Can Be Strong Differentially Private Learners. ICLR 2022, arXiv:2110.05679). The clipped sum over rows
+is one product (Bu, Wang, Zha, Karypis. Differentially Private Optimization on Large Model at Small Cost. ICML
+2023, arXiv:2210.00038). An embedding is a linear layer whose inputs are unit vectors. If a parameter is used more than once,
 its terms are added, and its squared norm includes the cross terms.
 """
 

@@ -51,7 +51,7 @@ def train(job: Job) -> Params:
 def trainer_for(
     model: Model, local: Local | None = None, only: Sequence[str] | None = None, protected: bool = False
 ) -> Trainer:
-    """DP-SGD's trainer if ``protected``, else a fast trainer if it supports optimiser and ``only``, else the loop."""
+    """DP-SGD's trainer if ``protected``; else a fast trainer if one supports these arguments; else the loop."""
     if protected:
         from fedfm.training import private
 

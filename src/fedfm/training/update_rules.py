@@ -1,4 +1,4 @@
-"""Update rules of the optimisers on flat vectors, of one client (P,) or of a cohort (K, P), elementwise."""
+"""Elementwise update rules of the optimisers, on the flat vector (P,) of a client or the vectors (K, P) of a cohort."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def places(layout: Layout, names: Iterable[str]) -> list[slice]:
 
 
 class Rule:
-    """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``.
+    """The optimiser's state for vectors of one shape; ``step`` updates such vectors in place, at the rate ``eta``.
 
     Args:
-        no_weight_decay: slices of biases and norms in a vector (P,); they get no weight decay unless it applies to all.
+        no_weight_decay: slices of biases and norms in a vector (P,); they get weight decay only if all entries do.
     """
 
     def __init__(self, local: Local, like: Tensor, no_weight_decay: Sequence[slice] = ()) -> None:

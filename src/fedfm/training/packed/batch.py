@@ -77,7 +77,7 @@ class Batch:
         return torch.addmm(w[self.net.head[1]], self._pool(x)[0], w[self.net.head[0]].t())
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Pool the last layer's output x to (S, d). It is (N, d), or (S, d) if it has only first tokens."""
+        """Pool the last layer's output x to (S, d); x is (N, d), or (S, d) if it has only first tokens."""
         if self.net.pooler is not None:
             z = torch.tanh(self.net.pooler.forward(x))
             return z, z
@@ -101,7 +101,7 @@ def _places(lengths: np.ndarray) -> Tensor:
 
 
 def _head(net: Net, z: Tensor, gz: Tensor, s: Segment, y: Tensor) -> float:
-    """Summed cross-entropy of one client's rows; the gradients of its mean go into the segment and ``gz``."""
+    """Summed cross-entropy of one client's rows; the gradients of the mean go into the segment and ``gz``."""
     weight, bias = s.w[net.head[0]], s.w[net.head[1]]
     part = z[s.start : s.stop]
     error = torch.log_softmax(torch.addmm(bias, part, weight.t()), 1)  # (b, C)

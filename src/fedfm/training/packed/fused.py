@@ -44,7 +44,7 @@ def _softmax(p: Any, at: int, rows: int, n: int, wide: int) -> None:
 
 @_part
 def _softmax_backward(d: Any, p: Any, at: int, rows: int, wide: int) -> None:
-    """Replace ``d``, dL/dP (rows, wide), by the gradient of the scores P (dL/dP - <P, dL/dP>)."""
+    """Replace ``d`` = dL/dP (rows, wide) by the gradient of the scores, which is P * (dL/dP - <P, dL/dP>)."""
     for i in range(0, rows * wide, wide):
         sums = all_of(F(0))
         for j in range(0, wide, COUNT):
