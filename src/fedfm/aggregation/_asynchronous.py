@@ -11,7 +11,7 @@ again at once with the newest model. If it has just trained the newest model, it
 client is in a buffer twice. If K is the number of clients, every round is a round of FedAvg.
 
 A deployment takes updates in the order in which they arrive. Other engines simulate a clock, so that a run always has
-the same bits: a client's local training takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
+the same bits: a local training takes the time |N(0, 1)| divided by the client's speed, as in the paper's simulations.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from fedfm.privacy.noise import digest
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2, b = 1 if the norm is within the clip, else 0
+WITHIN = "+within"  # entry of an update under an adaptive clip: 1/2 if the norm is within the clip, else -1/2
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of metrics of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
 _AGAIN = "releases again"  # key in the server's store; its value is the number of repeated releases
@@ -63,7 +63,7 @@ class CentralGaussian(Mechanism):
             are then in units of the round's clip.
         noise_multiplier: z; the noise on each entry of a sum has the standard deviation z C.
         delta: delta of (epsilon, delta).
-        budget: the epsilon that no round may exceed.
+        budget: the largest epsilon of the whole run; a round that would exceed it is not run.
         releases: number of means in a round.
         hidden: whether the server sees only sums.
         rate: q. If it is below 1, a secret coin decides whether each of the N clients is in a round, and sums

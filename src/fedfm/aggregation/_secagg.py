@@ -11,7 +11,7 @@ Rabin. Flamingo. S&P 2023: clients agree on keys once for many sums, and clients
 4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, which is its
    signature of the cohort and of the payload that the server sent to all;
 5. consent, if a client of the cohort dropped out: the others sign the list of survivors;
-6. unmask: for each neighbour in the cohort, they reveal a share of one of the neighbour's two seeds.
+6. unmask: for each neighbour in the cohort, clients that are still there reveal a share of one of its two seeds.
 
 Messages 1 to 3 go to all clients before the first sum. They are repeated if a cohort has a client without keys, a
 client dropped out, the keys are used up, or the run was resumed. With agreed keys a sum takes two or three messages.

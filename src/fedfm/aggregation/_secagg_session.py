@@ -57,7 +57,7 @@ class Session:
     Attributes:
         shares_at: for each member whose shares arrived, the positions of the clients that have them, in the shares'
             order.
-        holds: for each member that keeps seed shares, the positions of the seeds' owners, in the order of revealing.
+        holds: for each member that keeps seed shares, the positions of the seeds' owners, in the order of its shares.
         used: number of sums so far.
         broken: whether a client dropped out.
     """

@@ -183,7 +183,7 @@ class Mechanism:
         """
 
     def affordable(self, rounds: int) -> int:
-        """How many of these rounds a budget allows."""
+        """How many of these rounds the budget for epsilon allows."""
         return rounds
 
 

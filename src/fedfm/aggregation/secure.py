@@ -25,11 +25,11 @@ from fedfm.linalg.params import Params
 class Secure(Mean):
     """sum_k n_k x_k / sum_k n_k. Updates, weights and metrics are hidden; the sum and the cohort are not.
 
-    Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum, and rounded once to its dtype.
-    The step s of the fixed-point numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With
-    updates of root mean square r and weights w, the relative error of ``compact`` is about
-    n bound / (12^(1/2) 2^30 w r): for five clients it is below 1e-6 while bound is below 740 w r. A run gives one
-    notice if a sum is rounded by more than 1e-6.
+    If the sum has m clients, every entry of the mean is exact up to (m s / 2) / sum_k n_k, and rounded once to its
+    dtype. For a cohort of n clients, the step s of the fixed-point numbers is below n bound / 2^62, or below
+    n bound / 2^30 with ``compact``. If updates have the root mean square r and the weight w, the relative error of
+    ``compact`` is about n bound / (12^(1/2) 2^30 w r): for five clients it is below 1e-6 while bound is below 740 w r.
+    A run gives one notice if a sum is rounded by more than 1e-6.
 
     ``compact`` is not the default, because it needs a bound close to r. Before the updates exist, r is unknown, and a
     client that reported r would disclose it. With a bound from earlier sums, clients would have to refuse updates that
@@ -40,8 +40,8 @@ class Secure(Mean):
     something about its rows. The mean is then over the other clients. If all clients add zeros, the run ends.
 
     A client that sends a false update is not detected. A server that deviates from the protocol can see a client's
-    update only with the help of 2 t - h of the h clients that have shares of this client's seeds; t is more than
-    ``threshold`` of h.
+    update only with the help of 2 t - h of the h clients that have shares of this client's seeds. A seed is
+    determined by t shares, where t is more than ``threshold`` times h.
     """
 
     bound: float = setting(

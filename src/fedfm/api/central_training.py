@@ -99,8 +99,8 @@ class CentralWork(Generic[C]):
         """Train one epoch of n rows; returns the mean loss.
 
         Args:
-            loss: computes the loss of the rows with these indices, in this step of the epoch; it may set the learning
-                rate of ``rule``.
+            loss: computes the loss of the rows with these indices, in this step of the epoch; the function may set
+                the learning rate of ``rule``.
             cure: what the user should change if the loss is NaN or infinite.
 
         Raises:

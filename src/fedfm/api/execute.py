@@ -175,7 +175,7 @@ def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
-    """Context manager: if the input is refused before the first round, remove the new run, whose lock the caller holds."""
+    """Context manager: remove the new run if its input is refused before the first round. The caller holds its lock."""
     try:
         yield
     except InputError:

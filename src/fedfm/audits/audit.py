@@ -85,7 +85,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     """The audits of these names; without names, all cheap audits that apply.
 
     Raises:
-        InputError: a name is unknown, its audit does not apply, or no audit applies; the error names other audits.
+        InputError: a name is unknown, its audit does not apply, or no audit applies. The error lists audits that apply.
     """
     there, method = audits(), run.experiment.method_name
     known = {name: a for name, a in there.items() if a.reads(run)}

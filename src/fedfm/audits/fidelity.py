@@ -29,7 +29,7 @@ class Ability(NamedTuple):
         cosine: mean over test rows of the cosine between the model's centred features and the true model's; for a
             language model, logits take the place of features.
         probe: accuracy of a linear classifier on the features, fitted to clients' training rows; None without classes.
-        accuracy, perplexity: scores of the model itself; None if the server does not mix the head.
+        accuracy, perplexity: scores of the model itself; None if the server mixes only some trainable entries.
     """
 
     cosine: float

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: (z (b, k) float64, y (b,) int64), ...
+Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # one call per pass: blocks (x (b, k) float64, y (b,) int64)
 
 # The search has converged if both hold: the gradient's norm is below GRADIENT times the norm at zero, and the loss
 # would fall by less than GAP times its value (half the squared Newton decrement estimates the fall).

@@ -113,7 +113,7 @@ class Local:
         return bool(self.micro_batch or self.max_grad_norm)
 
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
-        """Eta of a step from the fraction ``begin`` to ``end`` of a run of ``steps`` steps (0 <= begin < end <= 1).
+        """Eta of a step from ``begin`` to ``end``, two fractions (0 <= begin < end <= 1) of a run of ``steps`` steps.
 
         Eta rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
         ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.

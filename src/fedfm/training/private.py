@@ -145,7 +145,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
 def sums(
     model: Model, rows: Rows, clip_norm: float, most: int, only: tuple[str, ...] | None = None
 ) -> Callable[[np.ndarray], Tensor]:
-    """A function from a step's row indexes (b,) to the sum (P,) of their clipped gradients, without noise, in float64.
+    """A function from a step's row indexes (b,) to the sum (P,) of these rows' clipped gradients, float64, no noise.
 
     Args:
         most: largest number of rows that are computed at once.
@@ -216,7 +216,7 @@ def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: d
     """Check after the first private step that the trained tensors have changed and all others have not.
 
     Raises:
-        RunError: a trained tensor is unchanged, or an untrained one has changed; the message names the first such tensor.
+        RunError: a trained tensor is unchanged, or another one has changed; the message names the first such tensor.
     """
     for name, p in live.items():
         if p.numel() and torch.equal(p.detach().cpu(), start[name]):

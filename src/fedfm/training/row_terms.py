@@ -4,8 +4,8 @@ A linear layer's gradient for one row is G^T A: A (T, i) are the row's inputs, a
 gradient's squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large
 Language Models Can Be Strong Differentially Private Learners. ICLR 2022, arXiv:2110.05679). The clipped sum over rows
 is one product (Bu, Wang, Zha, Karypis. Differentially Private Optimization on Large Model at Small Cost. ICML
-2023, arXiv:2210.00038). An embedding is a linear layer whose inputs are unit vectors. If a parameter is used more than once,
-its terms are added, and its squared norm includes the cross terms.
+2023, arXiv:2210.00038). An embedding is a linear layer whose inputs are unit vectors. If a parameter is used more than
+once, its terms are added, and its squared norm includes the cross terms.
 """
 
 from __future__ import annotations

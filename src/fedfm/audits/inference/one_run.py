@@ -19,7 +19,7 @@ import numpy as np
 from fedfm.audits.inference.rates import Array
 
 _MOST = 64.0  # largest epsilon of the search
-SHARES = (1.0, 0.5, 0.2, 0.05)  # each test uses this share of the guesses (the surest), and a quarter of the error level
+SHARES = (1.0, 0.5, 0.2, 0.05)  # each test uses this share of the guesses (the surest), and 1/4 of the error level
 
 
 def readings(total: Array, known: Array, used: Array, unused: Array, sigma: float) -> Array:

@@ -66,9 +66,9 @@ def forward(
     """Softmax(q k^T) v for every sequence and head.
 
     Args:
-        q: rows of ``qs`` numbers, the queries of all heads first.
-        kv: rows of ``kvs`` numbers, keys from ``k0`` and values from ``v0`` on.
-        lengths: (S,) rows of each sequence.
+        q: rows of ``qs`` numbers, which begin with the queries of all heads.
+        kv: rows of ``kvs`` numbers: the keys begin at number ``k0``, and the values at ``v0``.
+        lengths: (S,) number of rows of each sequence.
         single: whether there is one query for each sequence, and not one for each row.
         out: rows of heads * size numbers, one for each query.
         p: probabilities, kept for the gradient: see :func:`entries`.

@@ -34,7 +34,7 @@ class Net:
         flat: the slices of the trained tensors in a flat vector.
         head: names of the head's weight (C, d) and bias (C,).
         frozen: the layers' weights; see :meth:`stale`.
-        outside: all other frozen weights, used in place.
+        outside: all other frozen weights; the net uses them without a copy.
     """
 
     embed: Any

@@ -20,7 +20,7 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Param
     """Train all jobs (same model, same optimiser) in lockstep; jobs with fewer batches stop earlier.
 
     Args:
-        fast: whether to use compiled attention if it supports the model; its results differ from exact kernels by rounding.
+        fast: whether to use compiled attention if it supports the model; compiled attention rounds differently.
     """
     fused = fast and attention.fits(net.width, net.layers[0].heads)
     orders = [list(job.orders()) for job in jobs]
