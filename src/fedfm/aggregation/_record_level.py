@@ -1,4 +1,4 @@
-"""Record-level differential privacy by DP-SGD at the clients, as the mechanism of a mean.
+"""Record-level differential privacy by DP-SGD at the clients, as the privacy mechanism of a mean.
 
 The updates are already private when they leave the client, so the guarantee also holds against the server.
 :mod:`fedfm.privacy.dp_sgd` states the guarantee; :mod:`fedfm.training.private` trains.

@@ -1,4 +1,4 @@
-"""The client-level mechanism of a mean, chosen by the [privacy] table of an experiment."""
+"""The client-level privacy mechanism of a mean, which the [privacy] table of an experiment chooses."""
 
 from __future__ import annotations
 

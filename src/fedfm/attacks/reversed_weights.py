@@ -22,7 +22,7 @@ class ReversedWeights(Attack):
 
     Running means and variances do not change, because a negative variance would be detected at once.
 
-    With ``negate`` the mean moves towards zero, where a LoRA model equals its base. With ``reflect`` the weights
+    With ``negate`` the mean moves towards zero, where a LoRA model equals its base model. With ``reflect`` the weights
     that an attacker sends have the same distance from w_t as w_k.
     """
 

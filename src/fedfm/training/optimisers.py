@@ -98,7 +98,7 @@ class Local:
 
     @property
     def passes(self) -> int:
-        """Epochs over the client's rows in a round, summed over the models that it trains."""
+        """Epochs over the client's rows in a round, summed over the models that the client trains."""
         return self.epochs
 
     @property

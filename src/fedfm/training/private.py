@@ -40,7 +40,7 @@ class Descent:
 
 
 class Counted:
-    """Stands for the training rows in a client half, which may only count the rows. The local optimiser reads them."""
+    """Stands for the training rows in a client half, which may count them. Only the local optimiser reads them."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -145,7 +145,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
 def sums(
     model: Model, rows: Rows, clip_norm: float, most: int, only: tuple[str, ...] | None = None
 ) -> Callable[[np.ndarray], Tensor]:
-    """A function from a step's row indexes (b,) to the sum (P,) of these rows' clipped gradients, float64, no noise.
+    """A function from a step's row indexes (b,) to the sum (P,) of these rows' clipped gradients (float64, no noise).
 
     Args:
         most: largest number of rows that are computed at once.

@@ -162,7 +162,7 @@ def one_round(u: Array, v: Array, low: float, high: float) -> Array:
 
 
 def alternating(u: Array, v: Array, guess: Array) -> Array:
-    """Alternating estimate of a_t and w_pre by a part of the cohort, whose own mean u_t takes the place of w'.
+    """Alternating estimate of a_t and w_pre by a part of the cohort; this part's mean u_t takes the place of w'.
 
     E_t = v_t - u_t; start with a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
     a_t = clip(<E_t, p - v_t> / |p - v_t|^2, 0.8 l_t, 2.4 l_t).

@@ -48,7 +48,7 @@ class Layer:
     Attributes:
         qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` two maps:
             one of the queries (d -> d), and one of keys and values (d -> 2d).
-        before: whether to normalise before attention and MLP (ViT), not after adding their outputs (BERT).
+        before: True: normalise the inputs of attention and MLP (ViT); False: normalise each sum after them (BERT).
         first_only: whether the model reads only each sequence's first token of this layer's output.
         lowest: whether no layer below is trained, so that no gradient leaves this layer.
     """
