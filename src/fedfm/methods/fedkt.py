@@ -44,8 +44,8 @@ class Students:
 
 @dataclass(frozen=True)
 class FedKT(OwnHeads):
-    """Votes in two tiers: a client's teachers label public rows for its students; all students label them for the
-    server.
+    """Votes in two tiers: a client's teachers label public rows for its students; all students label these rows
+    for the server.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("publish", "students")
