@@ -243,7 +243,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each token whether it counts: the template marks it as generated, or it ends an answer."""
+    """The tokens, and for each whether the loss counts it: the template marks it as generated, or it ends an answer."""
     form = form_of(tokenizer)
     found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
