@@ -24,7 +24,7 @@ _EVERY = "every averaging method has the same defaults, so that comparisons are 
 
 @dataclass(frozen=True)
 class FedDPA(Personal, FedAvg):
-    """FedAvg of a global adapter. Each client also trains a local adapter under the frozen global one, and keeps it.
+    """FedAvg of a global adapter. While it is frozen, each client trains and keeps a local adapter.
 
     For a row x the output is W x + (1 - a) times the global adapter's output + a times the local adapter's output.
     Training uses a = 1/2. Afterwards the share a depends on the row's similarity to the client's training rows. More

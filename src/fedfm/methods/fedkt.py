@@ -4,7 +4,7 @@ Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential pri
 
 The paper needs public unlabelled rows. Here each client publishes the features of a fraction ``public`` of its rows,
 without their labels, to every other client. If that reveals too much, do not use FedKT; a silo whose
-policy does not allow ``reply`` refuses the method. The server also sees each client's students.
+policy does not allow single replies (``reply``) refuses the method. The server also sees each client's students.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Students:
 
 @dataclass(frozen=True)
 class FedKT(OwnHeads):
-    """Votes in two tiers: a client's teachers label public rows for its students; all students label them for the
-    server.
+    """Votes in two tiers: a client's teachers label public rows for its students; all students label these rows
+    for the server.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("publish", "students")

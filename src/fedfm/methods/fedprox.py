@@ -23,7 +23,7 @@ class FedProx(FedAvg):
     """FedAvg whose clients minimise h_k(v; w^t) = F_k(v) + mu/2 ||v - w^t||^2 (eq. 2, with the norm squared).
 
     ``server_term`` is from FedBaF's paper (arXiv:2410.18352, Algorithm 1, line 8), which prints
-    sum_k p_k w^k - mu (w^k - w_t) without brackets: the second term is inside the sum or, literally, after it.
+    sum_k p_k w^k - mu (w^k - w_t). This leaves open whether the second term is inside the sum or, literally, after it.
     """
 
     traits: ClassVar[Traits] = Traits(

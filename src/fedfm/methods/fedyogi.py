@@ -15,7 +15,7 @@ from fedfm.methods.fedadam import FedAdam
 
 @dataclass(frozen=True)
 class FedYogi(FedAdam):
-    """FedAdam whose second moment changes by a step that does not depend on its own size."""
+    """FedAdam, but the step by which the second moment v changes does not depend on the size of v."""
 
     traits: ClassVar[Traits] = Traits(
         accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True

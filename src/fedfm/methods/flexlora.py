@@ -94,5 +94,5 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
 
 
 def truncation_error(sigma: Sequence[Tensor], rank: int) -> float:
-    """Sum over all modules of squared singular values after ``rank``: the smallest error (Eckart and Young 1936)."""
+    """Sum over modules of squared singular values after the first ``rank``: the least error (Eckart and Young 1936)."""
     return sum(float(values[rank:].square().sum()) for values in sigma)

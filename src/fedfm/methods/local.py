@@ -32,8 +32,8 @@ class LocalOnly(Personal, FedAvg):
 
     def step(self, fed: Federation, w: dict[ClientId, Params], t: int) -> dict[ClientId, Params]:  # type: ignore[override]
         fed.cohort = tuple(fed.sample(self.fraction))
-        # A client that trains alone sends nothing. These messages only let this program store its model, so they are
-        # listed but not counted.
+        # A client that trains alone sends nothing. These messages only let this program store the client's model, so
+        # they are listed but not counted.
         return w | fed.ask(self.train_alone, of=fed.cohort, counted=False, like=fed.initial.layout, w=each(w))
 
     @on_client

@@ -1,7 +1,7 @@
 """Weight initialisation: an averaging method starts from a foundation model, so every client gets that model.
 
 The baseline of FedBaF (arXiv:2410.18352, Section 5): in line 1 of its Algorithm 1 the matched entries of w_0 are those
-of w_pre, and later rounds mix nothing.
+of the foundation model w_pre, and later rounds mix nothing.
 """
 
 from __future__ import annotations

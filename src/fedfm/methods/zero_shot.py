@@ -1,7 +1,7 @@
 """Zero-shot: the foundation model without any training. The baseline before training.
 
 The classifier of a CLIP-like model is the text encoder's embedding of the class names (Radford et al., ICML 2021,
-arXiv:2103.00020, Section 3.1). The classifier of any other model is the untrained head. There is no Algorithm,
+arXiv:2103.00020, Section 3.1). The classifier of any other model is the untrained head. No Algorithm is cited,
 since nothing is trained.
 """
 

@@ -80,5 +80,5 @@ def penalties(modules: Collection[Bounded]) -> Tensor:
 
 
 def violations(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each bounded function, by path: (arguments outside its interval, all arguments) since the last count."""
+    """For each bounded function, by path: (arguments outside its interval, all arguments) since the last reset."""
     return {name: (m.outside, m.total) for name, m in module.named_modules() if isinstance(m, Bounded)}

@@ -63,7 +63,7 @@ class DualModel(Model):
         return super().logits(batch)
 
     def written_texts(self) -> Tensor:
-        """The text features T (C, d), with norm 1, of the prompts of ``model.templates``; no learned vectors.
+        """The text features T (C, d), with norm 1, of the prompts of ``model.templates``, without learned vectors.
 
         Raises:
             InputError: a prompt is too long for the text encoder.

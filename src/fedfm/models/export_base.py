@@ -35,7 +35,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def complete(model: Model, folder: Path) -> bool:
-    """Write ``config.json`` and ``base/`` into the folder of a transformers model's adapter or pair of adapters.
+    """Write ``config.json`` and ``base/`` into the folder of an adapter, or pair of adapters, for a transformers model.
 
     If ``model.quantization`` rounds weights while loading, ``base/quantization.json`` has the settings of the rounding.
 

@@ -23,7 +23,7 @@ class Family:
     """Paths inside the base model (``module.<base_model_prefix>``), or inside a complete module without a base.
 
     Attributes:
-        embedding: maps the model's input to b_0.
+        embedding: maps the model's input to b_0, the input of the first block.
         blocks: the ModuleLists of the blocks, in order.
         norm: final normalisation and other modules between the blocks and the pooler.
         pooler: maps (n, T, d) to (n, d) with its own weights.
@@ -94,8 +94,8 @@ class Parts:
         unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
             under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
-        side_by_side: the modules of each block, one from each list, if the model has a separate list for each part of a
-            block; else empty.
+        side_by_side: the modules of each block, one from each list, for a model that lists each part of its blocks
+            separately; else empty.
     """
 
     embedding: nn.Module | None

@@ -44,7 +44,7 @@ def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
 def _pool(model: Network, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
     """If a head reads every token, pool its inputs (b, T, d) to (b, d); other inputs stay unchanged.
 
-    A classifier's inputs are pooled as for its logits. For a language model, the last token's input is taken.
+    A classifier's inputs are pooled as it pools them for its logits. A language model's are those of the last token.
     """
     if x.dim() != 3:
         return x

@@ -32,13 +32,13 @@ class Loaded:
         module: the module, on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
         config: the architecture as JSON. For transformers models it has only values other than the defaults, so that a
-            field that another version adds does not change it.
+            new field in another version leaves this JSON unchanged.
         new: paths of the modules that were created for this task.
-        tools: the preprocessors of its rows.
+        tools: the preprocessors of the model's rows.
         missing: names of the new weights, which the checkpoint lacks or has in another shape.
         stored: the checkpoint's own weights if the base is quantised, because the module has rounded ones; else None.
         placed: whether the module is on its devices already.
-        hollow: whether its weights are placeholders (zeros) that take no memory.
+        hollow: whether the module's weights are placeholders (zeros) that take no memory.
         notices: lines for the user about guesses.
         outputs: the checkpoint's names for the outputs of its head; () if it names none.
     """

@@ -60,7 +60,7 @@ class Pictures:
                 yield f"{pixels.dtype.str}{pixels.shape}".encode() + pixels.tobytes()
 
     def exceed(self, most: float | None) -> bool:
-        """Whether the prepared images take more than ``most`` bytes; None stands for the bytes that memory may hold."""
+        """Whether the prepared images take more than ``most`` bytes; for None, min(AT_ONCE, limit() / 4)."""
         if len(self) < 2 or most == math.inf:
             return False
         most = min(AT_ONCE, limit() // 4) if most is None else most

@@ -1,6 +1,6 @@
 """Finds the positions of a text on which a model's outputs depend, by gradients with respect to token embeddings.
 
-A comparison of the outputs for two texts is no proof. Even outputs that do not depend on the changed token may differ,
+Comparing outputs for two texts would not show this. Even outputs that do not depend on the changed token may differ,
 because a matrix product with other rows rounds differently. The gradient at a position on which an output does not
 depend is exactly zero.
 """
@@ -20,7 +20,7 @@ from fedfm.models.preprocessing import LOCAL_SHARE
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-_READ = 8  # number of a text's tokens that the check reads
+_READ = 8  # number of a text's tokens that ``reads_padding`` uses
 _PADDING = 4  # number of padding tokens before the text
 
 

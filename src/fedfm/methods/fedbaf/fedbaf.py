@@ -42,7 +42,7 @@ LOG_RANGE = (0.02, 2.0)  # bounds of the secret factor with harden = "log_unifor
 class FedBaF(Comparable, Around):
     """The server pulls each round's aggregate towards a foundation model that no client ever sees.
 
-    The pull a_t = alpha_t tau_t depends on how far the aggregate's direction changed and on a secret random factor.
+    The pull a_t = alpha_t tau_t depends on the change of the aggregate's direction, and on a secret random factor.
     Clients that see several rounds can compute the foundation model in spite of this factor; ``fedfm audit RUN
     --attack extraction`` shows how closely.
     """

@@ -31,7 +31,7 @@ from fedfm.models.layers import GRANULARITIES
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local, any_rank
 
-LEAST = 0.1  # raw similarities with a smaller sum are refused, because the weights divide by this sum
+LEAST = 0.1  # raw similarities with a smaller sum are refused, because they are divided by it
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class Products(Entries):
         return found, float(np.sqrt(lost / energy)) if energy else 0.0
 
     def _changes(self, path: str, x: Sequence[Change], whole: bool) -> list[Factors]:
-        """Factors of s B A of one module for each theta; without ``whole`` the start's product is subtracted."""
+        """Factors of s B A of one module for each theta; unless ``whole``, the start's product is subtracted."""
         ends = [self._factors(path, c.theta) for c in x]
         if whole:
             return ends

@@ -67,7 +67,7 @@ class Gating:
     Attributes:
         part: the gate's part that is trained and sent: "adapter", "last" (its last layer) or "all" (also an image
             block).
-        backbone: the image classifier whose frozen features the gate reads; if empty, it reads the global expert's.
+        backbone: the image classifier whose frozen features the gate reads; if empty, those of the global expert.
         share: a fixed lambda for every row, instead of a gate; if None, the gate computes lambda.
     """
 

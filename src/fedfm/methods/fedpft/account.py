@@ -22,7 +22,7 @@ from fedfm.methods.fedpft.summary import Summary, Synthetic
 def communication(
     replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool
 ) -> dict[str, Any]:
-    """Bytes by equations (10) to (12) with ``width`` bytes per number, the components used, and the withheld classes.
+    """The components used, the withheld classes, and bytes by equations (10) to (12) with ``width`` bytes per number.
 
     If ``counted`` is false, clients did not send their numbers of rows, so the size of the raw features is unknown.
     """

@@ -29,9 +29,9 @@ class Plan:
     replace_any  one row, its label too   noisy     all classes, also empty ones
     ===========  =======================  ========  ================================
 
-    Rows have norm 1. A release consists of sums over one class's rows: ``a`` n and sum x; for ``diag`` also sum x_j^2;
-    for ``full`` also sum x x^T. ``spherical`` needs no second moment, since the trace of the covariance of unit rows is
-    1 - |mean|^2.
+    Rows have norm 1. A release of a class with n rows consists of ``a`` times n and of sums over the rows: sum x; for
+    ``diag`` also sum x_j^2; for ``full`` also sum x x^T. ``spherical`` needs no second moment, since the trace of the
+    covariance of unit rows is 1 - |mean|^2.
 
     Attributes:
         epsilon: the guarantee for one row of one client.

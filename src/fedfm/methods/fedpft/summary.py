@@ -27,10 +27,10 @@ class Summary:
     """A client's reply: a mixture g^{i,c} for each of its classes c.
 
     Attributes:
-        labels, counts: the classes, and |F^{i,c}| for each; if counts are withheld, ``samples`` for each.
+        labels, counts: the classes, and the number |F^{i,c}| of rows of each, or ``samples`` if counts are withheld.
         mixtures: the mixtures of these classes, in this order.
         withheld: classes with fewer examples than ``min_count``; empty if counts are withheld.
-        withheld_rows: number of examples of these classes.
+        withheld_rows: number of examples of the withheld classes.
         kl, tv: divergences of the classes' smoothed features from their mixtures; empty unless ``bound`` is set.
     """
 

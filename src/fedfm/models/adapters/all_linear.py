@@ -23,7 +23,7 @@ def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str
 
 
 def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
-    """A notice about the matrices that "all-linear" leaves out, with their parameters' share; "" if there are none."""
+    """A notice about the matrices that "all-linear" leaves out, with their share of all parameters; "" if none."""
     total = sum(_size(m) for m in module.modules()) or 1
     found: dict[str, dict[str, int]] = {}  # reason -> last part of the name -> number of values
     for path, why in _reasons(module, parts, new).items():

@@ -44,8 +44,8 @@ class Expert:
         w: its frozen tensors under the model's names, with LoRA of any rank; None means the model's own tensors.
         weight: the factor m.
         layers: paths of the layers (from ``Parts.encoders``) or modules in which its LoRA is on; None means all.
-        trained: paths of the layers in which the LoRA of the model's own tensors is trained, if it is on there; None
-            means all layers.
+        trained: paths of the layers in which the LoRA of the model's own tensors is trained, if that LoRA is on there;
+            None means all layers.
     """
 
     w: Params | None = None

@@ -31,7 +31,7 @@ _CONSTANT = ("clip.logit_scale", "clip.logit_bias")
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of C classes by P templates, as tokens.
+    """The prompts for C classes from P templates, as tokens.
 
     Attributes:
         input_ids: int64 (P, C, L).

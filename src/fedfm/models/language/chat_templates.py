@@ -5,8 +5,8 @@ template. A text is also converted into a chat template, which writes conversati
 to an exported model has the same form as in training.
 
 Prompt and answer are tokenised as one text. In a conversation the loss counts the assistant's text and the token that
-ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise the loss counts what each answer
-adds to the text before it, with each answer written as if it were the last one
+ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise each answer is written as if it
+were the last one, and the loss counts what the answer adds to the text before it
 (see :mod:`fedfm.models.language.chat_form`).
 """
 
@@ -101,7 +101,7 @@ def text_of(template: str | None, tokenizer: Any) -> str | None:
 
 
 def as_chat_template(text: str, tokenizer: Any) -> str:
-    """A chat template (Jinja) that writes the same as the text, with the tokens that the tokenizer adds by itself.
+    """A chat template (Jinja) that writes what the text writes, and the tokens that the tokenizer adds by itself.
 
     The text has no place for a system message, so a system message becomes a separate line.
     """
@@ -243,7 +243,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each token whether the template marks it as generated or ends an answer with it."""
+    """The tokens, and for each whether the loss counts it: the template marks it as generated, or it ends an answer."""
     form = form_of(tokenizer)
     found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
@@ -259,7 +259,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each token whether it belongs to an answer, by the texts with and without each answer."""
+    """The tokens, and for each token whether it belongs to an answer; :func:`_pieces` finds the answers."""
     spans, size = [], 0
     pieces = _pieces(turns, tokenizer)
     for text, counts in pieces:

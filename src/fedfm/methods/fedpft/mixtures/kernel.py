@@ -1,8 +1,8 @@
 """Compiled EM for one group's rows, with spherical and diagonal covariances.
 
 Each iteration makes one pass over the rows. It computes a row's responsibilities (E step) and adds the row to the sums
-(M step). Sums run in float32 about the previous mean, because E[x^2] - mu^2 loses the variance of a tight component.
-Every ``SPAN`` rows they are added to float64 sums.
+(M step). The float32 sums are of differences from the previous mean, because E[x^2] - mu^2 loses the variance of a
+tight component. Every ``SPAN`` rows they are added to float64 sums.
 
 Most components are far from most rows. For each row i and component k, b_ik is a lower bound of the Mahalanobis
 distance D_ik, D^2 = sum_j (x_j - mu_j)^2 / v_j. When an M step changes mu to mu' and v to v', the triangle inequality

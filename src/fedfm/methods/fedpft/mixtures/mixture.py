@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 COVARIANCES = ("spherical", "diag", "full")  # at index i, ``scales`` has i + 1 dimensions
 ON_SIMPLEX = 1e-3  # largest deviation of the sum of weights from 1
-ENTRIES = 1 << 21  # densities are computed for this many rows times features at once: 16 MiB in float64
+ENTRIES = 1 << 21  # largest product of rows and features for which densities are computed at once: 16 MiB in float64
 
 
 @dataclass(frozen=True, eq=False)

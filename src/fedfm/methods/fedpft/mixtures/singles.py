@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 
-# A component with fewer rows represents one row. In EM, the shares of two rows may add up to slightly less than 2.
+# A component of fewer rows than this represents one row. Two rows' shares may add up to slightly less than 2 in EM.
 ALONE = 2 - 0.005
 
 

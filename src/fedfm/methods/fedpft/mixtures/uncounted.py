@@ -100,7 +100,7 @@ def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
 
 
 def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Fit two components of several rows each, without rows that would be alone in one; None if impossible."""
+    """Fit two components of several rows each; rows that would be alone in one are left out. None if impossible."""
     while len(x) >= 4:
         (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
         if whole.mixture.components == 2:
