@@ -69,8 +69,8 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
 def choose_padding(tokenizer: Any, config: Any) -> None:
     """Set a tokenizer's padding token if it has none.
 
-    The new padding token is the token of the model's configuration, because classifiers of transformers find a text's
-    end by it. If the configuration has none, it is the tokenizer's end token or its unknown token.
+    It becomes the padding token of the model's configuration, because classifiers of transformers find a text's end by
+    that token. If the configuration has none, it becomes the tokenizer's end token, else its unknown token.
     """
     if tokenizer.pad_token_id is not None:
         return

@@ -16,13 +16,13 @@ class Spent:
 
     Attributes:
         mechanism: e.g. ``"Gaussian, analytic"``.
-        unit: whose presence the guarantee hides: that of one row (``"record"``) or of one client (``"client"``).
+        unit: the guarantee hides the presence of one row (``"record"``) or of one client (``"client"``).
         relation: which data sets are neighbours: ``"add_remove"``, ``"replace"`` or ``"replace_any"``.
         epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
         sigma: standard deviation of the noise on these statistics. None if this is not one Gaussian release (e.g.
-            the sampled steps of DP-SGD); it then does not compose with other entries.
+            the sampled steps of DP-SGD); such a release does not compose with other entries.
         composition: how the parts of the release compose, e.g. its rounds, or the classes of one client.
         note: further assumptions.
     """
