@@ -31,7 +31,7 @@ class Macs:
 
     Attributes:
         training: MACs that are computed again in each epoch.
-        once: MACs of a frozen backbone whose features are computed once (adaptation head); 0 without it.
+        once: MACs of a frozen backbone whose features are computed once (adaptation head); 0 for others.
     """
 
     training: int

@@ -18,7 +18,7 @@ from fedfm.models.preprocessors import AUTO
 PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
 _FILE = "tokenizer.json"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-# The rows of an embedding are often rounded up. There is no notice if the embedding has at most ``_ROUNDED`` more rows
+# An embedding often has spare rows. There is no notice if the embedding has at most ``_ROUNDED`` more rows
 # than the tokenizer has tokens, or if the number of tokens exceeds the share ``_MOST`` of the number of rows.
 _ROUNDED, _MOST = 64, 0.9
 _FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow tokenizer.json

@@ -35,7 +35,7 @@ def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = F
         answers: whether the task generates answers.
 
     Raises:
-        InputError: two files of the folder have a tensor of the same name, or a weight has integers.
+        InputError: two files of the folder have a tensor of the same name, or integer weights have no scales.
     """
     if spec.name in BUILT_IN:
         return []

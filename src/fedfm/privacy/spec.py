@@ -39,7 +39,7 @@ class PrivacySpec:
         return self != PrivacySpec(aggregator="secagg")
 
     def validate(self) -> None:
-        """Check that either an epsilon or a multiplier gives the noise, and that the mechanism can follow ``clip_quantile``.
+        """Check that one of epsilon and multiplier gives the noise, and that the mechanism allows ``clip_quantile``.
 
         Raises:
             InputError: neither or both of epsilon and multiplier are given, or ``clip_quantile`` with DP-SGD.

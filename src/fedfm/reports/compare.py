@@ -30,7 +30,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
         out: the file to write, e.g. ``compare.html``.
 
     Raises:
-        InputError: no run is given, a run's file is missing or invalid, or ``out`` cannot be written or is another file.
+        InputError: no run is given, a run's file is missing or invalid, or ``out`` is no such page or not writable.
     """
     storage.refuse_others(Path(out), f"<title>{_TITLE}")
     runs = read_runs(run_dirs)
@@ -126,7 +126,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences about runs whose rows differ, or may differ, from the first run's rows, by fingerprints.
+    """Sentences about runs whose fingerprint of the rows differs from the first run's, or cannot be compared.
 
     Under [privacy] each run computes its fingerprint with a key of its own, so no two fingerprints can be compared.
     """

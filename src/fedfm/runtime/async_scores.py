@@ -21,7 +21,7 @@ FAILED = f"{SENT}failed"  # metric with value 1 in an update whose client could 
 _NEWEST = (
     "newest_scores"  # key in the server's memory; its value maps client to {"round": round of the model, part: metrics}
 )
-_SLACK = 2  # scores of more than this multiple of the usual largest age are left out of the mean
+_SLACK = 2  # scores older than this multiple of the largest usual age are left out of the mean
 
 
 def of_sent(
@@ -65,7 +65,7 @@ class Newest:
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
         """Record the scores of the start model, which the server has requested from the clients.
 
-        With these scores, all lines of metrics cover the same clients.
+        Without these scores, the first lines of metrics would cover fewer clients than later ones.
         """
         for client, found in told.items():
             if found:
