@@ -73,10 +73,10 @@ class Model:
     hollow: bool = False
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
-    pool: Pool | None = None  # how a classifier pools its head's token inputs; None until known
+    pool: Pool | None = None  # how a classifier pools its head's inputs (b, T, d); None until known
     weights_overridden: int = 0  # above 0 if hooks change the outputs of its modules
     share: Tensor | None = None  # (b,) for the current batch: the weight of the client's own adapter in a pair
-    new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
+    new: tuple[str, ...] = ()  # paths of modules that were created for the task, before the adaptation
     answers_alone: bool | None = None  # whether prompts are answered one at a time; None if not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 

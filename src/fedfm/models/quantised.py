@@ -298,7 +298,7 @@ class Unquantised(Mapping[str, Tensor]):
 def readable(weights: Unquantised, skeleton: Any, head: str | None, dtype: torch.dtype) -> bool:
     """Whether the files have all tensors under the module's names and in ``dtype``; a new head may be missing.
 
-    Otherwise the files use other names, which transformers changes while it loads them, or lack more than a head.
+    If not, the files lack more than a head, or use other names, which transformers changes while it loads them.
 
     Args:
         head: the path of the head that may be new; None if no head can be new, as in a language model.

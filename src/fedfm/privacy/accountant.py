@@ -39,7 +39,7 @@ class Spent:
 
 
 def together(spent: Sequence[Spent]) -> Spent:
-    """Composition of Gaussian releases about a record that is in all of them, e.g. of two clients or several rounds.
+    """Composition of Gaussian releases, e.g. of two clients or several rounds, about a record that is in all of them.
 
     It is exact: releases of sensitivity s_i under noise sigma_i equal one release of sensitivity
     sqrt(sum s_i^2/sigma_i^2) under noise 1 (Dong, Roth, Su 2022, Corollary 3.3). A later release may depend on an

@@ -27,10 +27,10 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Args:
         run_dirs: the runs' directories, in the order of the page.
-        out: the file to write, e.g. ``compare.html``.
+        out: the file to write, e.g. ``compare.html``; an existing file must be an earlier comparison.
 
     Raises:
-        InputError: no run is given, a run's file is missing or invalid, or ``out`` is no such page or not writable.
+        InputError: no run is given, a run's file is missing or invalid, or ``out`` is another file or not writable.
     """
     storage.refuse_others(Path(out), f"<title>{_TITLE}")
     runs = read_runs(run_dirs)
