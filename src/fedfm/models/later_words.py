@@ -1,6 +1,6 @@
 """Checks that a language model does not see the words that it predicts, which would give a low loss without learning.
 
-Some classes of transformers have a language head and attend in both directions, and no setting reveals every one. So
+Some classes of transformers have a language head and attend in both directions, and no setting reveals all of them. So
 the check runs the model twice: if only the last word of a text changes, the logits before it must not change. A server
 that has not loaded the weights checks only the first block, with random weights.
 """

@@ -28,7 +28,7 @@ def notice(spec: ModelSpec, tools: Tools) -> tuple[str, ...]:
     """A notice if the user's ``model.max_length`` exceeds the model's number of positions; else ()."""
     asked = (
         spec.max_length != type(spec).max_length
-    )  # the default applies to all models, such as CLIP with 77 positions
+    )  # the default is the same for all models, also for CLIP, which has 77 positions
     if tools.tokenizer is None or not tools.positions or spec.max_length <= tools.positions or not asked:
         return ()
     return (

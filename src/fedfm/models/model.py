@@ -48,8 +48,8 @@ class Model:
         parts: its blocks and head.
         tools: the preprocessors of its rows.
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
-        head: the live linear head; None if the model has none.
-        names: the trainable tensors that clients send, in the module's order.
+        head: the linear head that the forward pass uses; None if the model has none.
+        names: names of the trainable tensors, which clients send, in the module's order.
         layout: names, shapes and dtypes of :meth:`params`.
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
@@ -73,10 +73,10 @@ class Model:
     hollow: bool = False
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
-    pool: Pool | None = None  # how a classifier pools its head's token inputs; None until known
+    pool: Pool | None = None  # how a classifier pools its head's inputs (b, T, d); None until known
     weights_overridden: int = 0  # above 0 if hooks change the outputs of its modules
-    share: Tensor | None = None  # (b,) for the current batch: the weight of the own adapter in a pair of adapters
-    new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
+    share: Tensor | None = None  # (b,) for the current batch: the weight of the client's own adapter in a pair
+    new: tuple[str, ...] = ()  # paths of modules that were created for the task, before the adaptation
     answers_alone: bool | None = None  # whether prompts are answered one at a time; None if not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 

@@ -31,7 +31,7 @@ class Macs:
 
     Attributes:
         training: MACs that are computed again in each epoch.
-        once: MACs of a frozen backbone whose features are computed once (adaptation head); else 0.
+        once: MACs of a frozen backbone whose features are computed once (adaptation head); 0 for others.
     """
 
     training: int
@@ -46,7 +46,7 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
 
     Args:
         rows: from :meth:`Model.prepare`, not encoded.
-        batch_size: number of rows that share one pass of a text encoder over the class names, if the model has one.
+        batch_size: number of rows that share one pass over the class names, if the model has a text encoder for them.
     """
     if not len(rows):
         return None
@@ -142,8 +142,8 @@ class Costs:
 
     Attributes:
         macs_per_sample: MACs of a sample's forward pass in each epoch.
-        macs_once_per_sample: MACs of a sample's forward pass through a frozen backbone whose features are cached; else
-            0.
+        macs_once_per_sample: MACs of a sample's forward pass through a frozen backbone whose features are cached;
+            0 without such a backbone.
         epochs: number of epochs E.
         samples: median number of training samples of a client.
     """
@@ -168,8 +168,8 @@ class Costs:
 
         Args:
             extra_passes: for each round, the number of passes over a client's rows in addition to the optimiser's
-                epochs (FedALA makes such passes to train its weights W). It is a mean over the cohort, with the same
-                weights as the mean of the updates.
+                epochs (FedALA makes such passes to train its weights W): a mean over the cohort, in which clients
+                have the same weights as in the mean of the updates.
         """
         visits = sum(map(len, cohorts))
         more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, extra_passes, strict=False))

@@ -107,7 +107,7 @@ def keep_format(module: nn.Module) -> None:
 
 
 def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
-    """Paths of the linear maps that are not quantised to ``nf4``, because their width is no multiple of a block.
+    """Paths of the linear maps that are not quantised to ``nf4``, because their width is no multiple of ``BLOCK``.
 
     For the rows of such maps bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every
     device, so that all silos have the same base.
@@ -298,7 +298,7 @@ class Unquantised(Mapping[str, Tensor]):
 def readable(weights: Unquantised, skeleton: Any, head: str | None, dtype: torch.dtype) -> bool:
     """Whether the files have all tensors under the module's names and in ``dtype``; a new head may be missing.
 
-    Otherwise the files use other names, which transformers changes while it loads them, or lack more than a head.
+    If not, the files lack more than a head, or use other names, which transformers changes while it loads them.
 
     Args:
         head: the path of the head that may be new; None if no head can be new, as in a language model.

@@ -1,8 +1,8 @@
 """Checks that the tensors of a folder with quantised weights fit together: packed weights, scales and tables.
 
-bitsandbytes does not check them. Scales may be stored as 8-bit codes with scales of their own; if those are missing,
-it uses the codes as scales. If packed weights are too short, a part of the outputs stays uninitialised. Such files load
-without an error, so this check runs first.
+bitsandbytes does not check this. Scales may be 8-bit codes that have scales of their own; if the latter are missing,
+bitsandbytes uses the codes as scales. If packed weights are too short, a part of the outputs stays uninitialised. Such
+files load without an error, so this check runs first.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
     A batch has prompts of similar length with masked padding on the left. Its limits are ``batch_size`` rows and
     :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, such as RWKV, answers one prompt at a
-    time; in a batch, transformers (5.24) would also mix the states of its rows. A row gets the same answer alone and in
+    time; in a batch, transformers (5.24) would also mix the rows' states. A row gets the same answer alone and in
     a batch, unless two tokens have equal logits up to rounding.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions

@@ -18,7 +18,7 @@ from fedfm.models.preprocessors import AUTO
 PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
 _FILE = "tokenizer.json"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-# The rows of an embedding are often rounded up. There is no notice if the embedding has at most ``_ROUNDED`` more rows
+# An embedding often has spare rows. There is no notice if the embedding has at most ``_ROUNDED`` more rows
 # than the tokenizer has tokens, or if the number of tokens exceeds the share ``_MOST`` of the number of rows.
 _ROUNDED, _MOST = 64, 0.9
 _FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow tokenizer.json
@@ -69,8 +69,8 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
 def choose_padding(tokenizer: Any, config: Any) -> None:
     """Set a tokenizer's padding token if it has none.
 
-    The new padding token is the token of the model's configuration, because classifiers of transformers find a text's
-    end by it. If the configuration has none, it is the tokenizer's end token or its unknown token.
+    It becomes the padding token of the model's configuration, because classifiers of transformers find a text's end by
+    that token. If the configuration has none, it becomes the tokenizer's end token, else its unknown token.
     """
     if tokenizer.pad_token_id is not None:
         return

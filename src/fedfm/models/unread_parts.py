@@ -23,7 +23,7 @@ from fedfm.models.spec import ModelSpec
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
 _OF_NUMBERS = ("F", "BF")  # beginnings of the names of floating-point dtypes in safetensors
-_PARTS = "modules.json"  # lists the parts of a sentence-transformers model: transformer, pooling, maps after it
+_PARTS = "modules.json"  # lists the parts of a sentence-transformers model: transformer, pooling, further maps
 
 
 def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = False) -> list[str]:
@@ -35,7 +35,7 @@ def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = F
         answers: whether the task generates answers.
 
     Raises:
-        InputError: two files of the folder have a tensor of the same name, or a weight has integers.
+        InputError: two files of the folder have a tensor of the same name, or integer weights have no scales.
     """
     if spec.name in BUILT_IN:
         return []

@@ -16,13 +16,13 @@ class Spent:
 
     Attributes:
         mechanism: e.g. ``"Gaussian, analytic"``.
-        unit: whose presence the guarantee hides: that of one row (``"record"``) or of one client (``"client"``).
+        unit: the guarantee hides the presence of one row (``"record"``) or of one client (``"client"``).
         relation: which data sets are neighbours: ``"add_remove"``, ``"replace"`` or ``"replace_any"``.
         epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
         sigma: standard deviation of the noise on these statistics. None if this is not one Gaussian release (e.g.
-            the sampled steps of DP-SGD); it then does not compose with other entries.
+            the sampled steps of DP-SGD); such a release does not compose with other entries.
         composition: how the parts of the release compose, e.g. its rounds, or the classes of one client.
         note: further assumptions.
     """
@@ -39,7 +39,7 @@ class Spent:
 
 
 def together(spent: Sequence[Spent]) -> Spent:
-    """Composition of Gaussian releases about a record that is in all of them, e.g. of two clients or several rounds.
+    """Composition of Gaussian releases, e.g. of two clients or several rounds, about a record that is in all of them.
 
     It is exact: releases of sensitivity s_i under noise sigma_i equal one release of sensitivity
     sqrt(sum s_i^2/sigma_i^2) under noise 1 (Dong, Roth, Su 2022, Corollary 3.3). A later release may depend on an

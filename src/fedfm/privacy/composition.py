@@ -20,7 +20,7 @@ from fedfm.errors import InputError
 from fedfm.privacy import gaussian
 
 LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
-LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends an epsilon of dozens
+LITTLE = 0.1  # noise multiplier; with less noise the bound without sampling is used, because the grid takes minutes
 WIDTH = 1e-3  # width of the search's last interval, in log z
 FINE, COARSE = 1e-4, 1e-3  # steps of the privacy losses' grid: the search for z uses COARSE; both give an upper bound
 

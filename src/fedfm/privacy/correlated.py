@@ -11,10 +11,10 @@ C is lower triangular and Toeplitz, with the first p coefficients of the square 
 (Fichtenberger, Henzinger, Upadhyay. Constant Matters. ICML 2023, arXiv:2202.11205; banded: Kalinin, Lampert. Banded
 Square Root Matrix Factorization for Differentially Private Model Training. NeurIPS 2024, arXiv:2405.13763).
 
-*Sensitivity*. A client takes part every b rounds. Its vectors u_t of norm at most 1 change C X by sum_t C_t u_t^T with
-columns C_t of C. All entries of C are at least 0. So the Frobenius norm of the change is largest if all u_t are equal
-and the client skips no round. Then it is the norm of the sum of every b-th column. With p <= b bands these columns are
-orthogonal (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurIPS 2023, arXiv:2306.08153).
+*Sensitivity*. A client takes part every b rounds. Its vectors u_t of norm at most 1 change C X by sum_t C_t u_t^T,
+where C_t is a column of C. All entries of C are at least 0. So the Frobenius norm of the change is largest if all u_t
+are equal and the client skips no round. Then it is the norm of the sum of every b-th column. With p <= b bands these
+columns are orthogonal (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurIPS 2023, arXiv:2306.08153).
 
 *Quality*. The noise of the last model is at most 4 % above that of the best Toeplitz matrix that a numerical search
 found for (T, b) = (12, 3), (24, 6), (30, 5) and (16, 16).

@@ -34,7 +34,7 @@ class DescentPlan:
         delta: delta of the guarantee (epsilon, delta).
         rounds: largest number of rounds in which a client trains.
         target_epsilon: the largest epsilon of a client; None if ``noise_multiplier`` is given.
-        noise_multiplier: z, the noise's standard deviation over C; None if each client computes its own.
+        noise_multiplier: z, the noise's standard deviation divided by C; None if each client computes its own z.
     """
 
     clip_norm: float

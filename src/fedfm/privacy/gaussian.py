@@ -92,7 +92,7 @@ def _unit_sigma(epsilon: float, delta: float) -> float:
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The smallest number for which ``holds``, by bisection, rounded up; it holds at ``high``, not at ``low``."""
+    """The smallest number for which ``holds`` is true (as at ``high``, not at ``low``), by bisection, rounded up."""
     while low < (middle := 0.5 * (low + high)) < high:
         if holds(middle):
             high = middle
@@ -129,7 +129,7 @@ def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
 def paper_sigma(epsilon: float, delta: float, n: float) -> float:
     """FedPFT's noise as in its paper: s = 4/(n epsilon) sqrt(5 ln(4/delta)), Beitollahi et al. 2024, Theorem 4.1.
 
-    The paper sets ``n`` to the client's rows; its proof needs the rows of one class at one client.
+    In the paper, ``n`` is the client's number of rows; the proof needs the number of rows of one class at the client.
 
     Raises:
         InputError: epsilon, delta or n is out of range.

@@ -77,7 +77,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Budget:
-    """A silo's budgets over all runs of its lifetime; its ledger counts them."""
+    """A silo's budgets over all runs of its lifetime; the silo's ledger counts what is spent."""
 
     epsilon: float | None = setting(
         None, "epsilon of all releases together; a release without an epsilon is then refused", gt=0

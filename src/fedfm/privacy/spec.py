@@ -39,10 +39,10 @@ class PrivacySpec:
         return self != PrivacySpec(aggregator="secagg")
 
     def validate(self) -> None:
-        """Check that the noise is given by an epsilon or by a multiplier, and that the mechanism allows the clip.
+        """Check that one of epsilon and multiplier gives the noise, and that the mechanism allows ``clip_quantile``.
 
         Raises:
-            InputError: neither or both of epsilon and multiplier are given, or the mechanism has no adaptive clip.
+            InputError: neither or both of epsilon and multiplier are given, or ``clip_quantile`` with DP-SGD.
         """
         faults = Faults()
         if (self.target_epsilon is None) == (self.noise_multiplier is None):

@@ -21,7 +21,7 @@ class _ClassLine(NamedTuple):
     """Counts of one class.
 
     The fields after the name are: the number of the class's rows; the number of rows that are predicted as this class;
-    how many of these predictions are right; the class that is most often predicted in its place, and how often.
+    how many of these predictions are right; the wrong class most often predicted for its rows, and how often.
     """
 
     name: str

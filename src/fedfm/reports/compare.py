@@ -27,10 +27,10 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Args:
         run_dirs: the runs' directories, in the order of the page.
-        out: the file to write, e.g. ``compare.html``.
+        out: the file to write, e.g. ``compare.html``; an existing file must be an earlier comparison.
 
     Raises:
-        InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written or is no comparison.
+        InputError: no run is given, a run's file is missing or invalid, or ``out`` is another file or not writable.
     """
     storage.refuse_others(Path(out), f"<title>{_TITLE}")
     runs = read_runs(run_dirs)
@@ -126,7 +126,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences about runs whose rows differ, or may differ, from the first run's. Their fingerprints are compared.
+    """Sentences about runs whose fingerprint of the rows differs from the first run's, or cannot be compared.
 
     Under [privacy] each run computes its fingerprint with a key of its own, so no two fingerprints can be compared.
     """

@@ -206,7 +206,7 @@ def bars(
     reference: tuple[float, str] | None = None,
     spans: Sequence[tuple[float, float] | None] = (),
 ) -> str:
-    """Horizontal bars, one per row. Bars with parts are stacked. With ``spans``, rows have a dot on a range instead."""
+    """Horizontal bars, one per row. Bars with parts are stacked. With ``spans``, a dot on a range replaces each bar."""
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4

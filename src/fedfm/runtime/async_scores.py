@@ -21,7 +21,7 @@ FAILED = f"{SENT}failed"  # metric with value 1 in an update whose client could 
 _NEWEST = (
     "newest_scores"  # key in the server's memory; its value maps client to {"round": round of the model, part: metrics}
 )
-_SLACK = 2  # scores older than this many times the usual age are left out of the mean
+_SLACK = 2  # scores older than this multiple of the largest usual age are left out of the mean
 
 
 def of_sent(
@@ -59,13 +59,13 @@ class Newest:
 
     def __init__(self, fed: Federation, every: int, buffer: int) -> None:
         self._fed, self._start = fed, dict[ClientId, dict[str, Any]]()
-        # If n clients are equally fast and a round has K updates, each client answers every n/K rounds.
+        # If n clients are equally fast, each answers every n/K rounds, so its scores become up to 2 n/K rounds old.
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
         """Record the scores of the start model, which the server has requested from the clients.
 
-        With these scores, all lines of metrics cover the same clients.
+        Without these scores, the first lines of metrics would cover fewer clients than later ones.
         """
         for client, found in told.items():
             if found:

@@ -101,7 +101,7 @@ def _same_length(rows: list[chat_templates.Written], max_length: int, tokenizer:
 def cut_rows(
     table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, max_length: int, template: str | None
 ) -> int:
-    """The number of rows (a prompt with answers) that are longer than ``max_length`` tokens."""
+    """The number of rows in which the prompt and an answer together have more than ``max_length`` tokens."""
     count = 0
     with quiet():
         for said, *answers in table.take(np.asarray(index, dtype=np.int64)).inputs:

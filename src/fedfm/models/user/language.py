@@ -38,7 +38,7 @@ def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
     inner: Any = _base(module)
     if type(inner).__module__.startswith("transformers.") and inner.get_output_embeddings() is None:
         return False  # for example a classifier of tokens
-    read = max(int(x.max()) for x in whole if x.numel())  # the vocabulary has more entries than this id
+    read = max(int(x.max()) for x in whole if x.numel())  # largest token id; a vocabulary has more entries
     sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > read}
     sizes.add(getattr(getattr(module, "config", None), "vocab_size", None) or 0)
     return output.shape[2] in sizes

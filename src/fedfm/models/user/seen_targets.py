@@ -1,6 +1,6 @@
 """Checks whether a user's module sees the words that it is trained to predict. Such a module learns nothing.
 
-The check is for rows whose targets are the row's own words. They are at the same positions, as for Hugging Face's
+The check is for rows whose targets are the row's own words. A target is at its word's position, as in Hugging Face's
 models, or one position earlier. The loss of the last target must not change with the last word. The check skips modules
 that fill in masked words, and encoder-decoders, because their targets are other words than their inputs.
 """

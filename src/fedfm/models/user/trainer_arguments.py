@@ -1,6 +1,6 @@
 """A Hugging Face Trainer's arguments: each is followed exactly, or refused, or a notice names it as unused.
 
-The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md has the table.
+The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md lists the arguments.
 """
 
 from __future__ import annotations

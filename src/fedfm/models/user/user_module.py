@@ -65,10 +65,10 @@ class Given:
         if logits is not None and objective is None:
             raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
-        self.end: Callable[[], None] = lambda: None  # undoes the switches of :meth:`wrap` in the module
+        self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrap` switched on in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
-        self._own_batches = collate is not None or self.trainer is not None  # then batches may have lists and dicts
+        self._own_batches = collate is not None or self.trainer is not None  # whether batches may have lists and dicts
         self._columns: frozenset[str] | None = None
         self._listed = False  # whether batches are tuples
         self._labelled = False  # whether every row has one class label
