@@ -181,7 +181,7 @@ def _decode(coded: Tensor, steps: Tensor, base: Tensor | None) -> Tensor:
 
 
 def _base(name: str, shape: tuple[int, ...], start: Params | None) -> Tensor | None:
-    """The start's tensor of this name as a vector; None if it is absent or has another shape or dtype."""
+    """The tensor of this name in ``start``, as a vector; None if it is absent or has another shape or dtype."""
     if start is None or start.layout.slots.get(name, (None,) * 4)[::3] != (torch.float32, shape):
         return None
     return start[name].view(-1)

@@ -64,7 +64,7 @@ class Registry:
 
         Args:
             claims: claimed names by node.
-            taken: the node of each name that takes part already.
+            taken: the nodes of the clients that take part already, by the client's name.
         """
         counts, owners = Counter(claims.values()), {*filter(None, self._names.values())}
         found = {node: self._refusal(node, name, counts[name] > 1, taken, owners) for node, name in claims.items()}

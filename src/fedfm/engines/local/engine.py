@@ -151,7 +151,7 @@ class LocalLink:
     def judge(self, w: Params) -> dict[ClientId, Tensor]:
         """Logits of all pieces of the global test rows.
 
-        The worker that evaluated a piece for its client has cached results, so it computes the logits of this piece.
+        The worker that evaluated a client's piece has cached results, so this worker computes the piece's logits.
 
         Raises:
             Interrupted: the user stopped the run.

@@ -51,12 +51,12 @@ class _Worker:
     chunks: deque[list[Request]] = field(default_factory=deque)
     begun: float = 0.0  # start time of the current chunk
     pace: float = math.inf  # seconds per client in the last chunk
-    known: set[int] = field(default_factory=set)  # numbers of the payloads that it has received in this exchange
-    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # its files for replies, memory-mapped
+    known: set[int] = field(default_factory=set)  # numbers of payloads that the worker got in this exchange
+    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # the worker's files for replies, memory-mapped
     freed: deque[int] = field(default_factory=deque)  # files of which this process has no tensors any more
 
     def deadline(self, timeout: float) -> float:
-        """When the current chunk is late, if each client may take ``timeout`` seconds."""
+        """The time after which the current chunk is late: each of its clients may take ``timeout`` seconds."""
         return self.begun + timeout * len(self.chunks[0])
 
     def finish_chunk(self) -> list[Request]:
@@ -102,7 +102,7 @@ class Pool:
         """Deliver requests and yield replies; after ``stop`` no further chunk starts.
 
         Args:
-            again: send each request to the worker that last answered for the client, as it has cached results.
+            again: send each request to the worker that last answered for the client, because it has cached results.
         """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:

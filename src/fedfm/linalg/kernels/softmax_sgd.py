@@ -169,7 +169,7 @@ def descend(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, decay_b: float, wt: Any, bt: Any, near: Any, z: Any,
 ) -> float:  # fmt: skip
-    """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
+    """Plain SGD on the weights; returns the mean cross-entropy of a batch, averaged over all steps.
 
     Args:
         x, y: rows (n, d) and labels (n,) in 0..C-1.
