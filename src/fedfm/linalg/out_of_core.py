@@ -16,7 +16,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a shelf puts into one file
+FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a Shelf puts into one file
 
 
 def limit() -> int:

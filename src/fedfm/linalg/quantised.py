@@ -1,4 +1,4 @@
-"""Vectors in fewer bytes: float32 entries as bfloat16, or as eight bits with a step for each block.
+"""Vectors in fewer bytes: float32 entries as bfloat16, or as 8-bit multiples of a step, with one step per block.
 
 With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = max |x| / 127, and an entry is rounded to
 the nearest multiple of s (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is
