@@ -79,7 +79,7 @@ class ClientHost:
 
     @property
     def may_end(self) -> bool:
-        """Whether the last round is over, so that the host may free its accelerator. A later message loads it again."""
+        """Whether the host may free its accelerator, since no round follows. A later message loads the model again."""
         model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
         return model is not None and model.device.type != "cpu" and self._round >= self.experiment.method.rounds
 

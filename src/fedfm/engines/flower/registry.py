@@ -60,7 +60,7 @@ class Registry:
         return self._tells and any(self.name(node) is None for node in nodes)
 
     def refusals(self, claims: Mapping[int, ClientId], taken: Mapping[ClientId, int]) -> dict[int, ClientFault]:
-        """The reason for each node that may not use the name that it claims.
+        """For each node that may not use the name that it claims, the reason.
 
         Args:
             claims: claimed names by node.

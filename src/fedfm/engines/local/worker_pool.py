@@ -2,9 +2,9 @@
 
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files; nothing is pickled. A worker whose clients take milliseconds
-gets its next chunk in advance, since the server may wait longer than that for a core. Workers are child processes, so
-the pool notices at once that a worker has ended, and by which signal. It then sends the worker's chunk again. This is
-safe: a client's memory is versioned by (round, call), so a repeated request finds the same state.
+gets its next chunk of requests in advance, since the server may wait longer than that for a core. Workers are child
+processes, so the pool notices at once that a worker has ended, and by which signal. It then sends the worker's chunk
+again. This is safe: a client's memory is versioned by (round, call), so a repeated request finds the same state.
 """
 
 from __future__ import annotations
