@@ -1,6 +1,6 @@
 """Base of the methods that aggregate LoRA exactly.
 
-It has these methods' settings, each client's rank, local training at that rank, the weights p_k and the sum Delta W.
+It has the common settings, each client's rank, local training at that rank, the weights p_k and the sum Delta W.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ def _reply(request: Request, value: object, down: int) -> Reply:
 
 
 def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
-    """The largest differences, over all clients, between the rows that clients train on and those of the server's
-    table.
+    """The largest differences, over all clients, between the rows that clients train on and the same rows in the
+    server's table.
     """
     method, found = silos.method, dict[str, float]()
     if not isinstance(method, HiddenModel):

@@ -139,7 +139,7 @@ def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any, keep_b: Any,
 ) -> Any:  # fmt: skip
-    """One step: ``to_w`` = ``keep`` ``to_w`` + ``scale`` gradient, and ``to_b`` likewise with ``keep_b``.
+    """One step: ``to_w`` <- ``keep`` * ``to_w`` + ``scale`` * gradient, and likewise ``to_b`` with ``keep_b``.
 
     The loss is the sum of a batch's cross-entropies. Its gradient is computed at ``wt``, ``bt``. Returns the loss.
     """
