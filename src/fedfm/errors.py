@@ -12,13 +12,13 @@ class FedfmError(Exception):
 
 
 class InputError(FedfmError, ValueError):
-    """The user's input is invalid. The message says where, what, and what would be right (exit 2).
+    """The user's input is invalid. The message names the place, the fault and what would be right (exit 2).
 
     The message is for people; programs read the fields.
 
     Attributes:
         key: the invalid key with its tables, as ``a.b.c``; "" if only the message contains it.
-        owners: names with which the table would accept the key, if its present ``name`` does not allow the key.
+        owners: values of the table's ``name`` with which the key would be allowed, if the present value forbids it.
         allowed: the accepted values in words, e.g. "a table"; "" if the key itself is not accepted.
         more: further faults that were found together with this one, in the order in which they were found.
     """

@@ -64,7 +64,7 @@ def open_again(path: str | Path, mode: int) -> Stored:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
-    except (OSError, AttributeError):  # no uncached reads: use the page cache, which takes half the time
+    except (OSError, AttributeError):  # no uncached reads: a read from the page cache takes half the time of O_DIRECT
         return Stored(descriptor, 0, 0, None)
     try:
         return Stored(descriptor, 0, UNCACHED, os.open(path, mode | os.O_CLOEXEC | DIRECT) if DIRECT else None)
@@ -90,8 +90,8 @@ class Stored(NamedTuple):
         descriptor: the descriptor of the file.
         at: the offset of the vector's first byte in the file.
         flags: the flags of each read and write.
-        direct: a second descriptor, which bypasses the page cache and takes a third of the time. It needs complete
-            pages and sector-aligned memory. None if the file has no such descriptor.
+        direct: a second descriptor, which bypasses the page cache; a transfer then takes a third of the time. It needs
+            complete pages and sector-aligned memory. None if the file has no such descriptor.
     """
 
     descriptor: int

@@ -1,4 +1,4 @@
-"""Stores vectors that do not fit into memory in memory-mapped anonymous files. Each vector is an ordinary tensor.
+"""Stores vectors in memory-mapped anonymous files if they are too large for memory. Each is an ordinary tensor.
 
 :mod:`fedfm.linalg.mapped_files` makes, reads and writes the files.
 """
@@ -16,7 +16,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a shelf puts into one file
+FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a Shelf puts into one file
 
 
 def limit() -> int:

@@ -1,4 +1,4 @@
-"""Releases the pages of large vectors in mapped files after a pass over them.
+"""Releases the pages of large vectors in mapped files after a pass over the vectors.
 
 The next pass reads the pages again: from the system's cache if they are still there, otherwise from the disk. Until
 then the memory is free, e.g. for the gradients and moments of a model that was loaded from the vector.

@@ -23,7 +23,7 @@ _BLOCK = 1 << 16  # entries of one float64 sum: they fit into the cache, and nor
 
 
 class Layout:
-    """Names, dtypes and shapes of a Params, in order. Two operands must have the same layout.
+    """Names, dtypes and shapes of a Params, in order. Two Params in one operation must have the same layout.
 
     Attributes:
         entries: (name, dtype, shape) in order.
@@ -222,7 +222,7 @@ class Params(Mapping[str, Tensor]):
         )
 
     def within(self, most: float) -> bool:
-        """Whether no entry is NaN or infinite, and the L2 norm is at most ``most`` (below 1e19)."""
+        """Whether no entry is NaN or infinite, and the L2 norm is at most ``most``, which must be below 1e19."""
         return sum(squared_norm(flat) for d, flat in self._flats.items() if d.is_floating_point) <= most * most
 
     def only(self, names: Iterable[str]) -> Params:

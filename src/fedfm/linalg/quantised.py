@@ -1,4 +1,4 @@
-"""Vectors in fewer bytes: float32 entries as bfloat16, or as eight bits with a step for each block.
+"""Vectors in fewer bytes: float32 entries as bfloat16, or as 8-bit multiples of a step, with one step per block.
 
 With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = max |x| / 127, and an entry is rounded to
 the nearest multiple of s (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is
@@ -181,7 +181,7 @@ def _decode(coded: Tensor, steps: Tensor, base: Tensor | None) -> Tensor:
 
 
 def _base(name: str, shape: tuple[int, ...], start: Params | None) -> Tensor | None:
-    """The start's tensor of this name as a vector; None if it is absent or has another shape or dtype."""
+    """The tensor of this name in ``start``, as a vector; None if it is absent or has another shape or dtype."""
     if start is None or start.layout.slots.get(name, (None,) * 4)[::3] != (torch.float32, shape):
         return None
     return start[name].view(-1)

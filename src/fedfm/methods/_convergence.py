@@ -41,8 +41,8 @@ def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
 
 
 def tell_mean(fed: Federation) -> None:
-    """Add a notice if ``fed.metrics`` reports heads that did not converge. Its entries are weighted means of the
-    clients' metrics. Each client must have trained one head.
+    """Add a notice if ``fed.metrics`` reports heads that did not converge. The entries of ``fed.metrics`` are
+    weighted means of the clients' metrics. Each client must have trained one head.
     """
     share = fed.metrics.get(_HEADS, 0.0)  # sum of the weights of the clients whose head did not converge
     if share > 0:

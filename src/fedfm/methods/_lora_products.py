@@ -1,6 +1,6 @@
 """Base of the methods that aggregate LoRA exactly.
 
-It has their common settings, each client's rank, local training at that rank, the weights p_k and the sum Delta W.
+It has the common settings, each client's rank, local training at that rank, the weights p_k and the sum Delta W.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedfm.training import SGD, Local
 
 
 class Term(NamedTuple):
-    """A client's part in the aggregate: its weight p_k (their sum is 1) and its trained parameters of rank r_k."""
+    """A client's part in the aggregate: the weight p_k (all p_k sum to 1) and the trained parameters of rank r_k."""
 
     p: float
     w: Params

@@ -10,7 +10,7 @@ WORDS = "size (n_k), uniform, or tokens: the number of tokens that enter a langu
 
 
 def weight_of(client: Client, weighting: str) -> int:
-    """Client half: the number of rows n_k, 1, or the number of tokens that enter the loss.
+    """Client half: n_k (the number of rows), or 1, or the number of tokens that enter the loss.
 
     Raises:
         InputError: the rows have no tokens to count.

@@ -3,7 +3,7 @@
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. arXiv:1602.05629, Algorithm 1 with T = 1. The heads are
 trained to convergence. FedPFT's comparison (arXiv:2402.01862, Section 6) calls this "AVG".
 
-For a class that its client has not seen, a head has weights and bias 0, as training from zero would leave them.
+A head has weights and bias 0 for a class that its client has not seen, as training from zero would leave them.
 So a class that only few clients have gets small weights; the paper shows this weakness of averaging. A class that no
 client has seen keeps the weight 0. The server sees only what its aggregator discloses of the heads.
 """

@@ -18,7 +18,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Centralised(FedAvg):
-    """E epochs per round on the pooled rows. All clients of a federated run together do the same computation."""
+    """E epochs per round on the pooled rows: as much computation as all clients of a federated run do together."""
 
     needs: ClassVar[Needs] = Needs(pooled=True)
     means: ClassVar[tuple[str, ...]] = ()

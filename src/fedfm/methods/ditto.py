@@ -36,7 +36,7 @@ class Ditto(Personal, FedAvg):
         object.__setattr__(self, "local", DittoOptimiser.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
-        return {"": w}  # for comparison: the shared model; no v_k starts from it
+        return {"": w}  # the shared model, for comparison only: no v_k starts from it
 
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):

@@ -6,8 +6,8 @@ adds the unsent coordinates to its next update, as in Algorithm 1 of Stich, Cord
 Memory, NeurIPS 2018, arXiv:1809.07599. With ``feedback = false`` it drops them. In the paper of DSFL each client's
 fraction depends on its connection; here all clients have the same ``keep``.
 
-Omitted entries are sent as zeros, because an aggregator can only hide a mean of dense vectors. ``bytes_up`` counts
-these zeros; ``details`` reports the bytes of the values and positions alone.
+Omitted entries are sent as zeros, because an aggregator that hides single updates can only average dense vectors.
+``bytes_up`` counts these zeros; ``details`` reports the bytes of the values and positions alone.
 """
 
 from __future__ import annotations

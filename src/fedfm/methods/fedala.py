@@ -63,7 +63,7 @@ class FedALA(KeepingFedAvg):
         return Update(theta - w, self.weight(client), client.metrics | {PASSES: passes})
 
     def aggregate(self, client: Client, w: Params) -> tuple[Params, float]:
-        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, else theta, which is ``w``.
+        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta elsewhere; ``w`` is theta.
 
         Returns:
             (theta_hat, number of passes over the client's rows while W was learnt). The run counts these passes as

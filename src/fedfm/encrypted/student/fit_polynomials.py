@@ -167,7 +167,7 @@ def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
 
 
 def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
-    """Choose 1 / x for row sums of exp with these extremes (2, heads); scales bring all heads to one interval."""
+    """Approximate 1 / x for row sums of exp with these extremes (2, heads); scales bring all heads to one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))

@@ -39,8 +39,8 @@ class FoldedBlock:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and the
             same names with ``_bias``, all in float64. The query includes the factor of the scores.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
-        exponential, inverse, inverse_scales, gelu: as in :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`.
-            The factors ``inverse_scales`` (heads,) multiply the row sums before ``inverse`` is applied, and then the
+        exponential, inverse, gelu: the polynomials for exp, for 1 / x of the row sums of exp, and for GELU.
+        inverse_scales: (heads,), factors that multiply the row sums before ``inverse`` is applied, and then the
             results of ``inverse``.
         centred_keys: whether the mean over the tokens is subtracted from the keys.
     """
@@ -61,7 +61,7 @@ class Folded:
 
     Attributes:
         embedding: (d, F), maps a token's pixels to its features; ``bias`` (d,), ``positions`` (T, d).
-        scales: (L,), divisors of the disclosed b_l: their root mean squares on the distillation data.
+        scales: (L,), divisors of the disclosed b_l: the root mean square of each b_l on the distillation data.
         ranges: (L,), the largest possible ``|b_l|`` before the division; a larger value means that arithmetic failed.
         bound: the largest magnitude of any intermediate value, if arguments are inside the student's intervals.
         patch: maps pixel_values (n, 3, H, W) to the client's input (n, T, F); class tokens have zeros.

@@ -1,4 +1,4 @@
-"""The table of blocks in a polynomial student's ``config.json``: its polynomials, and the magnitudes of its states."""
+"""The table of blocks in a polynomial student's ``config.json``: the polynomials, and the magnitudes of states."""
 
 from __future__ import annotations
 

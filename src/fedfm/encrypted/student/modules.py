@@ -211,7 +211,7 @@ def attend(
 
 
 def register() -> None:
-    """Register :data:`ATTENTION` with transformers; its masks are true for the keys that count."""
+    """Register :data:`ATTENTION` with transformers; a mask is true for the keys that count."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

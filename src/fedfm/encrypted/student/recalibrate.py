@@ -1,4 +1,4 @@
-"""Set new intervals of a student, either after a training stage, or without training for rows of another kind.
+"""Set new intervals of a student, either after a training stage, or for rows of another kind and without training.
 
 The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
 of 1 / x or 1 / sqrt(x) can drive all later arguments out of their intervals. So blocks are measured one after another,

@@ -79,7 +79,7 @@ class ClientHost:
 
     @property
     def may_end(self) -> bool:
-        """Whether the host may free its accelerator, after the last round. A later message loads the model again."""
+        """Whether the host may free its accelerator, since no round follows. A later message loads the model again."""
         model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
         return model is not None and model.device.type != "cpu" and self._round >= self.experiment.method.rounds
 
@@ -129,7 +129,7 @@ class ClientHost:
 
     @property
     def _scores_sent(self) -> int:
-        """Rounds after which an update again has scores of the received model; 0 if the server requests scores."""
+        """Rounds from one update with scores of the received model to the next; 0 if the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 
@@ -242,7 +242,7 @@ class ClientHost:
         """
         if self._answers is None or not handler.startswith("train."):
             return None
-        _ = self.silos  # raises if the silo has not agreed, before the experiment is read and may raise another fault
+        _ = self.silos  # checked first: it raises if the silo has not agreed; reading the experiment may raise, too
         return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:

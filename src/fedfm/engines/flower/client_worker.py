@@ -28,8 +28,8 @@ from fedfm.models import cuda_devices
 if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
 
-IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
-ENDED = 30.0  # seconds without a message after the last round, if the host occupies an accelerator that others may need
+IDLE = 900.0  # a worker ends after this many seconds without a message; FEDFM_WORKER_IDLE overrides it
+ENDED = 30.0  # the same after the last round, if the host occupies an accelerator that others may need
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def _spawn(posts: list[_Post], places: list[str | None]) -> None:
 
 
 def _downloads(folder: Path) -> bool:
-    """Whether this client may download models: a silo may if its file says so; a client on loopback may."""
+    """Whether this client may download models: a silo may if its file says so; a client on loopback always may."""
     try:
         silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
         return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True

@@ -67,7 +67,7 @@ class EncodedPayload:
         self._forms: dict[frozenset[str], tuple[Any, int, str]] = {}
 
     def without(self, there: frozenset[str]) -> tuple[Any, int, str]:
-        """The record, the number of saved bytes, and the request's name, for a client that has cached ``there``."""
+        """The record, the number of saved bytes, and the request's name, for a client that caches ``there``."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
             body = parameter_cache.with_references(self.payload, self._known, names) if names else self.payload

@@ -60,11 +60,11 @@ class Registry:
         return self._tells and any(self.name(node) is None for node in nodes)
 
     def refusals(self, claims: Mapping[int, ClientId], taken: Mapping[ClientId, int]) -> dict[int, ClientFault]:
-        """The reason for each node that may not use the name that it claims.
+        """For each node that may not use the name that it claims, the reason.
 
         Args:
             claims: claimed names by node.
-            taken: the node of each name that takes part already.
+            taken: the nodes of the clients that take part already, by the client's name.
         """
         counts, owners = Counter(claims.values()), {*filter(None, self._names.values())}
         found = {node: self._refusal(node, name, counts[name] > 1, taken, owners) for node, name in claims.items()}

@@ -49,7 +49,7 @@ OUTCOME = "private/outcome.json"  # the ServerApp's error, for the process that 
 # File in the folder of the runs, with values that clients must not get. The bundle does not contain this file.
 SERVER_ONLY = "server-only"
 WAITING = "private/waiting.json"  # the silos for which the ServerApp waits; the process that submitted the run reads it
-LOCK = "private/server.lock"  # locked while a ServerApp writes the run; contains the ids of its process and Flower run
+LOCK = "private/server.lock"  # locked while a ServerApp writes the run; has the ids of the process and of Flower's run
 
 
 class ProgressLines(Progress):

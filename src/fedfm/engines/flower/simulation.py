@@ -128,7 +128,7 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_
 
 
 class SimulatedClients(ClientApp):  # type: ignore[misc]
-    """The ClientApp of all clients of a run. Ray sends it to its actors, which build a client host from these texts."""
+    """The ClientApp of all clients of a run. Ray sends it to its actors, which build a client host from it."""
 
     def __init__(self, experiment: str, path: str) -> None:
         super().__init__()

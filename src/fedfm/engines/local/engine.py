@@ -151,7 +151,7 @@ class LocalLink:
     def judge(self, w: Params) -> dict[ClientId, Tensor]:
         """Logits of all pieces of the global test rows.
 
-        The worker that evaluated a piece for its client has cached results, so it computes the logits of this piece.
+        The worker that evaluated a client's piece has cached results, so this worker computes the piece's logits.
 
         Raises:
             Interrupted: the user stopped the run.
@@ -190,8 +190,8 @@ def _reply(request: Request, value: object, down: int) -> Reply:
 
 
 def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
-    """The largest differences, over all clients, between the rows that clients train on and those of the server's
-    table.
+    """The largest differences, over all clients, between the rows that clients train on and the same rows in the
+    server's table.
     """
     method, found = silos.method, dict[str, float]()
     if not isinstance(method, HiddenModel):

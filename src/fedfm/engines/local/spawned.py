@@ -1,4 +1,4 @@
-"""Spawned workers of the local engine: separate programs, each with its visible GPUs.
+"""Spawned workers of the local engine: separate programs, each of which sees only certain GPUs.
 
 A process that has opened a GPU must not fork, because its children could not use the GPU. So each worker is a program
 of its own, :mod:`fedfm.engines.local.spawned_worker`.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fedfm.models import cuda_devices
 
-MOST = 1 << 12  # longest first message of a worker in bytes; it reports that the worker is ready, or why it is not
+MOST = 1 << 12  # bytes: the limit of a worker's first message, which says whether the worker is ready, or why not
 
 
 class Spawned(NamedTuple):

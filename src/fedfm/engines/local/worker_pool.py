@@ -2,9 +2,9 @@
 
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files; nothing is pickled. A worker whose clients take milliseconds
-gets its next chunk in advance, since the server may wait longer than that for a core. Workers are child processes, so
-the pool notices at once that a worker has ended, and by which signal. It then sends the worker's chunk again. This is
-safe: a client's memory is versioned by (round, call), so a repeated request finds the same state.
+gets its next chunk of requests in advance, since the server may wait longer than that for a core. Workers are child
+processes, so the pool notices at once that a worker has ended, and by which signal. It then sends the worker's chunk
+again. This is safe: a client's memory is versioned by (round, call), so a repeated request finds the same state.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class _Worker:
     chunks: deque[list[Request]] = field(default_factory=deque)
     begun: float = 0.0  # start time of the current chunk
     pace: float = math.inf  # seconds per client in the last chunk
-    known: set[int] = field(default_factory=set)  # numbers of the payloads that it has received in this exchange
-    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # its files for replies, memory-mapped
+    known: set[int] = field(default_factory=set)  # numbers of payloads that the worker got in this exchange
+    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # the worker's files for replies, memory-mapped
     freed: deque[int] = field(default_factory=deque)  # files of which this process has no tensors any more
 
     def deadline(self, timeout: float) -> float:
-        """When the current chunk is late, if each client may take ``timeout`` seconds."""
+        """The time after which the current chunk is late: each of its clients may take ``timeout`` seconds."""
         return self.begun + timeout * len(self.chunks[0])
 
     def finish_chunk(self) -> list[Request]:
@@ -102,7 +102,7 @@ class Pool:
         """Deliver requests and yield replies; after ``stop`` no further chunk starts.
 
         Args:
-            again: send each request to the worker that last answered for the client, as it has cached results.
+            again: send each request to the worker that last answered for the client, because it has cached results.
         """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:

@@ -139,7 +139,7 @@ def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any, keep_b: Any,
 ) -> Any:  # fmt: skip
-    """One step: ``to_w`` = ``keep`` ``to_w`` + ``scale`` gradient, and ``to_b`` likewise with ``keep_b``.
+    """One step: ``to_w`` <- ``keep`` * ``to_w`` + ``scale`` * gradient, and likewise ``to_b`` with ``keep_b``.
 
     The loss is the sum of a batch's cross-entropies. Its gradient is computed at ``wt``, ``bt``. Returns the loss.
     """
@@ -169,7 +169,7 @@ def descend(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, decay_b: float, wt: Any, bt: Any, near: Any, z: Any,
 ) -> float:  # fmt: skip
-    """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
+    """Plain SGD on the weights; returns the mean cross-entropy of a batch, averaged over all steps.
 
     Args:
         x, y: rows (n, d) and labels (n,) in 0..C-1.

@@ -37,7 +37,7 @@ def reference(name: str) -> Mapping[str, str]:
 
 
 def referenced_name(body: Any) -> str | None:
-    """The request's name in a body of :func:`reference`; None for any other body.
+    """The request's name in a body that :func:`reference` made; None for any other body.
 
     Raises:
         ClientFault: E_FORMAT, the body has that form without a valid name.

@@ -42,7 +42,7 @@ class Probes:
     def __init__(self) -> None:
         self._silent: dict[str, _Silence] = {}  # by request
         self._slowest: dict[str, float] = {}  # for each handler, the seconds of the slowest reply
-        # For each hello: its entry, and the names of earlier requests to its node.
+        # For each sent hello: the hello, and the names of earlier requests to the same node.
         self._sent: dict[str, tuple[InFlight, list[str]]] = {}
 
     @property

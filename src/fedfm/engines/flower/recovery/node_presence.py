@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from flwr.serverapp import Grid
 
-_LOOK = 2.0  # seconds between two updates of the list
+_LOOK = 2.0  # seconds between two updates of the list of connected nodes
 
 
 class Presence:

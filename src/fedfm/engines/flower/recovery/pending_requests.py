@@ -4,8 +4,8 @@
 name under which the client host caches its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
 ``private/underway/`` gets the reply as soon as the reply is pulled. A client may get its next request before the round
 that uses its reply is committed. So the previous request and its reply stay, too. They are removed when the client gets
-a further request, because that round is committed by then. Thus a run that continues after a stop finds all replies
-that its last checkpoint lacks.
+a further request, because the round that uses that reply is committed by then. Thus a run that continues after a stop
+finds all replies that its last checkpoint lacks.
 
 A request has two hashes. The server uses the hash of the complete payload to recognise a request that it has sent
 before. The client host finds its reply by the hash of the message as it was sent. In such a message, hashes may stand
