@@ -1,7 +1,7 @@
 """Memory of a client between messages, on the client's disk, and memory of the server between rounds.
 
-Each request, identified by (round, call), writes its own version, and reads the newest earlier version. So if a server
-was killed and repeats a round, each client reads its state from before that round, and no write needs to be undone.
+Each request, identified by (round, call), writes its own version of a memory, and reads the newest earlier one. So if a
+server was killed and repeats a round, each client reads its state from before that round, and no write is undone.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """A memory that is loaded on first use. :meth:`commit` writes a changed memory; it is not called after an error.
+    """A memory that is loaded on first use. :meth:`commit` writes a changed memory, and is not called after an error.
 
     A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. With an older version the
     run would continue from another state without any sign of it.
@@ -193,7 +193,7 @@ class DiskMemory(MutableMapping[str, Any]):
             self._path(version).unlink(missing_ok=True)
 
     def _versions_to_keep(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return the versions that a repeated request may read: this round's, and the last of BACK earlier rounds."""
+        """Return the needed versions: all of this round, and for each of BACK earlier rounds the last up to its end."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]
         found = {version for version in past if version[0] == t}

@@ -34,7 +34,7 @@ _BRIEF = 5.0  # if all rounds together take fewer seconds, an upper bound is eno
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimates for a run. A field is None if it cannot be known before the run, such as the bytes of mixtures.
+    """Estimates for a run. A field is None if it cannot be known before the run, e.g. the bytes of a Gaussian mixture.
 
     Attributes:
         rows: for each client the numbers of training, validation and test rows.
@@ -92,7 +92,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
 
 
 def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None, int | None]:
-    """Return bytes up and down, from the types that client halves take and return; None if these are not Params."""
+    """Return bytes up and down, from the types that client halves take and return; None if they are unknown."""
     model, needs, halves = population.client_model, experiment.method.needs, halves_of(experiment.method)
     if needs.pooled or experiment.run.transport != EXACT or model is None or not halves:
         return None, None

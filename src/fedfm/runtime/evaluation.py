@@ -248,7 +248,7 @@ class Evaluator:
     def _own(
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
-        """Return metrics of each client's model on its own rows; empty if it was not asked or did not answer."""
+        """Return metrics of each client's model on its own rows; {} for a client that gave none or was not asked."""
         if why_unasked(self._run.experiment):
             return {client: {} for client in self._fed.clients}
         if self._newest is not None and self._by_updates:

@@ -9,8 +9,8 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
-_UNITS = 100.0  # a notice is given if the usual values of two clients have at least this ratio
-_WIDE = 1e4  # a notice names columns whose largest value exceeds both this and this many times the median column's
+_UNITS = 100.0  # a notice is given if one client's usual value is at least this many times another client's
+_WIDE = 1e4  # a notice names a column if its largest value exceeds 1e4, and 1e4 times that of the median column
 
 
 def notices(population: Partitioned) -> list[str]:

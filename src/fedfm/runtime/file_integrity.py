@@ -2,7 +2,7 @@
 
 The files of a party are in ``ROOT/<party>/``. Each file has a checksum, which shows damage. It also has an entry in the
 list ``ROOT/+kept/<party>/list``, which shows that a file is missing. The list is written after a new file is written,
-and before an old file is removed. So if a process is killed in between, an existing file may not be listed, but no
+and before an old file is removed. So if a process is killed in between, the list may lack an existing file, but no
 listed file is missing.
 """
 

@@ -13,7 +13,7 @@ from fedfm.runtime.run_directory import Run
 
 
 def add(experiment: Experiment, federated: FederatedData) -> tuple[Experiment, FederatedData]:
-    """The experiment with these keys, and the rows with notices about the keys. A silo's experiment has the keys."""
+    """Add the keys to the experiment, and notices about them to the rows. A silo's experiment already has the keys."""
     named = tasks.task_named(experiment.model.task)
     if named is None:
         return experiment, federated

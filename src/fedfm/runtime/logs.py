@@ -41,7 +41,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
-    """Yield (number from 1, object, whether a line feed ends it) for non-empty lines; a damaged line has object None.
+    """Yield (number from 1, object, whether a line feed ends it) per non-empty line; a damaged line has object None.
 
     Raises:
         InputError: the file cannot be read.
@@ -124,7 +124,7 @@ def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
 
 
 def _cut_messages(path: Path, length: int, last: int, evaluated: bool) -> None:
-    """Keep the committed bytes; also keep the last round's messages of evaluation, if the round's metrics exist."""
+    """Keep the committed bytes, and the messages of the last round's evaluation if that round's metrics exist."""
     if not path.exists():
         return
     with open(path, "rb") as file:

@@ -81,7 +81,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
 
 
 def _no_checkpoint(run: Run) -> Iterator[Loss]:
-    """Yield the checkpoint, if it is missing although a line of metrics proves that it existed."""
+    """Yield the damaged checkpoints; or else the missing one, if lines of metrics prove that there was one."""
     _, damaged = run.newest()
     if damaged:
         yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)

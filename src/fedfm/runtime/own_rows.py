@@ -139,7 +139,7 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
 
 
 def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
-    """Return the rows with labels as indices into the federation's classes, if the silo agreed to these classes."""
+    """Return the rows, with labels as indices into ``classes``; refuse classes that the silo did not agree to."""
     known = classes_of(rows, table)
     if classes != known:
         raise InputError(

@@ -19,7 +19,7 @@ _LOGGED = 20.0  # seconds between two lines of a log file
 
 
 class Bar(Progress):
-    """One bar per run with the completed rounds, the clients of this round, and the last accuracy or perplexity.
+    """One bar per run. It shows the completed rounds, this round's clients, and the last accuracy or perplexity.
 
     A log file gets at most one line in 20 seconds.
 

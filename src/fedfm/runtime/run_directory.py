@@ -324,7 +324,7 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """Stack the rounds' arrays into one file per name, and add ``rounds``, ``clients`` and all arrays of texts."""
+        """Stack the rounds' arrays into one file per name; each file also has ``rounds``, ``clients`` and all texts."""
         by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
         if not by_round:
             return {}

@@ -128,7 +128,7 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
 
 
 def _similar(names: Sequence[str], of: str = "class") -> list[str]:
-    """Return notices about names that are spelled in two ways; numbers of one length have only one spelling."""
+    """Return notices about names that are spelled in two ways; none if all names are numbers of one length."""
     if len({len(name) for name in names}) < 2 and all(
         n.isascii() and n.removeprefix("client-").isdecimal() for n in names
     ):

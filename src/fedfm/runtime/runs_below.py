@@ -9,7 +9,7 @@ from fedfm.core import storage
 from fedfm.core.text import from_json, to_json
 from fedfm.errors import InputError
 
-STUDY = "study.json"  # file next to a run and its baselines, which lists their folders; the run itself comes first
+STUDY = "study.json"  # lists the folders of a run and its baselines, the run's first; the file is next to them
 _SHOWN = 8  # largest number of runs that a message names
 
 

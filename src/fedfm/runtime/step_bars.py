@@ -54,7 +54,7 @@ class Epochs(EpochProgress):
 
 
 class Attacks(AuditProgress):
-    """A bar on a terminal that shows an audit's completed attacks; a log file gets lines of text instead."""
+    """On a terminal, a bar that counts an audit's completed attacks; a log file gets lines of text instead."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -147,7 +147,7 @@ class Totals:
         return (entry.run, entry.asked) in self._asked
 
     def another(self, entry: Entry) -> bool:
-        """Whether another question was answered at this position of the run."""
+        """Whether another question was answered in the same round, by the same handler, on the same part of rows."""
         return self._questions.get(_place(entry), entry.asked) != entry.asked
 
     def makes_round(self, entry: Entry) -> bool:
@@ -157,7 +157,7 @@ class Totals:
         return self._answers[_place(entry)] == self._most[_round(entry)]
 
     def epsilon(self, delta: float, more: Cost = NOTHING) -> float:
-        """Return the epsilon of all releases and of one more; the epsilons of different units are added."""
+        """Return the epsilon of all releases and one more together; the epsilons of different units are added."""
         units: dict[tuple[str, str], dict[tuple[float, float], int]] = {}
         for cost, count in (self.releases + Counter([more])).items():
             if cost.times:
@@ -207,8 +207,8 @@ class Ledger:
             entry: the answer's entry, as far as it is known.
 
         Raises:
-            ClientFault: with E_REFUSED if the entry would exceed a budget, another question was answered at its
-                position in the run, or the file is damaged or cannot be read.
+            ClientFault: with E_REFUSED if the entry would exceed a budget, if its round has already had its only
+                question (see :data:`ONCE`), or if the file is damaged or cannot be read.
         """
         with self._current():
             if self._totals.knows_question(entry):
@@ -223,7 +223,7 @@ class Ledger:
         Raises:
             ClientFault: with E_REFUSED if the entry would exceed a budget, or the file is damaged or cannot be written.
                 It is also raised if the answer to a repeated question has changed (because the client's own model or
-                rows changed) and another question has already been answered in its round.
+                rows changed) and another question has already been answered in the same round.
         """
         with self._current() as file:
             if (why := self._exceeded_budget(entry)) is not None:
@@ -233,7 +233,7 @@ class Ledger:
             self._append(file, entry)
 
     def _refuse_second(self, entry: Entry) -> None:
-        """Refuse the answer to a second question, if its word of exposure admits only one question per round.
+        """Refuse the answer to a second question in a round, if the answer's word of exposure is in :data:`ONCE`.
 
         Raises:
             ClientFault: E_REFUSED.

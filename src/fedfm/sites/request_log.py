@@ -30,7 +30,7 @@ class SiloLog:
 
     Args:
         folder: the silo's own folder.
-        silo: path of the silo's file; when this file changes, the count starts again at zero.
+        silo: path of the silo's file; when this file changes, both counts start again at zero.
     """
 
     def __init__(self, folder: Path, silo: Path) -> None:
@@ -50,7 +50,7 @@ class SiloLog:
 
         Args:
             question: text that identifies the experiment.
-            of: the count: HELLOS, or RUNS for runs that the silo agreed to and whose rows are read again.
+            of: the count to use: HELLOS; or RUNS, if the silo agreed to the run and reads its rows again.
 
         Raises:
             ClientFault: with E_REFUSED if too many experiments did not fit.

@@ -169,7 +169,7 @@ def _read(table: Mapping[str, Any]) -> Silo:
         check_fields(silo, "")
     with faults:
         check_list(silo.classes or (), "classes")
-    # Policy reports wrong words of exposure in more detail, so the plain bounds of these two keys are left out.
+    # Policy reports wrong words in allow and allow_by_method in more detail, so drop what check_fields found in them.
     faults.found += [fault for fault in bounds.found if fault.key not in ("allow", "allow_by_method")]
     faults.refuse()
     return silo

@@ -69,7 +69,7 @@ class Unanswered:
     def settle(self, ledger: Ledger, question: Entry) -> None:
         """Enter into the ledger the marks of processes that died, except a mark of this same question.
 
-        If a mark's line would exceed a budget, it is not written: the silo then refuses other questions as well.
+        A line of the ledger that would exceed a budget is not written: the silo then refuses other questions as well.
 
         Raises:
             Unusable: the ledger cannot be written; the marks stay.

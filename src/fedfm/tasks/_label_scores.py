@@ -189,7 +189,7 @@ def count(logits: Tensor, targets: Tensor, thresholds: Mapping[str, float]) -> d
 
 
 def answer(logits: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
-    """The predictions of rows with these logits (n, C), for labels with these thresholds."""
+    """The predictions for rows, from their logits (n, C) and the threshold of each label."""
     shares = [dict(zip(thresholds, row, strict=True)) for row in logits.double().sigmoid().tolist()]
     return {
         "classes": list(thresholds),

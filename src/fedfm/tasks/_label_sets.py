@@ -130,7 +130,7 @@ def _without(values: np.ndarray) -> tuple[str, ...]:
 
 
 def forewarnings(parts: Mapping[str, Table]) -> list[str]:
-    """Notices about labels that no training row or every one has, and about rows that all have exactly one label."""
+    """Notices about labels that no training row has or that all have, and a notice if each has exactly one label."""
     training = parts.get("training")
     if training is None or training.targets is None or not len(training):
         return []

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.trained import Trained
 
-ONE = "value"  # name of a target that is the only one; its columns may have different names at the silos
+ONE = "value"  # name of the target if there is only one; its column may have another name at each silo
 _MOMENTS = 9
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _LARGEST = 1e30  # squares of float32 values above it overflow
-_SURE = 1.959963984540054  # standard errors on each side of an interval of 95 %
+_SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -160,13 +160,13 @@ def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Seq
 
 
 def scale(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> Tensor:
-    """Targets (b, T) in units of their deviations, as the head predicts them; () stands for means 0, deviations 1."""
+    """Targets (b, T) in units of their deviations, as the head predicts them; empty means are 0, empty scales 1."""
     return (targets - targets.new_tensor(means or [0.0])) / targets.new_tensor(scales or [1.0])
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
 def count(said: Tensor, targets: Tensor) -> dict[str, Any]:
-    """The sums of predictions and targets (n, T), both in units of the targets' deviations."""
+    """The sums over rows, from predictions and targets (n, T), both in units of the targets' deviations."""
     import torch
 
     e, z = said - targets, targets

@@ -13,12 +13,12 @@ Sums = Mapping[str, Any]
 
 
 def mean(total: float, count: float) -> float | None:
-    """The mean of ``count`` values with this sum; None without values."""
+    """The mean of ``count`` values whose sum is ``total``; None without values."""
     return total / count if count else None
 
 
 def add(parts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The sums of these names over all parts; NaN for a sum that one of the parts does not have."""
+    """For each of the names, the sum over all parts; NaN if one of the parts does not have this sum."""
     some = [numbers(part, names) for part in parts]
     return {name: _sum([part[name] for part in some]) for name in names}
 
@@ -32,7 +32,7 @@ def _sum(values: Sequence[Any]) -> Any:
 
 
 def numbers(sums: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The sums of these names; NaN for a sum that is not known."""
+    """The sums that ``names`` lists; NaN for a sum that is not known."""
     return {name: math.nan if sums.get(name) is None else sums[name] for name in names}
 
 

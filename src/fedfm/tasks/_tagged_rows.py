@@ -103,7 +103,7 @@ def to_rows(part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
 
 
 def shuffle(rows: Table, rng: np.random.Generator) -> Table:
-    """The rows with randomly permuted tags of all words."""
+    """The rows, with the tags of all words randomly permuted."""
     tags = [tag for _, of in rows.inputs for tag in of]
     mixed = [tags[i] for i in rng.permutation(len(tags))]
     ends = list(accumulate(len(of) for _, of in rows.inputs))
@@ -132,7 +132,7 @@ def _cells(value: Any, where: str, name: str, what: str) -> Words:
 
 
 def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> Words:
-    """The tags of a row; numbers are indexes into ``known`` if the file names its tags, else the tags' names."""
+    """The tags of a row. A number is an index into ``known``, the file's tags; if these are None, it is a name."""
     cells = _as_list(value)
     if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
         found = _cells(value, where, name, "tags")

@@ -22,7 +22,7 @@ _AT_ONCE = 256  # number of rows whose logits are in memory together
 
 
 def count(model: Network, rows: Rows, batch_size: int, names: Sequence[str]) -> dict[str, float]:
-    """The sums of these names over all rows, with the model's predictions."""
+    """The sums ``names`` over all rows, from the model's predictions and the rows' tags."""
     total: dict[str, float] = dict.fromkeys(names, 0)
     for part in _parts(rows):
         for name, value in count_of(part, model.predict(part, batch_size), model.classes, names).items():
@@ -31,7 +31,7 @@ def count(model: Network, rows: Rows, batch_size: int, names: Sequence[str]) -> 
 
 
 def count_of(rows: Rows, logits: Tensor, classes: tuple[str, ...], names: Sequence[str]) -> dict[str, float]:
-    """The sums of rows with logits (n, L, C)."""
+    """As :func:`count`, but from the logits (n, L, C) of these rows."""
     targets = rows.tensors["targets"][:, : logits.shape[1]]  # (n, L)
     counts = targets != IGNORE
     said = logits.argmax(-1)

@@ -44,7 +44,7 @@ class Task:
     """A task; the defaults fit a classifier.
 
     Attributes:
-        name: its name in ``model.task``, and the name of its file.
+        name: the task's name in ``model.task``, and the name of its file.
         default: whether it is the task of rows that imply no other.
         in_files: whether an experiment file may name it.
         kinds: kinds of rows that its models read.
@@ -67,8 +67,8 @@ class Task:
         compared_by_row: whether audits may compare a model's results for single rows.
         keeps_base: whether its loss compares the model with its base, so that no adaptation may change the base.
         loss_is_opaque: whether only the mean loss of a batch is known.
-        softmax: whether the loss is the cross-entropy of the logits, unless :attr:`mixes_rows` gives a reason against
-            it. A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
+        softmax: whether the loss is the cross-entropy of the logits; if :attr:`mixes_rows` gives a reason, it is not.
+            A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
         texts_a_row: number of texts in the tokens of a row.
         no_pretraining: why ``fedfm pretrain`` does not train it; empty if it does.
         adaptations: the adaptations that the task supports.
@@ -178,7 +178,7 @@ class Task:
         return False
 
     def sheet(self, text: str, source: str) -> Sheet:
-        """The columns of a file of one of the :attr:`endings`; ``source`` names it in messages.
+        """The columns of a file of one of the :attr:`endings`; ``source`` names the file in messages.
 
         Raises:
             InputError: the text has another format; the message says where.
@@ -300,7 +300,7 @@ class Task:
         return min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
 
     def encode(self, model: Network, rows: Rows) -> Rows:
-        """The rows with values that are computed once per row, from frozen weights."""
+        """Add to the rows the values that are computed only once per row, from frozen weights."""
         return rows
 
     def prompts(self, rows: Rows) -> Rows:
@@ -356,7 +356,7 @@ class Task:
         return self._scores_from(len(rows), self.count(model, rows, batch_size))
 
     def scores_of(self, model: Network, rows: Rows, logits: Tensor) -> Scores:
-        """As :meth:`scores`, but from logits that the method has computed."""
+        """As :meth:`scores`, but from the rows' logits, which the caller has computed."""
         return self._scores_from(len(rows), self.count_of(model, rows, logits))
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
@@ -404,7 +404,7 @@ class Task:
         return {}
 
     def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the sums that a silo does not send, which follow from its scores."""
+        """Add the sums that a silo does not send; they follow from the scores that it sends."""
         n, means = scores.get("n"), {key: scores.get(key) for key in self.row_means}
         if not n or all(value is None for value in means.values()):
             return scores
@@ -441,7 +441,7 @@ class Task:
         }
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
-        """The task and the weights of an export, if other programs need other weights than fedfm."""
+        """The task and the weights for an export; they differ from the run's if other programs need other weights."""
         return self, w
 
     def about_outputs(self) -> str:
@@ -449,7 +449,7 @@ class Task:
         return ""
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
-        """Tables of a report about the task's own scores in ``details`` of a result."""
+        """A report's tables of the task's own scores; ``figures`` is ``details`` of the result."""
         return []
 
     def pipeline(self, kind: str) -> str | None:

@@ -1,6 +1,6 @@
 """Random changes of training images, by name. Evaluation and features use the unchanged images.
 
-``crop``: the image gets a margin of an eighth of its side in the mean colour. Then a part of the original size is cut
+``crop``: a margin in the mean colour, an eighth of the image's side, is added. Then a part of the original size is cut
 out at a random place (He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels
 of 32). ``flip``: the image is mirrored left to right with probability 1/2.
 
@@ -61,7 +61,7 @@ def _crop(x: Tensor, place: np.ndarray) -> Tensor:
 
 
 def views(rows: Rows, orders: Sequence[np.ndarray], seed: int, epochs: int) -> Iterator[tuple[Rows, np.ndarray]]:
-    """Yield (rows, their indexes) for each batch of ``epochs`` epochs, with deferred images computed and changed."""
+    """Yield (rows, indexes into them) for each batch of all epochs; deferred images are computed, then changed."""
     steps = len(orders) // max(epochs, 1)
     drawn, last = None, -1
     for step, (index, part) in enumerate(zip(orders, rows.parts(orders), strict=True)):

@@ -121,7 +121,7 @@ def _piece(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, place: Tensor) 
 
 
 def _basis(rows: Blocks, count: int, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """A map (d, r) of centred rows to uncorrelated coordinates of the standardised rows, and their variances (r,).
+    """A map (d, r) of centred rows to uncorrelated coordinates of standardised rows, and variances (r,) of these.
 
     The map is orthogonal on standardised features, so it keeps ||W||^2. If n < d the rows span r = n dimensions; the
     optimum is zero outside of them.

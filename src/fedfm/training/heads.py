@@ -28,11 +28,11 @@ from fedfm.training.local_job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule, places
 
-_FIXED = 1 << 20  # number of multiply-adds whose time equals the overhead of the calls
+_FIXED = 1 << 20  # the overhead of the calls, as the number of multiply-adds that take as long
 
 
 def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:
-    """Whether the steps of n rows (width,) take fewer multiplications in the rows' span than on the weights."""
+    """Whether training on n rows (n, width) takes fewer multiplications in the rows' span than on the weights."""
     whole, steps = n * n * width + 2 * n * width * classes, (local.epochs - 0.5) * n * n * classes
     return whole + steps + _FIXED < 2 * local.epochs * n * width * classes
 

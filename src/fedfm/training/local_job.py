@@ -39,7 +39,7 @@ class Job:
         """The learning rate eta of each step of this round."""
         begin, end = self.client.span
         steps = max(self.local.steps(len(self.client.data.train), self.client.model), 1)
-        total = round(steps / (end - begin)) if end > begin else steps  # outside the rounds, begin = end
+        total = round(steps / (end - begin)) if end > begin else steps  # before and after all rounds, begin = end
         edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
         return (self.local.rate(a, b, total) for a, b in pairwise(edges))
 

@@ -25,7 +25,7 @@ from fedfm.training.optimisers import ABSENT
 from fedfm.training.update_rules import PIECE, Rule
 
 # Models of `fedfm distil` compute polynomials, each valid in an interval. This is the weight of the penalty on inputs
-# outside of it. The weight in `fedfm distil`, 10, is too small here: the intervals are not measured again at the end.
+# outside the intervals. The 10 of `fedfm distil` is too small here: no interval is measured again after training.
 PENALTY = 1000.0
 _ZERO = torch.zeros((), dtype=torch.float64)
 
@@ -103,17 +103,17 @@ class Flat:
             at += tensor.numel()
 
     def flat(self, w: Params) -> Tensor:
-        """The vector of these parameters in ``w``."""
+        """The trainable parameters, with their values in ``w``, as one flat vector."""
         if tuple(w) == self.names:
             return w.flats[self.p.dtype].to(self.p.device)
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def places(self, names: Collection[str]) -> list[slice]:
-        """The slices of these tensors in the vectors; names of tensors that are not trained here are skipped."""
+        """The slices of the tensors ``names`` in the vectors; names of tensors that are not trained are skipped."""
         return [piece for name, (_, piece) in zip(self.names, self._pieces(), strict=True) if name in names]
 
     def bound(self, live: dict[str, Tensor]) -> bool:
-        """Whether the same parameters are trained and the model still uses this storage."""
+        """Whether ``live`` has the parameters of this object, and they are still views of its vectors."""
         first = next(iter(live.values()))
         return tuple(live) == self.names and first.untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
 
@@ -172,7 +172,7 @@ def _train(job: Job) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
-            for p, value in zip(frozen.values(), values, strict=True):  # reverts weight decay and corrections
+            for p, value in zip(frozen.values(), values, strict=True):  # undoes this step for frozen tensors
                 p.data.copy_(value)
             flat.clear()
             seen, total = seen + len(index), total + loss * len(index)
@@ -187,7 +187,7 @@ def _train(job: Job) -> Params:
 
 
 class _Backward:
-    """Adds the gradient of a batch's mean loss to the gradients, in parts if settings or memory require parts."""
+    """Adds the gradient of a batch's mean loss to the tensors' gradients, in parts if settings or memory require it."""
 
     def __init__(self, job: Job, flat: Flat) -> None:
         self.model, self.note = job.client.model, job.client.log
@@ -222,7 +222,7 @@ class _Backward:
             return sum((self._one(part, factor) for part, factor in weigh(parts)), _ZERO)
         counts = [self.model.count_targets(part) for part in parts]
         shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
-        losses = (self._one(part, share) for part, share in shares)  # a mean over no token would be NaN
+        losses = (self._one(part, share) for part, share in shares)  # "if count": the loss of no targets is NaN
         return sum(losses, _ZERO)
 
     def _one(self, batch: Batch, share: float) -> Tensor:

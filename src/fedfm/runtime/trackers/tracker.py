@@ -41,7 +41,7 @@ class Tracker(ABC):
 class Tracked(Progress):
     """Passes every callback on to a progress display and to the trackers.
 
-    The run does not depend on trackers. If a tracker fails, the run gives a notice and does not call it again.
+    The run does not depend on trackers. If a tracker fails, the run gives a notice and calls that tracker no more.
     """
 
     def __init__(self, progress: Progress, trackers: Mapping[str, Tracker]) -> None:
