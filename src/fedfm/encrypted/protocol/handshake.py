@@ -70,7 +70,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """The rows from ``start`` to ``stop`` that form one batch, counted over all rows or over one part."""
+    """One batch: the rows from ``start`` to ``stop``, counted within ``part``, or over all parts if it is empty."""
 
     start: int
     stop: int
