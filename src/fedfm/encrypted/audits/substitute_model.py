@@ -1,8 +1,8 @@
 """Can one client compute a substitute of BlindFed's foundation model from the states that the protocol discloses to it?
 
 The "permuted" protocol discloses the states of all tokens. :mod:`fedfm.encrypted.audits.block_order` matches states
-before and after a block. So the client can fit each block, and connect the fitted blocks. The "masked" protocol discloses
-some activations, on which the client trains a student. The substitute is scored on the client's other rows, and on
+before and after a block. So the client can fit and connect the blocks. The "masked" protocol discloses only some
+activations, on which the client trains a student. The substitute is scored on the client's other rows, and on
 photographs, which no client has.
 """
 

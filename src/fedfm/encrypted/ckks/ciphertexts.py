@@ -1,7 +1,7 @@
 """Arrays of CKKS ciphertexts as residues. Their arithmetic tracks levels and scales.
 
 This module computes sums, products with constants and matrices, and tensor products of ciphertexts, directly on the
-residues. An object with the methods of :class:`KeyOperations` does what needs keys or a division by a prime.
+residues. Operations that need keys or a division by a prime are methods of :class:`KeyOperations`.
 """
 
 from __future__ import annotations

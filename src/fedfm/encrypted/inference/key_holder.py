@@ -78,7 +78,7 @@ class KeyHolder:
     def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
         """Open the session with the name ``session`` (16 bytes). Both sides have agreed on ``key``.
 
-        To continue a session that another process began, pass the result of :meth:`counts` there as ``counts``.
+        To continue a session that another process began, pass as ``counts`` what :meth:`counts` returned there.
         """
         channel = Channel(self.layout.parameters, key, session, "client")
         channel.sent, channel.received = counts

@@ -57,10 +57,10 @@ def distil(
 
     Returns:
         ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; ``blocks``: depth, polynomials and
-        violations of each. On held-out rows (the source's val rows if it has any, otherwise test rows): ``teacher_accuracy``,
-        ``accuracy``, ``agreement``, ``distance`` and ``outside``. If the head is new for these classes, one head is
-        fitted to the teacher's frozen features, and another to the student's frozen features. If the model already is
-        a polynomial student, the result is that of :func:`recalibrate.measure_again`.
+        violations of each. On held-out rows (the source's val rows, or test rows if it has no val rows):
+        ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance``, ``outside``. If the head is new for these
+        classes, one head is fitted to the teacher's frozen features, and another to the student's. If the model is a
+        polynomial student already, the result is that of :func:`recalibrate.measure_again`.
 
     Raises:
         InputError: tables, data or model are invalid, the folder contains something else, or the arguments of a
