@@ -213,7 +213,7 @@ class _Waiting:
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
 
     def settle(self, jobs: int, failed: dict[tuple[str, int], ClientFault]) -> None:
-        """Exchange the refreshes once all processes with a job (``jobs`` of them) have added one, or the wait is over."""
+        """Exchange the refreshes if each process with a job (``jobs`` of them) has added one, or the wait is over."""
         if not self.asked or self.patience(jobs - len(self.asked)):
             return
         asked, self.asked, begun = self.asked, [], time.monotonic()
