@@ -13,8 +13,10 @@ from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
 SETS = (Parameters(), SLOW_LINK)  # append new sets: keys contain the index of their parameter set
-FLOORS = (3, 4)  # for each set, a ciphertext's primes at a refresh; 10^5 refreshes spend a distance of at most 2^-40
-RELEASE_LIMBS = 2  # primes of states from which disclosed activations are computed; the activations have one fewer
+FLOORS = (3, 4)  # for each set, number of primes at a refresh; 10^5 refreshes then spend a distance of at most 2^-40
+RELEASE_LIMBS = (
+    2  # a block's states have this number of primes when they are disclosed; the disclosed part has one fewer
+)
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude

@@ -70,7 +70,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """One batch: the rows from ``start`` to ``stop``, counted within ``part``, or over all parts if it is empty."""
+    """One batch: the rows from ``start`` to ``stop`` of one part; if ``part`` is empty, they count over all parts."""
 
     start: int
     stop: int
