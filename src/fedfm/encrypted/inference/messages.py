@@ -14,9 +14,7 @@ from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
 SETS = (Parameters(), SLOW_LINK)  # append new sets: keys contain the index of their parameter set
 FLOORS = (3, 4)  # for each set, number of primes at a refresh; 10^5 refreshes then spend a distance of at most 2^-40
-RELEASE_LIMBS = (
-    2  # a block's states have this number of primes when they are disclosed; the disclosed part has one fewer
-)
+RELEASE_LIMBS = 2  # number of primes of a block's states before a disclosure; the disclosed values have one fewer
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
