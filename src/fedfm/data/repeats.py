@@ -166,7 +166,7 @@ def _thumbnail(item: Any) -> np.ndarray:
 
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
-    """The rows among ``rows`` nearer to a training row than ``share`` times the usual distance of training rows."""
+    """Those of ``rows`` that are nearer to a training row than ``share`` times the training rows' usual distance."""
     if len(train) < _LEAST:
         return rows[:0]
     centre = views[train].mean(axis=0, dtype=np.float64)

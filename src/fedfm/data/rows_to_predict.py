@@ -34,7 +34,7 @@ def read_inputs(
         path: file or folder; a folder of images needs no classes.
         spec: names of the columns and the scale, as in training.
         kind: the kind of rows that the model reads.
-        trained: the profile of the rows that the model was trained on; notices say how these differ.
+        trained: the profile of the training rows; notices say how the rows to predict differ from it.
         classes: the model's classes; a notice names labels that are not among them.
 
     Returns:

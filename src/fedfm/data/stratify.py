@@ -43,7 +43,7 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Choose round(fraction n) of ``rows`` (n,) to hold out, at least one; return them in ascending order.
 
-    The chosen rows have the proportions of ``groups`` (n,). At least one row of each group stays for training.
+    The rows' groups, ``groups`` (n,), keep their proportions. At least one row of each group stays for training.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]
@@ -56,7 +56,7 @@ def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: 
 def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random.Generator) -> np.ndarray:
     """Choose at most ``limit`` of ``rows`` (n,); return them in ascending order.
 
-    The chosen rows have the groups' proportions, with at least one row of each group if possible.
+    The rows' groups, ``groups`` (n,), keep their proportions. If possible, at least one row of each group is chosen.
     """
     if limit >= len(rows):
         return rows

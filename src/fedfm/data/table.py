@@ -41,7 +41,7 @@ class Table:
         read: keys of the [data] table that name the columns from which ``inputs`` were made.
         names: names of the columns of feature vectors, if the file has them.
         profile: coarse properties of the rows, see :mod:`fedfm.data.profiles`.
-        targets: float64 (N, T) if targets are numbers, or several per row. ``classes`` name them; ``labels`` is None.
+        targets: float64 (N, T) if targets are numbers or several labels; ``classes`` names them, ``labels`` is None.
     """
 
     kind: str
@@ -132,7 +132,7 @@ def fingerprint(table: Table) -> str:
 
 
 def _texts(item: Any) -> Iterator[str]:
-    """The texts of one row; before each conversation or list of texts in the row comes a text that gives its length."""
+    """The texts of one row; an additional text before each conversation or list of texts gives its length."""
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part

@@ -21,7 +21,7 @@ class RowTask(TaskFacts, Protocol):
     """The methods of a task that need no model; :class:`fedfm.tasks.task.Task` documents what they return."""
 
     def packs(self, kind: str) -> bool:
-        """Whether the texts of such rows are joined and cut into blocks."""
+        """Whether the texts of rows of this kind are joined and cut into blocks."""
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
         """Whether these columns are rows of this task."""

@@ -80,7 +80,7 @@ def notices(table: Table) -> tuple[str, ...]:
 
 
 def _no_outside(tags: Sequence[str], source: str) -> str | None:
-    """A notice if no tag is O, which marks words outside of entities: the tag in its place counts as an entity."""
+    """A notice if no tag is O (outside of entities): another tag with this meaning counts as a type of entity."""
     if _OUTSIDE in tags or len(tags) < _TWO:
         return None
     plain = [tag for tag in tags if not _OF_ENTITY.fullmatch(tag)]

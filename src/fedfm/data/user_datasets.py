@@ -52,7 +52,7 @@ class Joined(Sequence[Any]):
 
 
 def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
-    """Return ``data``; raise an InputError if it is not a map-style data set, or (without ``empty``) has no rows."""
+    """Return ``data``; raise an InputError if it is no map-style data set, or has no rows and ``empty`` is False."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
     if not len(data) and not empty:
@@ -96,7 +96,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
-    """{name: its texts or integers}; {} unless each data set (Hugging Face) has the name in ``column_names``."""
+    """{name: the column's texts or integers, as strings}; {} unless each (Hugging Face) data set has this column."""
     if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
         return {}
     values = [v for data in sets for v in data[name]]

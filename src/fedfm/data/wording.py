@@ -17,7 +17,7 @@ _INPUT = "### Input:"  # the heading between an instruction and its input
 _LOOKED_AT = 500  # largest number of rows that are examined
 _LONG = 1000  # number of characters of a text that are examined
 _FEW = 8  # smallest number of texts for a comparison of languages, letters and tags
-_SOME = 4  # smallest number of new texts of a known language for a notice about the language
+_SOME = 4  # smallest number of new texts with a recognised language for a notice about it
 _MOST, _RARE = 0.8, 0.05  # share that counts as most texts, and share that counts as hardly any
 _SURE = 2  # smallest number of function words that decides a text's language
 _WORDS = re.compile(r"[^\W\d_]+")
@@ -42,7 +42,7 @@ _OF_WORD: dict[str, str] = {
 
 
 def habits(table: Table) -> dict[str, Any]:
-    """Shares of a table's texts, rounded to tenths: by script, by language, with capital letters, with tags of HTML."""
+    """Shares of a table's texts, rounded to tenths: per script, per language, with capital letters, with HTML tags."""
     places = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64)) if len(table) else ()
     texts = [" ".join(inputs_of(table.kind, table.inputs[int(i)])).replace(_INPUT, " ")[:_LONG] for i in places]
     languages = [of for text in texts if (of := language_of(text))]

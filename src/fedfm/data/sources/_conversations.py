@@ -185,7 +185,7 @@ def preferences(
 
 
 def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple[Asked, Output]]:
-    """Prompts for a model trained on preferences, from the prompt column, else from conversations or instructions.
+    """Prompts for a model trained on preferences: from preferences, prompts, conversations or instructions.
 
     Raises:
         InputError: the file has none of these columns; a cell is empty, or has another form.

@@ -1,4 +1,4 @@
-"""Recognise common layouts of instructions that use other column names, if they can be read in only one way.
+"""Recognise common layouts of instructions by their column names, if a layout can be read in only one way.
 
 The layouts are ShareGPT's conversations; prompt and completion; and Dolly's context and response. A name that the user
 set is never replaced.

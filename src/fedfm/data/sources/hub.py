@@ -25,7 +25,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-LISTED = 100_000  # at least this number of texts stay in the data set's Arrow files
+LISTED = 100_000  # if there are at least this many texts, they stay in the data set's Arrow files
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:

@@ -96,7 +96,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def _sheet(arrays: dict[str, np.ndarray], length: int, spec: DataSpec, path: Path) -> Sheet:
-    """Columns from arrays that have an entry for each row; ``y`` becomes the column of labels (or lists)."""
+    """Columns from arrays that have an entry for each row; ``y`` becomes the column of labels (or lists of labels)."""
     columns = {n: a.tolist() for n, a in arrays.items() if n not in ("x", "y") and a.ndim == 1 and len(a) == length}
     y, names = arrays.get("y"), arrays.get("classes")
     if y is not None and (y.ndim not in (1, 2) or len(y) != length):

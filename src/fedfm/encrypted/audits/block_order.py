@@ -27,7 +27,7 @@ from fedfm.runtime.run_directory import Run
 SENT = "Can a client match the states of a block with the states of the next block from the server's messages?"
 SEEN = "Could a client match these states from their values alone, without the relative orders?"
 BATCH = 64  # samples in a batch; a random guess is right for 1 in 64
-LINE = 0.5  # above this fraction, an attacker can fit a block almost like one that has all pairs
+LINE = 0.5  # above this fraction, an attacker fits a block almost as well as if it had all pairs
 
 
 class BlockOrder(Audit):

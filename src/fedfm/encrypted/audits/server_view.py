@@ -1,4 +1,4 @@
-"""Audit of the bytes that the server of a BlindFed run received, according to the log of all messages."""
+"""Audit of the bytes that the server received in a BlindFed run, as the log of all messages records them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Can one client compute a substitute of BlindFed's foundation model from the states that the protocol discloses to it?
 
 The "permuted" protocol discloses the states of all tokens. :mod:`fedfm.encrypted.audits.block_order` matches states
-before and after a block. So the client fits each block, and connects the fitted blocks. The "masked" protocol discloses
-some activations, on which the client trains a student. The substitute is scored on the client's other rows, and on
+before and after a block. So the client can fit and connect the blocks. The "masked" protocol discloses only some
+activations, on which the client trains a student. The substitute is scored on the client's other rows, and on
 photographs, which no client has.
 """
 
@@ -164,7 +164,7 @@ class SubstituteModel(Audit):
 
 
 class _Released(nn.Module):
-    """Maps a student's states to the form of disclosed states: selects positions, and divides by the blocks' scales.
+    """Maps a student's states to the form of disclosed states: it combines tokens into the disclosed positions.
 
     If the protocol projects the states by a secret matrix, the student learns a matrix of its own.
     """
@@ -176,7 +176,7 @@ class _Released(nn.Module):
         self.map = None if projection is None else nn.Linear(projection.shape[0], projection.shape[1], bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Select the disclosed positions: (n, L, T, d) -> (n, L, P, d')."""
+        """Compute the disclosed positions: (n, L, T, d) -> (n, L, P, d')."""
         out = torch.matmul(self.positions, states)
         return out if self.map is None else self.map(out)
 

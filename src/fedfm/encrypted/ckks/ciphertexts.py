@@ -1,7 +1,7 @@
 """Arrays of CKKS ciphertexts as residues. Their arithmetic tracks levels and scales.
 
 This module computes sums, products with constants and matrices, and tensor products of ciphertexts, directly on the
-residues. Operations that need keys or a division by a prime come from a :class:`KeyOperations`.
+residues. Operations that need keys or a division by a prime are methods of :class:`KeyOperations`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedfm.errors import InputError
 
 SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum whose operands have slightly different scales
 _EXACT_FACTOR = 16  # a product with an integer up to this number costs no level
-_LEAST_BITS = 16  # a narrow prime rescales a product only if its encoded factor has at least this number of bits
+_LEAST_BITS = 16  # a narrow prime rescales a product only if the encoded factor has at least this number of bits
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 

@@ -216,7 +216,7 @@ class Ring:
         """Write centred integers plus h = floor(q / 2) as sums of weighted digits: coefficients (rows, l, N).
 
         Returns:
-            The weights (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
+            The weights (1, q_1, q_1 q_2, ...), h (q is the product of the l primes), and the digits (rows, l, N).
         """
         have = x.shape[-2]
         half = self.parameters.modulus(have) // 2

@@ -90,8 +90,8 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
     """Return the ``weigh`` function for :func:`permute_samples`, from the plaintexts of :func:`masks`.
 
-    The function adds an encryption of zero to each sum. If no shift of a giant step occurs in the order, all its masks
-    are zero. Anyone could read their sum without this addition, and SEAL refuses such ciphertexts.
+    The function adds an encryption of zero to each sum. If no shift of a giant step occurs in the order, all masks of
+    this step are zero. Without the addition anyone could read the sum, and SEAL refuses such ciphertexts.
     """
     zero = keys.zeros(1, next(iter(plains.values())).shape[1])
 

@@ -141,7 +141,7 @@ class EncryptedBlock:
         return z + self.mlp(self.norm(z, 1))
 
     def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
-        """Return centred x divided by its standard deviation, for the norm with the index ``which``."""
+        """Divide x, which is centred, by its standard deviation. ``which`` is the index of the norm."""
         a, b = self.norms[which].fold
         variance = relinearise_and_rescale(inner(x, x)).over(len(x) / a)
         inverse: Ciphertexts = self.norms[which].evaluate_folded(variance + b if b else variance)

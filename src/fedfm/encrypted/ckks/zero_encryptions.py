@@ -1,8 +1,8 @@
 """Fresh encryptions of zero. This module draws the random polynomials itself, since SEAL takes several times as long.
 
 Errors are centred binomial sums of 42 bits, as in SEAL (standard deviation 3.24, above the 3.2 of the Homomorphic
-Encryption Standard). The factor of the public key is ternary. All bits come from an AES-256-CTR stream, whose key is
-drawn from the system's entropy and used once.
+Encryption Standard). The public key is multiplied by a ternary polynomial. All bits come from an AES-256-CTR stream,
+whose key is drawn from the system's entropy and used once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimate the cost of an encrypted run before it starts: count its operations, and time each kind on this machine."""
+"""Estimate the cost of an encrypted run in advance: count its operations, and time each kind of operation here."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _seconds(
 ) -> tuple[tuple[float, float], int]:
     """Time operations; return seconds of owner and client for an average block, and bytes of the evaluation keys.
 
-    ``again`` is the number of ciphertexts that the client sends back, over all blocks.
+    ``again`` is the number of ciphertexts of states that a client returns, over all blocks; 0 in the masked protocol.
     """
     parameters, (tokens, d) = layout.parameters, folded.positions.shape
     floor = messages.floor_of(parameters)

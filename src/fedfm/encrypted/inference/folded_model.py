@@ -1,4 +1,4 @@
-"""Interfaces of a model for encrypted inference; its affine maps are folded into weights."""
+"""Interfaces of a model for encrypted inference. The model's affine maps are folded into its weights."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class KeyHolder:
         return cls(tokens, parameters, secret)
 
     def to_bytes(self) -> bytes:
-        """Serialise the secret key and its layout, for the key holder's own storage. Never send these bytes."""
+        """Serialise parameters, tokens and secret key, for the key holder's own storage. Never send these bytes."""
         return messages.make_header(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
 
     def public(self) -> bytes:
@@ -76,9 +76,9 @@ class KeyHolder:
         return self.layout.rotations
 
     def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
-        """Open a session with this name (16 bytes), and the key that both sides agreed on.
+        """Open the session with the name ``session`` (16 bytes). Both sides have agreed on ``key``.
 
-        To continue a session of another process, give the numbers of its messages (:meth:`counts`) as ``counts``.
+        To continue a session that another process began, pass as ``counts`` what :meth:`counts` returned there.
         """
         channel = Channel(self.layout.parameters, key, session, "client")
         channel.sent, channel.received = counts

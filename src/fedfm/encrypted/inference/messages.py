@@ -13,8 +13,8 @@ from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
 SETS = (Parameters(), SLOW_LINK)  # append new sets: keys contain the index of their parameter set
-FLOORS = (3, 4)  # primes of a ciphertext at a refresh, for each set; 10^5 refreshes spend a distance of at most 2^-40
-RELEASE_LIMBS = 2  # number of primes of states when disclosed activations are selected; their message has one fewer
+FLOORS = (3, 4)  # for each set, number of primes at a refresh; 10^5 refreshes then spend a distance of at most 2^-40
+RELEASE_LIMBS = 2  # number of primes of a block's states before a disclosure; the disclosed values have one fewer
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, number of tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
@@ -44,7 +44,7 @@ def floor_of(parameters: Parameters) -> int:
 
 
 def rows_limbs(parameters: Parameters) -> int:
-    """Return the number of primes of encrypted rows; the embedding itself needs only one narrow prime."""
+    """Return the number of primes of encrypted rows; the last one is narrow, and the embedding's rescaling drops it."""
     return max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))
 
 

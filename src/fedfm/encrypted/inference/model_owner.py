@@ -175,7 +175,7 @@ class ModelOwner:
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
 
     def _factor(self, x: Ciphertexts, largest: float) -> float:
-        """Return a plaintext scale, so that products with slots up to ``largest`` fit into the last prime."""
+        """Return a plaintext scale, so that products with slots up to ``largest`` fit into the remaining prime."""
         parameters = self.layout.parameters
         # Every coefficient must be below half the last modulus. Each is at most the scale times the largest slot.
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))

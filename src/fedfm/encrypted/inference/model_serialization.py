@@ -1,4 +1,4 @@
-"""Serialise a folded model for worker processes as numpy arrays and class names of polynomials, without pickle."""
+"""Serialise a folded model for worker processes, without pickle: numpy arrays, and polynomials as JSON."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Count:
 
     Attributes:
         operations: count for each (name, number of primes). Names are ``relinearise``, ``rescale``, ``rotate``, and
-            ``weigh``, which is a product with a plaintext within a sum.
+            ``weigh``: the product of a ciphertext and a plaintext, as one term of a sum.
         refreshes: for each refresh in order, the number of its ciphertexts.
     """
 

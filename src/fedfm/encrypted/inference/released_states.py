@@ -5,7 +5,7 @@ mean over tokens if the model has no class token. ``grid`` is this value, and th
 square grid of patches. ``tokens`` is every token, projected by a secret matrix.
 
 Under encryption, several features share a ciphertext. Rotations, and products with plaintexts, move the value of slot t
-B + s (token t, sample s) to the slot of another token. Slots without a disclosed value are multiplied by zero. For
+B + s (token t, sample s of B) to the slot of another token. Slots without a disclosed value are multiplied by zero. For
 ``grid``, the mean over all tokens is not sent, because it is the mean of the four other means.
 """
 

@@ -40,7 +40,7 @@ class EncryptedBatch:
         public: the client's evaluation keys.
         session: 16 bytes.
         key: 32 bytes, agreed on with the client.
-        ledger: the client's ledger; only the parent process uses it.
+        ledger: the client's ledger of statistical distance; only the parent process uses it.
         start: the checkpoint of an earlier session of the batch.
         orders: secret orders of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`);
             otherwise b"".
@@ -213,7 +213,7 @@ class _Waiting:
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
 
     def settle(self, jobs: int, failed: dict[tuple[str, int], ClientFault]) -> None:
-        """Exchange the refreshes once each of the ``jobs`` processes has added one, or the wait is over."""
+        """Exchange the refreshes if each process with a job (``jobs`` of them) has added one, or the wait is over."""
         if not self.asked or self.patience(jobs - len(self.asked)):
             return
         asked, self.asked, begun = self.asked, [], time.monotonic()

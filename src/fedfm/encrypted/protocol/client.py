@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's disclosed activations as rows, and for each part the mask (n,) that :mod:`.out_of_range` makes."""
+    """A client's disclosed activations as rows, and each part's mask (n,) of rows with finite states."""
 
     data: ClientData
     finite: dict[str, Tensor]
@@ -112,7 +112,7 @@ class ClientHalf:
         return self.sessions.refresh(client, hello.session, hello.key, message)
 
     def rows_with_labels(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
-        """Permuted: return rows as :meth:`rows` does, and their labels, which are encrypted in a session, too."""
+        """Permuted: return rows as :meth:`rows` does, and their labels. With a session, both are encrypted."""
         rows, hello = self.rows(client, batch, session, go_on), hello_of(client)
         _, labels = self._batch(client, hello, batch)
         if session is not None and hello.key is not None:
@@ -177,7 +177,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """Return the largest difference between disclosed and clear values, and the number of lost rows."""
+        """Return the largest difference between disclosed and clear values, and the number of rows that overflowed."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:
@@ -278,7 +278,7 @@ def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[
 
 
 def _permuted_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Permuted: return states of every block and labels, by part; relative orders bring states into the last order."""
+    """Permuted: return each part's labels, and its states of every block; all are in the last order."""
     if hello.release is None or hello.scales is None:
         raise ClientFault(E_FIELD, "release and scales are missing")
     release = Release(hello.release)

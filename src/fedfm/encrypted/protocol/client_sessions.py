@@ -115,7 +115,7 @@ class PermutedSessions(Sessions):
     kind: ClassVar[type[KeyHolder]] = PermutedKeyHolder
 
     def labels(self, client: Client, run: str, server: Tensor, session: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """Encrypt the labels of a batch, in the session that its rows or :meth:`begin` opened."""
+        """Encrypt the labels of a batch, in the session that :meth:`rows` or :meth:`begin` opened."""
         holder, name = self._resume_permuted(client, run, server, to_bytes(session))
         message = holder.labels(name, labels.numpy(), classes)
         self._keep(client, holder, name)

@@ -70,7 +70,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """The rows from ``start`` to ``stop`` that form one batch, counted over all rows or over one part."""
+    """One batch: the rows from ``start`` to ``stop`` of one part; if ``part`` is empty, they count over all parts."""
 
     start: int
     stop: int

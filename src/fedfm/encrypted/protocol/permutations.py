@@ -49,7 +49,7 @@ def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[T
 def steps(pi: Sequence[Tensor]) -> Tensor:
     """Return the relative orders (L + 1, n) for the client.
 
-    They are Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, and then Pi_L^-1 Pi_1 for H_0 = B_L, the client's own input.
+    They are Pi_{l-1}^-1 Pi_l for l = 2 ... L + 1, and then Pi_L^-1 Pi_1, which reorders H_0 = B_L, the adapters' input.
     """
     return torch.stack([*(relative(a, b) for a, b in itertools.pairwise(pi)), relative(pi[-2], pi[0])])
 
@@ -67,7 +67,7 @@ def to_last(lists: Sequence[Tensor], relatives: Sequence[Tensor] | Tensor) -> li
     Args:
         lists: L lists; list l is in the order Pi_l.
         relatives: L + 1 relative orders: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1. The last of them
-            belongs to the input of the client's own computation.
+            is for the input of the client's adapters; this function does not use it.
     """
     out = []
     for level in range(len(lists)):

@@ -53,7 +53,7 @@ class PermutedForwardPass(EncryptedForwardPass):
     """The forward pass of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; return encrypted labels, and encrypted rows unless the server has their states."""
+        """Begin the session; return encrypted labels, and encrypted rows unless the server has the rows' states."""
         session, go_on = of_bytes(job.session), job.start is not None
         sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
         return join_messages(to_bytes(sent["rows"]), to_bytes(sent["labels"]))

@@ -1,7 +1,7 @@
 """A simulation of the "permuted" protocol (BlindFed, Sections 3.2 and 3.3) without encryption.
 
 Every batch has new secret orders Pi_1 ... Pi_{L+1}. The client gets the states of all tokens of block l in the order
-Pi_l, and the relative orders Pi_{l-1}^-1 Pi_l, with which it reorders the states of its adapters from block to block.
+Pi_l, and the relative orders Pi_{l-1}^-1 Pi_l. With these it reorders its adapters' states from block to block.
 In the paper, the server returns the encrypted mean loss, which has no gradient. Here, the server returns the labels in
 the order Pi_{L+1}. The model is frozen, so the states are sent once and not in every round.
 """

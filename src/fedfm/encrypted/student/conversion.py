@@ -126,7 +126,7 @@ def pre_norm(module: Any) -> bool:
 
 @torch.no_grad()
 def centre(module: nn.Module) -> None:
-    """Centre the weights whose outputs are added to tokens: embedding, attention output and MLP output.
+    """Centre the weights of the maps whose outputs add up to the tokens: embedding, attention output, MLP output.
 
     After this, the mean of these outputs over features is zero.
 

@@ -1,8 +1,8 @@
 """Distil a model into a polynomial student, in a folder that experiments can name.
 
-A distillation that is killed and resumed gives the same bits as one that is not killed. Its folder cannot be loaded
-before the end. Pretraining (:mod:`fedfm.api.pretrain`) has the same two properties. ``distil.json`` records how the
-student was made.
+A distillation that is killed and resumed gives the same bits as one that is not killed. The student's folder can be
+loaded only after the distillation has ended. Pretraining (:mod:`fedfm.api.pretrain`) has the same two properties.
+``distil.json`` records how the student was made.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def distil(
         out: the student's folder. It may be absent, empty, or from a killed call with the same settings.
 
     Returns:
-        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; ``blocks`` with depth, polynomials and
-        violations. On held-out rows (the source's val rows if it has any, otherwise test rows): ``teacher_accuracy``,
-        ``accuracy``, ``agreement``, ``distance`` and ``outside``. If the head is new for these classes, one head is
-        fitted to the teacher's frozen features, and another to the student's. If the model already is a polynomial
-        student, the result is that of :func:`recalibrate.measure_again`.
+        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; ``blocks``: depth, polynomials and
+        violations of each. On held-out rows (the source's val rows, or test rows if it has no val rows):
+        ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance``, ``outside``. If the head is new for these
+        classes, one head is fitted to the teacher's frozen features, and another to the student's. If the model is a
+        polynomial student already, the result is that of :func:`recalibrate.measure_again`.
 
     Raises:
         InputError: tables, data or model are invalid, the folder contains something else, or the arguments of a
