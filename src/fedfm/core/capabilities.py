@@ -203,7 +203,7 @@ class ServerModel(ABC):
 
     @abstractmethod
     def match_with(self, model: Model) -> TensorTable:
-        """The tensors that the foundation model shares with the federation's model, one dataclass each in ``table``."""
+        """The tensors that the foundation model shares with the federation's model: ``table`` has a line for each."""
 
 
 class HiddenModel(ABC):

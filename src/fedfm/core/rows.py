@@ -51,7 +51,7 @@ class Rows:
             each of the ``tokens``, and 0 at padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
-        pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
+        pairs: for instruction rows the n pairs (instruction, output) as read; only ``tokens`` may be truncated.
         pictures: n paths or encoded images, which may differ in size, for a client without the model; else None.
         deferred: by argument name, n rows that are computed for each batch, e.g. images that exceed memory.
         augment: names of the random changes to images in training.
@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def targets(self) -> dict[str, Tensor]:
-        """The tensor ``targets`` of a task without labels, by its name; empty if there is none."""
+        """A mapping with only the entry ``targets`` of :attr:`tensors`; empty if there is no such tensor."""
         return {name: tensor for name, tensor in self.tensors.items() if name == "targets"}
 
     @property

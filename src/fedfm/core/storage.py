@@ -110,7 +110,7 @@ def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> Non
     """Remove these files and folders, and then the folder if it is empty.
 
     Args:
-        last: the lock's file, which is removed last: afterwards another process may use the folder.
+        last: the file that locks the folder, removed last: afterwards another process may use the folder.
     """
     for path in (folder / name for name in names):
         for one in list(path.iterdir()) if last is not None and path == last.parent else (path,):

@@ -1,6 +1,6 @@
 """Limits of a message, checked before anything is built from it.
 
-One scan of its characters refuses a head beyond the limits. Any other head is parsed in less than 50 ms.
+A head beyond the limits is refused after one scan of its characters. Any other head is parsed in less than 50 ms.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def reader(head: str, trusted: bool) -> tuple[Read, int]:
     """The decoder for the values of a head, and their number of bytes.
 
     Args:
-        trusted: whether this program wrote the head, so that the number of values is not limited.
+        trusted: whether this program wrote the head; then the number of values is not limited.
 
     Raises:
         ClientFault: the head is malformed, or has too many values.
