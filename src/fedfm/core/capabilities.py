@@ -53,7 +53,7 @@ class Reporter:
         """Notices about the method's settings before the first round, one line each.
 
         Args:
-            counts: training rows of each client by class; empty in a run, which reports on rows when it uses them.
+            counts: numbers of training rows, by client and class; empty in a run, which reports on rows when it uses them.
         """
         return []
 
@@ -93,7 +93,7 @@ class Personal:
         return w
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        """The start models of clients' last local passes, scored at the end; the key "" is for all clients."""
+        """The models from which clients' last local passes started, to be scored; the key "" is for all clients."""
         return {}
 
     def check_own(self, w: Params, model: Model) -> None:

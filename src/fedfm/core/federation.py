@@ -84,8 +84,8 @@ class Federation:
         notices: messages of this round for the user.
         heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, of clients in it.
         metrics: means of the metrics in this round's updates, weighted like the updates.
-        client_metrics: metrics of this round's updates by client, if they include scores on the client's own rows and
-            the server sees single updates.
+        client_metrics: this round's metrics by client, if the metrics include scores on the client's own rows and the
+            server sees single updates.
         secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
         underway: for each client with a request in flight, the request's (round, call). The reply may come in a later
             round, see the argument ``first`` of :meth:`exchange`.
@@ -284,8 +284,8 @@ class Federation:
         A client without a valid reply is excluded from this round, with the reason.
 
         Args:
-            first: number of valid replies after which the call ends, on a streaming link. Replies to earlier calls of
-                this kind count, too. All other requests stay ``underway``.
+            first: on a streaming link, the number of valid replies after which the call ends. Replies to earlier calls
+                of this kind count, too. All other requests stay ``underway``.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"

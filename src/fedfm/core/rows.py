@@ -47,8 +47,8 @@ class Rows:
             (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; a batch pads them to its longest. Any sequence of vectors
             is accepted.
-        token_arguments: further arguments of the model by name, such as the kind of each token. Each has one value for
-            each of the ``tokens``, and 0 at padding.
+        token_arguments: further arguments of the model by name, such as the kind of each token. Each has one value
+            per token, and 0 at padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; only ``tokens`` may be truncated.

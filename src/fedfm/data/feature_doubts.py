@@ -63,7 +63,7 @@ def _marks_of(column: np.ndarray) -> list[float]:
 
 
 def _far(mark: float, low: float, high: float) -> bool:
-    """Whether a mark lies outside low..high by more than this range, or far below 0 although no value is negative."""
+    """Whether a mark lies outside low..high by more than high - low, or far below 0 although no value is negative."""
     return max(low - mark, mark - high) > high - low or (low >= 0 and mark <= -100)
 
 

@@ -129,7 +129,7 @@ def summary(data: FederatedData) -> dict[str, Any]:
 def _by_rule(
     table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
-    """(names of the K clients, for each split the owners of its rows)."""
+    """Return (names of the K clients; for each split, the owners of its rows)."""
     part = spec.partition
     train, val, test = splits
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients

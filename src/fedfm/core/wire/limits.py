@@ -27,7 +27,7 @@ _UPPER = 0xDF  # this mask turns braces into brackets
 
 
 def room(layout: Layout | None) -> int:
-    """Largest number of bytes in a message to a party whose model has this layout, or to one without a model (None).
+    """Largest number of bytes in a message to a party whose model has this layout; None means a party without a model.
 
     Example:
         >>> room(None) == MAX_BYTES

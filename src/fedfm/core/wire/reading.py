@@ -65,7 +65,7 @@ _known = functools.lru_cache(maxsize=32)(_compile)
 
 
 def reader(head: str, trusted: bool) -> tuple[Read, int]:
-    """The decoder for the values of a head, and their number of bytes.
+    """The decoder for the values of a head, and the number of bytes of these values.
 
     Args:
         trusted: whether this program wrote the head; then the number of values is not limited.
