@@ -18,7 +18,7 @@ STANDS_OUT = 4.0  # a count is visible if it exceeds this many standard deviatio
 
 
 class SingleHolder(Audit):
-    """Finds out whether the server learns that the client has the class, the number of these rows, and their mean."""
+    """Finds out if the server learns three facts: the client has the class, the number of these rows, their mean."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 

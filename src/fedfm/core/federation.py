@@ -82,7 +82,7 @@ class Federation:
         tell: shows a text to the user now, e.g. the progress of a long step; the run does not store it.
         excluded: clients left out so far, each with the reason.
         notices: messages of this round for the user.
-        heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, of clients in it.
+        heard: number of valid replies to the method's last call; after :meth:`mean`, number of clients in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
         client_metrics: this round's metrics by client, if the metrics include scores on the client's own rows and the
             server sees single updates.

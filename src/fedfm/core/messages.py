@@ -13,7 +13,7 @@ from fedfm.errors import ClientFault
 class Request(NamedTuple):
     """One message to one client: a call of ``handler`` (kind and name, as in ``train.FedAvg_train``) with ``payload``.
 
-    (round, call) identifies the request: the reply repeats the pair, and the client's memory has a version for it.
+    (round, call) identifies the request: the reply repeats this pair, and the client's memory has a version for each.
     """
 
     client: ClientId
@@ -71,8 +71,8 @@ class Streaming(Link, Protocol):
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver requests; yield replies to these and to earlier requests of this kind, as they arrive.
 
-        The link yields one reply per client, until no request is in flight. A client that has answered an earlier
-        request gets the new request ``again(name)`` while other requests are in flight.
+        The link yields one reply per client, until no request is in flight. If a reply answers an earlier request
+        than ``again(name)``, the client gets this new request at once, while other requests are in flight.
         """
 
 

@@ -330,7 +330,7 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
 
     The value is checked against ``hint``: if it is Any, all values must be finite; if it is None, nothing is checked.
     Tensors are memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and always with ``mapped``;
-    then a pass over one releases its pages (:mod:`fedfm.linalg.pages`). Writing to a tensor does not change the file.
+    then a pass over them frees their pages (:mod:`fedfm.linalg.pages`). Writing to a tensor does not change the file.
     """
     try:
         if (found := _read_checked(path)) is None:

@@ -140,7 +140,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """By the [model] table, only the first classes may have training rows: how many these are; None means all."""
+    """How many classes have training rows by the [model] table: these are the first classes. None means all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 

@@ -21,10 +21,10 @@ from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
-_SPACES = ("CMYK", "LAB", "HSV")  # Pillow's modes for colours; they are converted without a colour profile
+_SPACES = ("CMYK", "LAB", "HSV")  # Pillow's colour modes that are converted without the file's colour profile
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16-bit and 32-bit grey
-DECODED = 1 << 30  # bytes; a table decodes its images if all have one size and need at most this memory
+DECODED = 1 << 30  # bytes; a table decodes its images if all have one size and fit, else keeps them encoded
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
 _ORIENTATION = 0x0112  # EXIF tag

@@ -18,9 +18,9 @@ from fedfm.audits.inference.canaries import at_least, counted_bound, epsilon_at
 from fedfm.audits.inference.rates import Array
 from fedfm.privacy.composition import Releases, epsilon_of
 
-SURE = 1e-7  # rate of false alarms of a test, if an alarm counts as proof
+SURE = 1e-7  # rate of false alarms of the tests in which an alarm counts as proof
 LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since the accountant takes long for smaller ones
-_STRANGERS, _NUMBERS = 20_000, 4e7  # number of simulated rows that took no part, and of their entries
+_STRANGERS, _NUMBERS = 20_000, 4e7  # number of simulated rows that took no part; largest number of their entries
 _STEPS = 100  # largest number of steps of a training whose noise is compared with the noise of other steps
 
 
