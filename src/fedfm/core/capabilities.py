@@ -1,7 +1,7 @@
 """Roles of a method beyond its rounds. Its properties (:class:`Traits`) and requirements (:class:`Needs`) are data.
 
-Every method is a :class:`Reporter`. It takes another role by deriving from it. A role's abstract members are required;
-the others are optional, and :func:`has` checks whether a method defines its own. Each role names its caller.
+Every method is a :class:`Reporter`. It takes another role by deriving from that role. A role's abstract members are
+required; the others are optional, and :func:`has` checks whether a method defines its own. Each role names its caller.
 """
 
 from __future__ import annotations
