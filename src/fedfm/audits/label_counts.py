@@ -141,7 +141,7 @@ class _Attacker:
 class LabelCounts(HeadAudit):
     """Measures the total variation distance between estimated and true fractions of the labels.
 
-    It is compared with the distance of a guess: that every client has the fractions of the test rows.
+    This distance is compared with that of a guess: that every client has the fractions of the test rows.
     """
 
     def seconds(self, run: Run, population: Partitioned) -> float:

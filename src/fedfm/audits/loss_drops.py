@@ -4,7 +4,7 @@ The drop is the loss at the start of an update minus the loss at its end, and co
 Houmansadr (IEEE S&P 2019, arXiv:1812.00910) use the inner product of an update with the negative gradient of the row's
 loss, which approximates the drop to first order. A difficult row has a large loss in both models, so the drop does not
 depend on the row's difficulty. Watson et al. (arXiv:2111.08440) use a reference model for this purpose. Here the
-reference is the start of the update, which all clients have trained.
+reference is the model from which the update starts, and all clients have trained that model.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class MemberScores:
 
     Args:
         generator: makes the bootstrap's random generator for a given confidence.
-        strangers: number of different strangers in all cells, since cells may share them [each cell has its own].
-        digits: number of decimal places to which the normal quantile is rounded [no rounding].
+        strangers: number of different strangers in all cells, which may share strangers; if None, they share none.
+        digits: number of decimal places to which the normal quantile is rounded; if None, it is not rounded.
 
     Attributes:
         aucs: the AUC of each cell.

@@ -25,8 +25,8 @@ from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
 QUESTION_TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
-SIZES = (1, 10, 20, 50, 200)  # smallest numbers of rows of a cell (a client's class), by which cells are grouped
-LEAST = 20  # a group counts in the verdict if its cells have at least this many rows
+SIZES = (1, 10, 20, 50, 200)  # cells (a client's class) are grouped by size: each group's smallest number of rows
+LEAST = 20  # a group counts in the verdict if its cells have at least this many rows in total
 MOST = 1000  # largest number of rows that a shadow is fitted to
 STRICT = 0.999  # confidence that is needed to contradict a claim
 

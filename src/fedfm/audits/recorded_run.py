@@ -32,7 +32,7 @@ class RecordedReply:
     """A reply, as the server received it.
 
     Attributes:
-        call: number in the round, from 1; (round, call) is one request to several clients.
+        call: number of the call in the round, from 1; (round, call) is one request to several clients.
         handler: e.g. ``query.FedPFT_summarise``.
     """
 

@@ -54,7 +54,7 @@ class Replay:
         population: every client's rows. An attacker does not have them; audits use them to judge an attack.
         replies: all replies, in the order of the run; empty if only watches read them.
         watched: for each audit, its watch.
-        given: the arguments of a run of ``fedfm.federate``.
+        given: the arguments of ``fedfm.federate``, if that function made the run.
     """
 
     run: Run
@@ -82,7 +82,7 @@ def open_finished(path: str | Path, given: Any = None) -> Run:
     """Open a finished run that can be replayed.
 
     Args:
-        given: the arguments of a run of ``fedfm.federate``.
+        given: the arguments of ``fedfm.federate``, if that function made the run.
 
     Raises:
         InputError: the run is not finished, its data and model came from Python and are not given again, its updates
@@ -133,8 +133,8 @@ def replay(
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
-        RunError: the replay ends with other parameters. On devices other than a CPU, a distance of at most
-            :data:`TOLERANCE` is no error.
+        RunError: the replay ends with other parameters than the run. On devices other than a CPU, a distance of at
+            most :data:`TOLERANCE` is no error.
     """
     experiment, result = run.experiment, run.manifest["result"]
     method = experiment.method

@@ -49,7 +49,7 @@ class RowCanaries(Audit):
     """Repeats the training of the client with the largest epsilon; the attacker sees each step.
 
     Number of rows, batch size, steps, noise and clipping are as in the run. The audit tests the mechanism: its coins,
-    clipping and noise, and their accounting. ``row_norms`` tests the gradients of the run's own model.
+    its clipping, its noise, and the accounting. ``row_norms`` tests the gradients of the run's own model.
     """
 
     replays: ClassVar[bool] = False

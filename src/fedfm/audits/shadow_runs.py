@@ -32,7 +32,7 @@ from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
-MOST, LEAST = 16, 8  # largest and smallest number of shadow runs; with fewer, a row's two distributions are unknown
+MOST, LEAST = 16, 8  # largest and smallest number of shadow runs; fewer do not show how a row's score spreads
 BUDGET = (
     40.0  # seconds of one core for all shadow runs, estimated from counts, since results must not depend on a clock
 )

@@ -1,4 +1,4 @@
-"""Measure what messages about a class disclose if only one client has it. They describe this client alone."""
+"""Measure what messages about a class disclose if only one client has the class: they describe this client alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STANDS_OUT = 4.0  # a count is visible if it exceeds this many standard deviatio
 
 
 class SingleHolder(Audit):
-    """Finds out whether the server learns that the client has the class, how many rows it has, and their mean."""
+    """Finds out if the server learns three facts: the client has the class, the number of these rows, their mean."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 

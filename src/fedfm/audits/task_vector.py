@@ -231,8 +231,8 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
     """Return (words for what clients of a group have in common, the group of each client).
 
-    If several clients share a value in the partition's column, a client's group is this value, otherwise its largest
-    class.
+    If several clients share a value in the partition's column, a client's group is the client's value. Otherwise it is
+    the client's largest class.
     """
     table, spec = replay.population.federated.table, replay.run.experiment.data
     clients = replay.population.federated.clients

@@ -21,7 +21,7 @@ QUESTION = "Can the server tell from the updates which rows a client trained on?
 
 
 class UpdateMembership(UpdateAudit):
-    """Compares training rows with test rows by how much their client's updates lowered the loss."""
+    """Compares a client's training rows with test rows, by how much the client's updates lowered each row's loss."""
 
     def watch(self, run: Run) -> LossDrops:
         return LossDrops(run)

@@ -63,10 +63,10 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
-    """Yield for each requirement (name, packages of its extras in brackets, versions, the extra that requires it).
+    """Yield for each requirement (name, packages that its extras install, versions, the extra that requires it).
 
     Args:
-        deep: whether to look up the packages that extras in brackets install; a package may name extras of its own.
+        deep: whether to look up what the extras of a requirement install; a package may require its own extras.
     """
     for text in requires(package) or ():
         wanted, _, condition = text.partition(";")

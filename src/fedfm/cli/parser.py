@@ -14,7 +14,7 @@ from fedfm.api.command_registry import training_arguments
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that loads the examples below its help only when the help is requested.
+    """A parser that loads the examples, shown below its help, only when the help is requested.
 
     Attributes:
         name: name of the command in :data:`fedfm.cli.help.EXAMPLES`; None if it has no examples there.

@@ -1,4 +1,4 @@
-"""`fedfm list` and `fedfm show`, from sources and from the shipped schema, without an import of torch."""
+"""Texts for `fedfm list` and `fedfm show`, made from sources and the shipped schema, without an import of torch."""
 
 from __future__ import annotations
 

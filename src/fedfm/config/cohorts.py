@@ -1,7 +1,7 @@
 """Rules on the number and names of the clients that an experiment needs in the federation.
 
-A command checks these rules as soon as the names are known: before a run if a kit of silo files, a roster or the data
-contain the names, else after the first messages of the clients.
+A command checks these rules as soon as the names are known. If a kit of silo files, a roster or the data contain the
+names, this is before the run; otherwise it is after the first messages of the clients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
         source: where the names come from, for the message; "" if the clients are connected.
 
     Raises:
-        InputError: the message names the required number of clients, or the client.
+        InputError: the message names the required number of clients, or the unknown client.
     """
     clients = len(names)
     there = f"{source} has {_silos(clients)}" if source else f"there are {clients} clients"

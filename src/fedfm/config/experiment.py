@@ -62,7 +62,7 @@ class Experiment(ExperimentParts):
         method_name: str | None = None,
         tuning: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        """Build and check the settings. Only ``dataclasses.replace`` passes ``method_name``, with checked settings.
+        """Build and check the settings. Only ``dataclasses.replace`` passes ``method_name``, for checked settings.
 
         Raises:
             InputError: a value is wrong; the message has its key, the value and what would be right.

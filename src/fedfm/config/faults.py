@@ -2,7 +2,7 @@
 
 The reader of all tables stops at the first table with faults, and reports all faults of this table. So each table is
 also read alone. If rules between tables refuse values, these values are removed, and the rest is read again. A fault of
-this second reading counts only if the file has its key; other faults may be consequences of the removal.
+this second reading counts only if the file has the fault's key; other faults may be consequences of the removal.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def check_task(e: ExperimentParts, method: str) -> None:
     """Check rules on the task that an experiment names.
 
     Raises:
-        InputError: no task reads a list of columns; the method needs one class a row; the task needs validation rows
+        InputError: the task reads no list of columns; the method needs one class a row; the task needs validation rows
             that no party has, or scores that [privacy] does not cover; or it needs the training rows of all clients.
     """
     named = tasks.task_named(e.model.task)

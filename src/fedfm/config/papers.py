@@ -32,7 +32,7 @@ def differences(cls: type) -> list[dict[str, Any]]:
 
 
 def _default(tables: dict[str, Any], key: str) -> Any:
-    """The default of a dotted key, or the value that is used if the key is absent."""
+    """The default of a dotted key; if the default is None, the value that None stands for."""
     found: Any = tables
     for part in key.split("."):
         if part == "name" and (name := name_of("optimisers", found)):
@@ -42,7 +42,7 @@ def _default(tables: dict[str, Any], key: str) -> Any:
 
 
 def _field(table: Any, key: str) -> Any:
-    """The value of a key of a settings dataclass, or of an instance, whose values may differ from the class's."""
+    """The default of a key in a settings class, or its value in an instance, which may differ from that default."""
     f = {key_of(f.name): f for f in fields(table)}[key] if is_dataclass(table) else None
     if f is None:
         raise LookupError(f"{key}: a setting has no keys")

@@ -17,7 +17,7 @@ from fedfm.privacy.spec import PrivacySpec
 from fedfm.privacy.spec import check as check_privacy
 
 SPECS: Mapping[str, type] = {"data": DataSpec, "model": ModelSpec, "privacy": PrivacySpec, "run": RunSpec}
-# The kind of a table in the registry, and the default name.
+# For each table, its kind in the registry, and the default of its key ``name``.
 KINDS = {"method": ("methods", ""), "attack": ("attacks", ""), "aggregation": ("aggregation", "mean")}
 
 

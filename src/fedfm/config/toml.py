@@ -29,7 +29,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
     """The nested tables of a TOML file, with paths resolved by :func:`fedfm.config.paths.resolve_paths`.
 
     Args:
-        overrides: values by key ``a.b.c``, whose paths are relative to the working directory.
+        overrides: values by key ``a.b.c``; a path among these values is relative to the working directory.
         takes: what the command expects, for the message if the file is absent or contains data.
 
     Raises:

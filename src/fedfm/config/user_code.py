@@ -1,7 +1,7 @@
 """Functions of users that an experiment names as ``module:function``, in ``data.name`` and ``model.name``.
 
-As with classes (see :mod:`fedfm.config.registry`), an experiment never makes Python import them. The owner of the
-process admits them first: by writing the experiment, or by naming a function in a silo's file.
+As with classes (see :mod:`fedfm.config.registry`), an experiment never makes Python import a function. The owner
+of the process must first admit it: by writing the experiment, or by naming the function in a silo's file.
 """
 
 from __future__ import annotations

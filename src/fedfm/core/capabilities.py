@@ -1,7 +1,7 @@
 """Roles of a method beyond its rounds. Its properties (:class:`Traits`) and requirements (:class:`Needs`) are data.
 
-Every method is a :class:`Reporter`. It takes another role by deriving from it. A role's abstract members are required;
-the others are optional, and :func:`has` checks whether a method defines its own. Each role names its caller.
+Every method is a :class:`Reporter`. It takes another role by deriving from that role. A role's abstract members are
+required; the others are optional, and :func:`has` checks whether a method defines its own. Each role names its caller.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reporter:
         """Notices about the method's settings before the first round, one line each.
 
         Args:
-            counts: training rows of each client by class; empty in a run, which reports on rows when it uses them.
+            counts: numbers of training rows by client and class; empty in a run, which reports on rows when used.
         """
         return []
 
@@ -93,7 +93,7 @@ class Personal:
         return w
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        """The start models of clients' last local passes, scored at the end; the key "" is for all clients."""
+        """The models from which clients' last local passes started, to be scored; the key "" is for all clients."""
         return {}
 
     def check_own(self, w: Params, model: Model) -> None:
@@ -203,7 +203,7 @@ class ServerModel(ABC):
 
     @abstractmethod
     def match_with(self, model: Model) -> TensorTable:
-        """The tensors that the foundation model shares with the federation's model, one dataclass each in ``table``."""
+        """The tensors that the foundation model shares with the federation's model: ``table`` has a line for each."""
 
 
 class HiddenModel(ABC):

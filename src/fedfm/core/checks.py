@@ -25,7 +25,7 @@ def conform(value: Any, hint: Any, path: str = "reply", most: float = math.inf) 
     finite.
 
     Args:
-        most: the largest L2 norm of parameters and of any floating-point tensor; below 1e19, or infinity.
+        most: the largest L2 norm of parameters and of any floating-point tensor; it must be below 1e19, or infinity.
 
     Raises:
         ClientFault: a field does not fit; the message has the path of the first such field.

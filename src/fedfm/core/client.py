@@ -21,7 +21,7 @@ POOLED = "(pooled)"  # a client with all clients' training rows; only on the loc
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 # Key of the payload's entry that an aggregation's server half sends to its client half; no method gets this entry.
 AGGREGATION_MESSAGE = "+told"
-SCALE = "+scale"  # key of the entry with the unit in which a mean's mechanism measures an update's norm
+SCALE = "+scale"  # key of an entry: the unit in which a mean's privacy mechanism measures an update's norm
 MAX_WEIGHT = 1e9  # no client has more rows; a larger weight would let one client replace the mean
 
 
@@ -111,12 +111,12 @@ class Client:
         trained: last result of the client optimiser: the client's model before aggregation.
         broadcast: the part of this message that all clients receive: handler, round and payload.
         aggregation_message: the aggregation's own part of this message, from its server half to its client half.
-        scale: the unit in which the mechanism of a mean measures the update's norm; None if this unit is fixed.
+        scale: the unit in which a mean's privacy mechanism measures the update's norm; None if the unit is fixed.
         identity: the silo's own Ed25519 key, 32 bytes; None if the silo has no permanent key.
         roster: the other silos' public keys by name, exchanged without the server; None if they were not exchanged.
         log: writes a line into the silo's log.
-        smallest_cohort: the silo's policy requires at least this number of clients in a sum that contains its update.
-            If it is 0, the protocol decides.
+        smallest_cohort: the silo's policy requires at least this number of clients in a sum that contains
+            the silo's update. If it is 0, the protocol decides.
         span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.
@@ -179,7 +179,7 @@ def on_client(handler: Handler | None = None, *, kind: str = "", varying: tuple[
         kind: kind of the message. By default the server half decides: ``train`` for ``mean``, ``query`` for ``ask``.
             An aggregation's own handlers have ``aggregate``, the run's have ``scores`` or ``reveal``.
         varying: arguments that may differ by client (see :class:`each`). Under secure aggregation the clients of a
-            mean check that all other arguments are the same for all of them.
+            mean check that each of them received the same values of all other arguments.
 
     Raises:
         InputError: a parameter other than ``self``, or the return value, has no annotation.

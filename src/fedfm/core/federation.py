@@ -82,14 +82,14 @@ class Federation:
         tell: shows a text to the user now, e.g. the progress of a long step; the run does not store it.
         excluded: clients left out so far, each with the reason.
         notices: messages of this round for the user.
-        heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, number in the mean.
+        heard: number of valid replies to the method's last call; after :meth:`mean`, number of clients in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
-        client_metrics: metrics of this round's updates by client, if they include scores on the client's own rows and
-            the server sees single updates.
+        client_metrics: this round's metrics by client, if the metrics include scores on the client's own rows and the
+            server sees single updates.
         secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
-        underway: for each client with a request in flight, its (round, call). The reply may come in a later round, see
-            ``first`` of :meth:`exchange`.
-        began: for each client that answered the last call with ``first``, the round of its request.
+        underway: for each client with a request in flight, the request's (round, call). The reply may come in a later
+            round, see the argument ``first`` of :meth:`exchange`.
+        began: for each client that has given a valid reply, the round of the request that its last such reply answers.
         memory: the server's private memory at the last commit.
         store: bytes by name. An assignment returns when they are on the disk, where a resume within a round finds them.
         process_memory: an aggregation's state while this process runs; a resumed run starts without it.
@@ -132,7 +132,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
-        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # for each client its new request, or None
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # restored clients and their new requests, if made
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 
@@ -152,7 +152,7 @@ class Federation:
         """Continue to wait for the replies to requests of an earlier process, if the link supports it.
 
         Args:
-            underway: the attribute's value at the commit from which the run continues.
+            underway: the value of the attribute ``underway`` at the commit from which the run continues.
         """
         if isinstance(self._link, Streaming) and self._link.streams:
             self.underway = {client: at for client, at in underway.items() if client in self.clients}
@@ -169,7 +169,7 @@ class Federation:
         return seeds.derive(self.seed, "server", self.round, *purpose)
 
     def sample(self, fraction: float) -> Sequence[ClientId]:
-        """A cohort S_t of max(floor(C K), 1) clients, drawn without replacement, in order of names.
+        """A cohort S_t of max(floor(C K), 1) of the K clients, C = ``fraction``, without replacement, sorted by name.
 
         Under [privacy] the mechanism may choose the cohort instead, e.g. by secret coins: then the cohort may be empty.
 
@@ -284,8 +284,8 @@ class Federation:
         A client without a valid reply is excluded from this round, with the reason.
 
         Args:
-            first: number of valid replies after which the call ends, on a streaming link. Replies to earlier calls of
-                this kind count, too. All other requests stay ``underway``.
+            first: on a streaming link, the number of valid replies after which the call ends. Replies to earlier calls
+                of this kind count, too. All other requests stay ``underway``.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
@@ -361,7 +361,7 @@ class Federation:
             good: number of valid replies.
             wanted: number of clients that were asked.
             name: the message's name.
-            before: length of ``excluded`` when they were asked.
+            before: length of ``excluded`` when the clients were asked.
             least: number of valid replies that are needed; by default see :meth:`enough`.
 
         Raises:

@@ -28,7 +28,7 @@ KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool
 
 @dataclass(frozen=True)
 class Paper:
-    """A setting in a method's paper. The attribute ``paper`` of the method has one by key, e.g. "method.local.betas".
+    """A setting in a method's paper. The method's attribute ``paper`` has one for each key, e.g. "method.local.betas".
 
     Attributes:
         value: from the paper's experiments or equations; a text if the key does not accept the value.

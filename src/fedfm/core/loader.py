@@ -20,7 +20,7 @@ AHEAD = 2  # batches that each process prepares in advance
 
 
 class _Parts(Dataset[dict[str, Tensor] | InputError]):
-    """A torch data set: an index (b,) gives the deferred arguments of these rows."""
+    """A torch data set: its item at the index (b,) has the deferred arguments of these b rows."""
 
     def __init__(self, deferred: Mapping[str, Deferred]) -> None:
         self._deferred = deferred

@@ -13,7 +13,7 @@ from fedfm.errors import ClientFault
 class Request(NamedTuple):
     """One message to one client: a call of ``handler`` (kind and name, as in ``train.FedAvg_train``) with ``payload``.
 
-    (round, call) identifies the request: the reply repeats the pair, and the client's memory has a version for it.
+    (round, call) identifies the request: the reply repeats this pair, and the client's memory has a version for each.
     """
 
     client: ClientId
@@ -65,14 +65,14 @@ class Streaming(Link, Protocol):
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
         """Wait for the replies to these requests of an earlier process.
 
-        The next :meth:`stream` gets a new request for each of these clients, to deliver if the earlier one is lost.
+        The next :meth:`stream` is given a new request for each of these clients: it delivers it if the old one is lost.
         """
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver requests; yield replies to these and to earlier requests of this kind, as they arrive.
 
-        The link yields one reply per client, until no request is in flight. A client that has answered an earlier
-        request gets the new request ``again(name)`` while other requests are in flight.
+        The link yields one reply per client, until no request is in flight. If a reply answers an earlier request
+        than ``again(name)``, the client gets this new request at once, while other requests are in flight.
         """
 
 

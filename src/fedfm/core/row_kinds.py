@@ -36,7 +36,7 @@ class RowKind:
         name: name of the kind, as in ``Table.kind``.
         words: the rows in words, plural, for messages.
         answered: whether a row is (prompt, answer, ...), which a template turns into text.
-        joined: whether rows are consecutive pieces of one text, so that consecutive rows are a text, too.
+        joined: whether rows are consecutive pieces of one text, so that consecutive rows together are a text, too.
         remote: whether silos may hold such rows while the server has none; then ``data.kind`` may name this kind.
         predicted_as: the kind of such rows in predictions; if empty, the same kind.
         wording: whether a row consists of texts, which are compared regardless of case and spaces.

@@ -1,4 +1,4 @@
-"""Targets that are not one class a row, and tables of a task's scores."""
+"""Targets of rows that do not have one class each, and tables of a task's scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowTargets:
         values: float64 (N, T), the targets of each row.
         classes: names of the T targets.
         used: names of the columns that are read.
-        notices: for the user, on how they were read.
+        notices: notices for the user on how the targets were read.
     """
 
     values: np.ndarray

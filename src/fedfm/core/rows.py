@@ -47,11 +47,11 @@ class Rows:
             (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; a batch pads them to its longest. Any sequence of vectors
             is accepted.
-        token_arguments: further arguments of the model by name, such as the kind of each token. Each has one value for
-            each of the ``tokens``, and 0 at padding.
+        token_arguments: further arguments of the model by name, such as the kind of each token. Each has one value
+            per token, and 0 at padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
-        pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
+        pairs: for instruction rows the n pairs (instruction, output) as read; only ``tokens`` may be truncated.
         pictures: n paths or encoded images, which may differ in size, for a client without the model; else None.
         deferred: by argument name, n rows that are computed for each batch, e.g. images that exceed memory.
         augment: names of the random changes to images in training.
@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def targets(self) -> dict[str, Tensor]:
-        """The tensor ``targets`` of a task without labels, by its name; empty if there is none."""
+        """A mapping with only the entry ``targets`` of :attr:`tensors`; empty if there is no such tensor."""
         return {name: tensor for name, tensor in self.tensors.items() if name == "targets"}
 
     @property

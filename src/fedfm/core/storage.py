@@ -110,7 +110,7 @@ def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> Non
     """Remove these files and folders, and then the folder if it is empty.
 
     Args:
-        last: the lock's file, which is removed last: afterwards another process may use the folder.
+        last: the file that locks the folder, removed last: afterwards another process may use the folder.
     """
     for path in (folder / name for name in names):
         for one in list(path.iterdir()) if last is not None and path == last.parent else (path,):
@@ -328,9 +328,9 @@ def unseal(sealed: bytes) -> bytes | None:
 def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
     """The value in a file; None if the file is absent, truncated or altered.
 
-    The value is checked against ``hint``: with Any all values must be finite, with None nothing is checked. Tensors are
-    memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and always with ``mapped``. Passes over
-    mapped tensors release their pages (:mod:`fedfm.linalg.pages`). Writing to a tensor does not change the file.
+    The value is checked against ``hint``: if it is Any, all values must be finite; if it is None, nothing is checked.
+    Tensors are memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and always with ``mapped``;
+    then a pass over them frees their pages (:mod:`fedfm.linalg.pages`). Writing to a tensor does not change the file.
     """
     try:
         if (found := _read_checked(path)) is None:

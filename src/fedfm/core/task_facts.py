@@ -66,7 +66,7 @@ class TaskFacts(Protocol):
 
     @property
     def reads_all_rows(self) -> tuple[str, str] | None:
-        """What the task reads of all clients' training rows, and settings that avoid it; None if it reads nothing."""
+        """What the task reads from all clients' training rows, and settings that avoid it; None if nothing is read."""
 
     @property
     def mixes_rows(self) -> str:

@@ -140,7 +140,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """Number of classes, counted from the first, that have training rows by the [model] table; None means all."""
+    """How many classes have training rows by the [model] table: these are the first classes. None means all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 
@@ -149,7 +149,7 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
     """Refuse keys of a [model] table that only other tasks have.
 
     Args:
-        task: None if the data will imply it; then a key is refused if no data imply a task that has it.
+        task: None if the data will imply it; then a key is refused if no data imply a task that has this key.
 
     Raises:
         InputError: such a key has another value than its default; the message names the tasks that have the key.

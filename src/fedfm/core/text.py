@@ -44,7 +44,7 @@ def finite(value: Any) -> Any:
     return (value if math.isfinite(value) else None) if isinstance(value, float) else _scalar(value)
 
 
-_DEEPEST = 64  # levels of nesting of JSON in a run directory
+_DEEPEST = 64  # largest number of levels in the JSON of a run directory
 
 
 def from_json(text: str | bytes) -> Any:

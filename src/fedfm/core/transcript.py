@@ -70,7 +70,7 @@ class Transcript:
 
         Args:
             handler: the request's handler, with its kind.
-            form, down: the form in which the server sees the reply, and the client sees the request.
+            form, down: the form in which the server sees the reply, and that in which the client sees the request.
             part: part of the rows that the request is about.
         """
         client, spared = reply.client, reply.spared

@@ -36,7 +36,7 @@ class _Sent:
     """The value of :data:`KEY` in a message.
 
     Attributes:
-        start: the first digits of the hash of w_0, from which differences are taken.
+        start: the first digits of the hash of w_0; differences are taken from w_0.
         largest, squares: largest error and sum of squared errors of the sender's coding.
     """
 

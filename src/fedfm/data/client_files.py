@@ -71,7 +71,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
 
 
 def _at(targets: np.ndarray, names: Sequence[str], code: Mapping[str, int]) -> np.ndarray:
-    """Targets (n, T) of a client in the order of all targets (n, U); NaN for those that the client does not have."""
+    """A client's targets (n, T), put in the order of all clients' targets (n, U); NaN for targets that it lacks."""
     found = np.full((len(targets), len(code)), np.nan)
     found[:, [code[name] for name in names]] = targets
     return found

@@ -13,10 +13,10 @@ _MARKS = (*(s * n for n in (99, 999, 9999, 99999, 999999) for s in (-1, 1)), -9,
 _FILLS = 1e15  # recurring numbers of at least this size are fill values, such as 1e20, 9.97e36 and -3.4e38
 _TIMES = 3  # smallest number of rows in which a mark of missing values recurs
 _SHARE = 0.005  # smallest share of rows in which such a mark recurs
-_DISTINCT = 3  # smallest number of distinct other values that show the range of a column
+_DISTINCT = 3  # with fewer distinct values other than marks, a column has no known range
 _MANY = 20  # with fewer rows a column may match the label by chance
 _A_CLASS = 3  # with fewer rows per class on average, a column may match the label by chance
-_STEPS = 0.9  # smallest share of rows whose number is the previous row's plus one; each file may start again
+_STEPS = 0.9  # smallest share of rows with the previous row's number plus one; each file may start again
 _PIECE = 1 << 22  # number of values that are compared at a time
 
 
@@ -63,7 +63,7 @@ def _marks_of(column: np.ndarray) -> list[float]:
 
 
 def _far(mark: float, low: float, high: float) -> bool:
-    """Whether a mark lies outside low..high by more than this range, or far below 0 although no value is negative."""
+    """Whether a mark lies outside low..high by more than high - low, or far below 0 although no value is negative."""
     return max(low - mark, mark - high) > high - low or (low >= 0 and mark <= -100)
 
 

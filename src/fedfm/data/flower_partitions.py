@@ -27,7 +27,7 @@ def owners(
     """Apply ``part.partitioner``; return (client index of each row of ``train`` (n,), number of clients).
 
     Args:
-        label: name of the column of labels in the partitioner's arguments.
+        label: the name by which the partitioner's arguments refer to the labels.
         clients: the value of ``num_partitions``, if the partitioner has this argument and the options do not set it.
         notices: receives the partitioner's warnings.
 

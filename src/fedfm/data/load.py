@@ -20,7 +20,7 @@ from fedfm.seeds import generator
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_classes: int | None = None) -> Table:
     """Read the rows that a [data] table describes, and mark each as train, val or test.
 
-    ``where`` keeps only rows whose columns have the listed values; the list keeps all classes. If a source
+    ``where`` keeps only rows whose columns have the listed values; no class is removed. If a source
     marks no test rows, ``test_fraction`` of its training rows become test rows. They are stratified by class (and by
     the column of a ``by_column`` partition, so that each client has test rows). In running text, the end becomes the
     test text. With ``clients`` each file is processed separately; classes of the same name are one class, and the

@@ -1,7 +1,7 @@
 """Partitions: assign each training row to exactly one client, and choose test rows for each client's own model.
 
 iid        random rows; sizes differ by at most one.
-dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to integers by
+dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to whole rows by
            largest remainder; the rows are random. Sizes are not balanced, and empty clients are not redrawn.
 by_class   each client has m = ``classes_per_client`` of C classes. Each class is shared evenly by K m / C clients,
            rounded up or down.
@@ -10,8 +10,8 @@ by_column  one client for each value of the column. With ``clients = N`` and V v
 flower     any partitioner of flwr-datasets that assigns each row to one client (see
            :mod:`fedfm.data.flower_partitions`).
 
-Validation rows that the source marks follow the same rule with the same shares and clients. With ``flower``, the
-validation rows of each class are divided in proportion to the clients' training rows of that class.
+Rows that the source marks as validation rows follow the same rule, with the same shares and clients. With ``flower``,
+the validation rows of each class are divided in proportion to the clients' training rows of that class.
 """
 
 # flwr-datasets also has partitioners for the first four rules (its Dirichlet partitioner has the same distribution if
@@ -129,7 +129,7 @@ def summary(data: FederatedData) -> dict[str, Any]:
 def _by_rule(
     table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
-    """(names of the K clients, for each split the owners of its rows)."""
+    """Return (names of the K clients; for each split, the owners of its rows)."""
     part = spec.partition
     train, val, test = splits
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients

@@ -25,7 +25,7 @@ def key_that_reads(column: str, spec: DataSpec) -> str | None:
 def by_column(
     table: Table, column: str, part: PartitionSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
-    """(clients' names from the column's values, for each split the owners of its rows)."""
+    """Return (the clients' names, made from the column's values; for each split, the owners of its rows)."""
     key = "data.partition"
     of = named_column(table.columns, column, f"{key}.column", table.source)
     train, val, test = splits

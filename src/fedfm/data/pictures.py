@@ -1,9 +1,9 @@
-"""Decode images, for all sources and predictions, at servers and silos, so that an image looks the same everywhere.
+"""Decode images. All sources, predictions, servers and silos do it here, so an image looks the same everywhere.
 
 An image is turned by its EXIF orientation. Transparent pixels are laid over white. If an image has several pages or
-frames, the first is read. Grey values of more than 8 bits are scaled, not clipped. Their range is the smallest of 8,
-12 and 16 bits that holds the image's values. In 16-bit colours, and in 16-bit grey with transparency, only the upper 8
-bits are read.
+frames, the first is read. Grey values of more than 8 bits are scaled, not clipped: the smallest range of 8, 12
+or 16 bits that holds the image's values becomes 0..255. In 16-bit colours, and in 16-bit grey with transparency, only
+the upper 8 bits are read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
-_SPACES = ("CMYK", "LAB", "HSV")  # Pillow's modes of colours that are converted without their colour profile
+_SPACES = ("CMYK", "LAB", "HSV")  # Pillow's colour modes that are converted without the file's colour profile
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16-bit and 32-bit grey
-DECODED = 1 << 30  # bytes; a table decodes images of one size up to this total, and keeps larger sets encoded
+DECODED = 1 << 30  # bytes; a table decodes its images if all have one size and fit, else keeps them encoded
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
 _ORIENTATION = 0x0112  # EXIF tag

@@ -18,9 +18,9 @@ from fedfm.audits.inference.canaries import at_least, counted_bound, epsilon_at
 from fedfm.audits.inference.rates import Array
 from fedfm.privacy.composition import Releases, epsilon_of
 
-SURE = 1e-7  # rate of false alarms of tests whose alarms count as proof
+SURE = 1e-7  # rate of false alarms of the tests in which an alarm counts as proof
 LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since the accountant takes long for smaller ones
-_STRANGERS, _NUMBERS = 20_000, 4e7  # number of rows that took no part; largest number of their entries in memory
+_STRANGERS, _NUMBERS = 20_000, 4e7  # number of simulated rows that took no part; largest number of their entries
 _STEPS = 100  # largest number of steps of a training whose noise is compared with the noise of other steps
 
 
@@ -29,12 +29,12 @@ class Readings:
     """Projections of the trainings' steps onto K canaries' directions.
 
     Attributes:
-        x: (K, T), in standard deviations of the noise; distributed as N(``shift``, 1) if the canary was in the step,
-            otherwise as N(0, 1).
+        x: (K, T): the projections, in standard deviations of the noise. A projection is distributed as N(``shift``, 1)
+            if the canary was in the step, otherwise as N(0, 1).
         shift: C, the bound on a row's gradient, in standard deviations of the noise.
         in_step: (K, T): whether the canary was in the step.
         predicted: (K, T): whether another training of the same rows, with another secret, drew the canary in that step.
-        numbers: number of entries of noise from which its standard deviation is estimated.
+        numbers: number of entries of the noise from which the noise's standard deviation is estimated.
     """
 
     x: Array
@@ -73,9 +73,9 @@ def read(steps: Array, in_step: Array, predicted: Array, directions: Array, clip
 def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidence: float) -> float:
     """The smallest epsilon that is compatible with these readings, if the noise is normal.
 
-    Two tests and the estimate of the size of the noise share the error level. The first test assumes secret coins: the
-    ends of the intervals of noise multiplier and rate give epsilon. The second test predicts the coins from another
-    training; then the mean score is the mean score of a Gaussian mechanism without sampling.
+    Two tests and the estimate of the size of the noise share the error level. The first test assumes secret coins: it
+    computes epsilon from an end of each confidence interval, for the noise multiplier and for the rate. The second test
+    predicts the coins from another training; then the mean score is that of a Gaussian mechanism without sampling.
     """
     tail = (1 - confidence) / 3
     size = at_least(readings.numbers, tail)

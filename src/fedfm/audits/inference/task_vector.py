@@ -13,7 +13,7 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-GRID = 2000  # number of values that are tried for the unknown
+GRID = 2000  # number of values that are tried for the unknown a
 
 
 def class_evidence(weight: Array, bias: Array | None, feature: Array | None = None) -> Array:
@@ -22,7 +22,7 @@ def class_evidence(weight: Array, bias: Array | None, feature: Array | None = No
     A step of cross-entropy changes a bias by eta (fraction of the class in the batch - mean predicted probability).
 
     Args:
-        weight, bias: (C, d) and (C,): the head in tau; bias is None if the head has no bias.
+        weight, bias: (C, d) and (C,): the head's entries of tau; bias is None if the head has no bias.
         feature: (d,): a typical feature vector; without a bias, the change of this vector's logits replaces the bias.
 
     Raises:
@@ -42,7 +42,7 @@ def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
     the mean predicted probability of c for rows of class k during training. Non-negative least squares solves this.
 
     Args:
-        bias: (C,): the bias in tau.
+        bias: (C,): the entries of tau for the head's bias.
         steps: eta s, the step size times the number of steps.
         predicted: ``Q`` (C, C), whose rows sum to 1.
     """
@@ -85,7 +85,7 @@ def vectors_without_weights(
     Args:
         others: (M, P) task vectors of the colluders, not zero.
         at: index of client i, whose aggregate changes by ``change``.
-        negative: FedBip's key: ``clip``, ``raw`` or ``softmax``.
+        negative: the value of FedBip's key ``negative``: ``clip``, ``raw`` or ``softmax``.
 
     Returns:
         A vector (P,) for each a that satisfies the equation; an empty list if the victim has no weight in row i.

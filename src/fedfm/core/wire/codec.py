@@ -30,12 +30,12 @@ def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
 
 
 def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
-    """A message in either direction: round and call of the request, and its payload or the value of the reply."""
+    """A message in either direction: round and call of the request, and the request's payload or the reply's value."""
     return {"round": round, "call": call, "body": body}
 
 
 def with_texts(head: str, more: Mapping[str, Sequence[str]]) -> str:
-    """The head of an envelope with further entries: lists of texts, which need no data."""
+    """Add entries to the head of an envelope: lists of texts, which need no data."""
     return head[:-2] + "," + payload.encode(more)[0].removeprefix('{"m":{')
 
 

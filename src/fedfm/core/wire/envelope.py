@@ -20,7 +20,7 @@ def _object(kind: str, children: int, body: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def envelope_size(head: int, data: int) -> int:
-    """Size in bytes of a message in Flower's serialised records, for a body with these lengths of head and data.
+    """Size in bytes of a message in Flower's serialised records, from the lengths of its body's head and data.
 
     Flower stores equal chunks of one array once; this counts every chunk, so that the size does not depend on values.
     """

@@ -1,6 +1,6 @@
 """Limits of a message, checked before anything is built from it.
 
-One scan of its characters refuses a head beyond the limits. Any other head is parsed in less than 50 ms.
+A head beyond the limits is refused after one scan of its characters. Any other head is parsed in less than 50 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UPPER = 0xDF  # this mask turns braces into brackets
 
 
 def room(layout: Layout | None) -> int:
-    """Largest number of bytes in a message to a party whose model has this layout, or to one without a model (None).
+    """Largest number of bytes in a message to a party whose model has this layout; None means a party without a model.
 
     Example:
         >>> room(None) == MAX_BYTES

@@ -1,8 +1,8 @@
 """Convert dataclasses, Params, tensors and scalars to a JSON head and a block of bytes, and back. No pickle.
 
 A payload has two parts: ``head``, a compact JSON text with structure, names, dtypes and shapes, and ``data``, the raw
-little-endian bytes of all numbers in the order of the head. One block per message is faster: Flower would move two
-objects per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
+little-endian bytes of all numbers in the order of the head. One block per message is faster: otherwise Flower would
+move two objects per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
 
 Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone;
 :func:`size` computes it without serialising.

@@ -25,11 +25,11 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
 
 _SMALL = 1 << 16  # longest head that is cached
-_MANY = 8  # smallest count of numbers of one type, or of texts, that are read together
+_MANY = 8  # from this count on, numbers of one type, or texts, are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 
-Read = Callable[[Any], Any]  # decodes the data of a message: a memoryview, or an array of which tensors are views
+Read = Callable[[Any], Any]  # decodes a message's data: a memoryview, or an array that the tensors then share
 
 
 def _compile(head: str, trusted: bool) -> tuple[Read, int]:
@@ -65,10 +65,10 @@ _known = functools.lru_cache(maxsize=32)(_compile)
 
 
 def reader(head: str, trusted: bool) -> tuple[Read, int]:
-    """The decoder for the values of a head, and their number of bytes.
+    """The decoder for the values of a head, and the number of bytes of these values.
 
     Args:
-        trusted: whether this program wrote the head, so that the number of values is not limited.
+        trusted: whether this program wrote the head; then the number of values is not limited.
 
     Raises:
         ClientFault: the head is malformed, or has too many values.
