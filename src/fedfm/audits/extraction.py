@@ -99,7 +99,7 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
         raise NoIntersectionError("in no round was anything mixed in")
     low, high = _range(method, guess)
     # A coalition that is only a part of the cohort does not know which half of the tensors a round mixed. If alpha
-    # differs by coordinate, intervals around a wrong aggregate have larger errors than one scalar for each round.
+    # differs by coordinate, and the aggregate is wrong, intervals err more than one scalar alpha for each round.
     log = method.harden == "log_uniform"
     if log or method.harden == ("per_coordinate" if exact else "half"):
         x = extraction.coordinatewise(u, v, low, high, "log" if log else "uniform")
@@ -319,10 +319,10 @@ class _Attack:
 
 def sums(everyone: Finding) -> Finding:
     """The finding about all clients if only sums of updates are visible; a sum is enough to compute w'."""
-    same = "nothing was computed"
+    says = "No. The attack computed nothing even from single updates."
     if everyone.estimate is not None:
-        same = f"the relative error is the same {everyone.estimate:.3g}"
-    says = f"No. All clients together know their own sum, which is enough for w': {same}."
+        says = "No. All clients together know the sum of their updates, from which they compute the aggregate before "
+        says += f"mixing. So the relative error is the same {everyone.estimate:.3g}."
     return replace(everyone, name="extraction.hidden_sums", question=SUMS, says=says, detail={})
 
 

@@ -27,7 +27,7 @@ from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-CLIENTS, ROWS = 40, 150  # largest numbers of clients whose rows are scored, and of members (or strangers) of a client
+CLIENTS, ROWS = 40, 150  # at most 40 clients are scored, with at most 150 members and 150 strangers each
 ALIGNED = 300  # number of rows whose gradients are computed, with one backward pass each
 PUBLIC, WAY = (
     200,

@@ -167,9 +167,8 @@ class Costs:
         """MACs of the rounds of these cohorts; a frozen backbone counts once for each client.
 
         Args:
-            extra_passes: for each round, the number of passes over a client's rows in addition to the optimiser's
-                epochs (FedALA makes such passes to train its weights W): a mean over the cohort, in which clients
-                have the same weights as in the mean of the updates.
+            extra_passes: for each round, the number of passes over a client's rows beyond the optimiser's epochs. It is
+                averaged over the cohort as the updates are. FedALA makes such passes to train its W.
         """
         visits = sum(map(len, cohorts))
         more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, extra_passes, strict=False))

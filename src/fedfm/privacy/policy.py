@@ -20,7 +20,7 @@ from fedfm.core.fields import setting
 from fedfm.errors import InputError, close, quote_names
 from fedfm.privacy.exposure import HELLO, WORDS
 
-TOLERANCE = 1e-6  # relative tolerance of a limit: a computed epsilon has fewer digits than a limit
+TOLERANCE = 1e-6  # relative tolerance of a limit, since a computed epsilon has rounding errors
 MECHANISMS = ("own", "gaussian", "correlated_gaussian", "distributed_gaussian", "dp_sgd")
 
 

@@ -33,11 +33,12 @@ class OtherClients(Audit):
         far = float(replay.run.manifest["result"]["details"]["max_error"])
         says = (
             f"At the end of the run, the states that each client received were compared with states computed in the "
-            f"clear from its rows alone. They differ by at most {far:.1e}, the error of the encryption. "
+            f"clear from its rows alone. They differ by at most {far:.1e}. "
         )
         says += (
-            "They contain nothing of other clients' rows. The adapters' mean is not part of this comparison."
+            "The encryption explains this: the received states contain nothing of other clients' rows. The adapters' "
+            "mean is not part of this comparison."
             if far <= MOST
-            else "They depend on something other than the client's own rows."
+            else "The encryption does not explain this: the received states depend on more than the client's own rows."
         )
         return [Finding("states.other_clients", QUESTION, far, None, None, MOST, COUNT, says, far > MOST)]

@@ -100,7 +100,7 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
 
 
 class _Lost(Exception):
-    """The SuperLink ended the run although it neither completed nor failed."""
+    """The run ended at the SuperLink, but it neither completed nor failed."""
 
 
 def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
@@ -185,7 +185,7 @@ class _Watch:
         """Wait for the run's result and return it.
 
         Raises:
-            _Lost: the SuperLink ended the run while the SuperLink or the ServerApp was away.
+            _Lost: the run ended without a result, for example because the SuperLink or ServerApp was killed.
             InputError: the ServerApp refused the experiment.
             RunError: the run failed, or a process on which it depends has ended.
             Interrupted: the user stopped the run.

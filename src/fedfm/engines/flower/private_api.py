@@ -150,8 +150,8 @@ def is_simulated(grid: Any) -> bool:
 def push(grid: Any, messages: Sequence[Any]) -> set[str]:
     """Push messages; returns the ids of those that the SuperLink accepted.
 
-    If the SuperLink is killed, it may have stored a part of a message without confirming it. It then refuses this part
-    alone, but accepts the complete message again. It stores only one message for each id.
+    A SuperLink that is killed may have stored a part of a message without confirming it. Then it refuses this part if
+    the part is sent by itself, but it accepts the complete message. It stores only one message for each id.
     """
     for _ in range(_PUSHES - 1):
         with contextlib.suppress(push_error()):

@@ -295,7 +295,7 @@ def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float 
     elif negative == "clip":
         g = np.maximum(g, 0)
     g = g * counts
-    total = g.sum(2, keepdims=True)  # at least 1 with clip and softmax: the 1 of g_ii or of an equal vector is included
+    total = g.sum(2, keepdims=True)  # with clip and softmax at least 1, from g_ii or an equal vector
     return np.asarray(np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST))
 
 

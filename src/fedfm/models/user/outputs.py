@@ -73,7 +73,7 @@ def forecasts(module: Any) -> bool:
 
 
 def forecast(module: Any, inputs: Mapping[str, Any]) -> Any:
-    """Samples of the future. The module gets only inputs that ``generate`` takes: a batch may also have the future."""
+    """Samples of the future. Inputs that ``generate`` does not take, such as the true future, are left out."""
     taken = inspect.signature(module.generate).parameters
     return module.generate(**{name: x for name, x in inputs.items() if name in taken})
 
@@ -100,6 +100,6 @@ def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
     if logits is not None and logits.dim() == 2:  # a classifier's logits
         return Outputs({"logits": logits})
     if not arrays:
-        what = quote_names(left_out) if left_out else "nothing"
-        raise InputError(f"the module gives {what} without an entry for each row; {_HOW}")
+        what = f"only {quote_names(left_out)}, which lack an entry for each row" if left_out else "no output"
+        raise InputError(f"the module gives {what}; {_HOW}")
     return Outputs(arrays, tuple(left_out))
