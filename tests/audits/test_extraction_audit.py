@@ -294,7 +294,7 @@ def test_who_is_not_asked_again_does_not_see_the_model(folder):
         ("half", 0, 1.0),
         ("per_coordinate", 1e-5, 0.2),
         ("log_uniform", 1e-2, 2),
-        ("first_round", 1e-4, 1 / 7 + 0.2),
+        ("first_round", 1e-6, 1 / 7 + 0.2),  # nearly exact once in a while, as alpha is drawn
         ("noise_afresh", 1e-2, 2),
     ],
 )
