@@ -85,7 +85,7 @@ class EncryptedPlan:
         up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
         shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
         owner, client = self.seconds_per_block
-        each = f"on average {self.bytes_per_sample / 1e6:,.2f} MB per row of this run"
+        each = f"on average {self.bytes_per_sample / 1e6:,.2f} MB a row in this run"
         lines = [
             ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
             ("depth", f"{self.depth} per block, {self.levels} between refreshes"),
