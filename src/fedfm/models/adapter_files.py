@@ -181,7 +181,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(found, path, {"format": "pt"})
 
 
-def write_about(model: Model, folder: Path, head_takes: str | None = None) -> None:
+def write_about(model: Model, folder: Path, head_takes: str | None = None, scale: str = "none") -> None:
     """Write ``fedfm.json``: the model, the adaptation and the classes of the tensors in this folder."""
     about: dict[str, Any] = {
         "model": model.spec.name,
@@ -196,4 +196,6 @@ def write_about(model: Model, folder: Path, head_takes: str | None = None) -> No
         about["head_reads"] = module.pooling
     if head_takes is not None:
         about["head_takes"] = head_takes
+    if scale != "none":
+        about["scale"] = scale
     (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")

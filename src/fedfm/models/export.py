@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models import export_base, merging, quantised
 from fedfm.models.adapter_files import (
-    ABOUT,
     WEIGHTS,
     folder_at,
     holding,
@@ -112,11 +109,7 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 module.save_pretrained(str(folder_at(out)))
     else:
         write_tensors(merge(model, w).state_dict(), folder_at(out) / WEIGHTS)
-        write_about(model, Path(out), head_takes)
-        if scale != "none":
-            about = Path(out) / ABOUT
-            said = json.loads(about.read_text(encoding="utf-8")) | {"scale": scale}
-            about.write_text(to_json(said, indent=2) + "\n", encoding="utf-8")
+        write_about(model, Path(out), head_takes, scale)
         if is_pooled_encoder(classifier := unwrap(model.module)):
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))

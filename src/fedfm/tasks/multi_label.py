@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
+from fedfm.tasks._own_targets import OwnTargetsTask
+from fedfm.tasks.task import Column, Scores, Sums, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,37 +22,24 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
+_COUNTS = ("positives", "predicted_positives", "true_positives", "ranks")  # sums with an entry for each label or bin
 BY_LABEL = ("rows_by_label", "f1_by_label", "auroc_by_label", "average_precision_by_label")
 
 
 @dataclass(frozen=True)
-class MultiLabel(Task):
+class MultiLabel(OwnTargetsTask):
     """Logits (b, C); the loss is the binary cross-entropy, a mean over rows and labels."""
 
     name: ClassVar[str] = "multi_label"
     columns: ClassVar[tuple[Column, ...]] = (
         Column("label_separator", 'text between the names of a row\'s labels in one cell, task "multi_label"', ";"),
     )
-    own_targets: ClassVar[bool] = True
     absent_target: ClassVar[float | None] = 0.0
-    new_head: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    linear_head: ClassVar[bool] = True
-    compared_by_row: ClassVar[bool] = True
-    adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
     figures: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision", *BY_LABEL)
     drawn: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision")
-    lists: ClassVar[tuple[str, ...]] = ("positives", "predicted_positives", "true_positives", "ranks", *BY_LABEL)
+    lists: ClassVar[tuple[str, ...]] = (*_COUNTS, *BY_LABEL)
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
-    sums: ClassVar[tuple[str, ...]] = (
-        "rows",
-        "right",
-        "loss_of_rows",
-        "positives",
-        "predicted_positives",
-        "true_positives",
-        "ranks",
-    )
+    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows", *_COUNTS)
     problem_type: ClassVar[str | None] = "multi_label_classification"
 
     threshold: float | str = setting(
@@ -76,15 +64,6 @@ class MultiLabel(Task):
         return _label_sets.forewarnings(parts)
 
     # --- model --------------------------------------------------------------------------------------------------------
-    def auto_class(self, kind: str) -> str:
-        return "ImageClassification" if kind == "image" else "SequenceClassification"
-
-    def peft_type(self, kind: str) -> str | None:
-        return None if kind == "image" else "SEQ_CLS"
-
-    def loss(self, model: Network, batch: Batch) -> Tensor:
-        return self.row_losses(model, batch)[0].mean()
-
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         from fedfm.tasks import _label_scores
 

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import setting
-from fedfm.tasks.task import LORA, Column, Scores, Sums, Task, Trained
+from fedfm.tasks._own_targets import OwnTargetsTask
+from fedfm.tasks.task import Column, Scores, Sums, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,21 +26,14 @@ _BY_TARGET = tuple(f"{name}{part}_by_target" for part in ("", "_se") for name in
 
 
 @dataclass(frozen=True)
-class Regression(Task):
+class Regression(OwnTargetsTask):
     """A new linear head predicts the targets in units of their deviations; the loss is the squared error."""
 
     name: ClassVar[str] = "regression"
     columns: ClassVar[tuple[Column, ...]] = (
         Column("targets", 'columns of numbers, each a target, task "regression" [the column data.label]', several=True),
     )
-    new_head: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    own_targets: ClassVar[bool] = True
-    linear_head: ClassVar[bool] = True
-    softmax: ClassVar[bool] = False
-    compared_by_row: ClassVar[bool] = True
     no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
-    adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
     figures: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2", *_BY_TARGET)
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"loss": "loss_of_rows"})
     sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments")
@@ -75,15 +69,6 @@ class Regression(Task):
         return _numbers.read(sheet, spec, source)
 
     # --- model --------------------------------------------------------------------------------------------------------
-    def auto_class(self, kind: str) -> str:
-        return "ImageClassification" if kind == "image" else "SequenceClassification"
-
-    def peft_type(self, kind: str) -> str | None:
-        return None if kind == "image" else "SEQ_CLS"
-
-    def loss(self, model: Network, batch: Batch) -> Tensor:
-        return self.row_losses(model, batch)[0].mean()
-
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         from fedfm.tasks import _numbers
 

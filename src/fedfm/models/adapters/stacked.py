@@ -16,15 +16,12 @@ import copy
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
 from fedfm.models.quiet import quiet
-
-if TYPE_CHECKING:
-    pass
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
