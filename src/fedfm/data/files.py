@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from fedfm.core import tasks
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import FORMATS, begin, content_of
+from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
+from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError
 
 _SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}
@@ -30,6 +33,9 @@ def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Tab
             if not labelled:
                 raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
             raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
+        named = tasks.task_named(task)
+        if named is not None and (sheet := row_task(named).folder(path, labelled=labelled)) is not None:
+            return to_table(sheet, spec, source=str(path), task=task, labelled=labelled)
         if files := tables.files_of(path, task):
             return tables.read_folder(path, files, spec, task=task, labelled=labelled)
         module = "images"

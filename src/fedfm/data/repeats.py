@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.attachments import attachments_of
 from fedfm.data.invisible import is_invisible
 from fedfm.data.table import Table, contents
 
@@ -145,8 +146,8 @@ def _view(table: Table) -> np.ndarray | None:
 
 
 def _wording(item: Any) -> tuple[str, ...]:
-    """The texts of a row in a form without the differences that a reader does not notice."""
-    return tuple(_read(text) for text in contents(item))
+    """The texts of a row without the differences that a reader does not notice, and the hashes of its attachments."""
+    return (*(_read(text) for text in contents(item)), *(file.sha256 for file in attachments_of(item)))
 
 
 def _read(text: str) -> str:

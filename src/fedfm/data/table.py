@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.attachments import Attachment, attachments_of
 
 _PIECE = 1 << 24  # bytes hashed at a time
 _WORDS = {"image": "images", "text": "texts", "features": "feature vectors"}
@@ -92,8 +93,8 @@ def words_of(kind: str) -> str:
 def fingerprint(table: Table) -> str:
     """SHA-256 (64 hex digits) over kind, inputs, labels or targets, class names and split.
 
-    It covers the bytes of image files and, for kind "own", the number of rows. It covers no paths, further columns or
-    notices, so it does not depend on the source.
+    It covers the bytes of image files and attachments and, for kind "own", the number of rows. It covers no paths,
+    further columns or notices, so it does not depend on the source.
     """
     digest = hashlib.sha256()
 
@@ -121,6 +122,8 @@ def fingerprint(table: Table) -> str:
             else:
                 for text in _texts(item):
                     add(text.encode("utf-8", "surrogatepass"))
+                for file in attachments_of(item):
+                    add(file.sha256.encode())
     add(b"unlabelled" if table.labels is None else b"labelled")
     if table.labels is not None:
         add_array(table.labels.astype(np.int64))
@@ -132,17 +135,18 @@ def fingerprint(table: Table) -> str:
 
 
 def _texts(item: Any) -> Iterator[str]:
-    """The texts of one row; an additional text before each conversation or list of texts gives its length."""
+    """The texts of one row; an additional text before each conversation or list gives its length."""
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part
-        else:
+        elif not isinstance(part, Attachment):
             yield f"{len(part)} messages"
-            yield from (text for turn in part for text in ((turn,) if isinstance(turn, str) else turn))
+            for turn in part:
+                yield from _strings((turn,) if isinstance(turn, str | Attachment) else turn)
 
 
 def contents(item: Any) -> Iterator[str]:
-    """The texts of one row, without the roles of a conversation.
+    """The texts of one row, without the roles of a conversation and without attachments.
 
     Example:
         >>> list(contents(((("user", "Hello."), ("assistant", "Yes?")), "Bye.")))
@@ -151,8 +155,13 @@ def contents(item: Any) -> Iterator[str]:
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part
-        else:
-            yield from (text for turn in part for text in ((turn,) if isinstance(turn, str) else turn[1:]))
+        elif not isinstance(part, Attachment):
+            for turn in part:
+                yield from _strings((turn,) if isinstance(turn, str | Attachment) else turn[1:])
+
+
+def _strings(parts: Sequence[Any]) -> Iterator[str]:
+    return (part for part in parts if isinstance(part, str))
 
 
 def inputs_of(kind: str, item: Any) -> Iterator[str]:

@@ -9,6 +9,8 @@ from fedfm.core.row_kinds import Reading
 from fedfm.core.task_facts import TaskFacts
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
 
     from fedfm.core.row_targets import RowTargets
@@ -28,6 +30,9 @@ class RowTask(TaskFacts, Protocol):
 
     def sheet(self, text: str, source: str) -> Sheet:
         """The columns of a file whose name has one of the task's endings."""
+
+    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+        """The columns of a folder in the task's own layout; None for other folders."""
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """Read rows of this task from the columns."""

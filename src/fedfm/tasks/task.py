@@ -22,6 +22,8 @@ from fedfm.tasks._sums import Sums as Sums
 from fedfm.tasks._sums import add, finite, mean, numbers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from torch import Tensor
 
@@ -184,6 +186,17 @@ class Task:
             InputError: the text has another format; the message says where.
         """
         raise NotImplementedError(f"{self.name}: no files of its own")
+
+    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+        """The columns of a folder in the task's own layout, such as images next to masks; None for other folders.
+
+        Args:
+            labelled: False for rows to predict, whose targets may be missing.
+
+        Raises:
+            InputError: the folder has this layout, but not completely; the message says where.
+        """
+        return None
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """The rows of these columns; None if images, texts and labels are read as for any task.
