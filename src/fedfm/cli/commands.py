@@ -8,6 +8,7 @@ from typing import Any
 
 from fedfm.api.command_registry import action
 from fedfm.api.terminal import continuing, say, tell
+from fedfm.cli.imports import quick_imports
 from fedfm.cli.running import tell_missing, watch
 from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
@@ -29,7 +30,8 @@ def pretrain(args: Namespace) -> int:
 
 def audit(args: Namespace) -> int:
     """Run ``fedfm audit``; return the exit code."""
-    from fedfm.audits.audit import Audited, choose, duration_text, perform_within
+    with quick_imports():
+        from fedfm.audits.audit import Audited, choose, duration_text, perform_within
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
@@ -131,7 +133,8 @@ def compare(args: Namespace) -> int:
 
 def predict(args: Namespace) -> int:
     """Run ``fedfm predict``; return the exit code."""
-    from fedfm.api.predict import by_row, check_out, predict, write
+    with quick_imports():
+        from fedfm.api.predict import by_row, check_out, predict, write
 
     if args.out is not None:
         check_out(args.out)
@@ -173,7 +176,8 @@ def predict(args: Namespace) -> int:
 
 def export(args: Namespace) -> int:
     """Run ``fedfm export``; return the exit code."""
-    from fedfm.api.predict import export
+    with quick_imports():
+        from fedfm.api.predict import export
 
     tell(export(args.run, args.to, args.out, args.client, last=args.last))
     return 0
@@ -181,7 +185,8 @@ def export(args: Namespace) -> int:
 
 def join(args: Namespace) -> int:
     """Run ``fedfm join``; return the exit code."""
-    from fedfm.api.join import join
+    with quick_imports():
+        from fedfm.api.join import join
 
     result = join(args.run, args.data, args.client)
     rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]

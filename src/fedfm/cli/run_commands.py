@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from fedfm.api.terminal import say
+from fedfm.cli.imports import quick_imports
 from fedfm.cli.running import experiment_of, hint_on_stop, run_once, summary, tell_missing, watch
 
 
@@ -22,7 +23,8 @@ def run(args: Namespace) -> int:
 
 def resume(args: Namespace) -> int:
     """Run ``fedfm resume``; return the exit code."""
-    from fedfm.api import execute
+    with quick_imports():
+        from fedfm.api import execute
     from fedfm.config.toml import parse_override
 
     progress = watch()

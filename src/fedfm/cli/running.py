@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.api.terminal import say, tell
+from fedfm.cli.imports import quick_imports
 from fedfm.core.text import visible
 from fedfm.errors import InputError
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 def experiment_of(args: Namespace) -> Experiment:
     """Read the experiment in a command's file, and change it by --set and --engine."""
-    from fedfm.config.experiment import Experiment
-    from fedfm.config.toml import parse_override
+    with quick_imports():
+        from fedfm.config.experiment import Experiment
+        from fedfm.config.toml import parse_override
 
     overrides = dict(parse_override(text) for text in args.set)
     if args.engine:
