@@ -21,6 +21,7 @@ def check(args: Namespace) -> int:
     """Run ``fedfm check``; return the exit code."""
     from dataclasses import asdict
 
+    experiment = experiment_of(args)
     from fedfm.config.toml import to_toml
     from fedfm.core.capabilities import HiddenModel, Planned, ServerModel
     from fedfm.data.load import check_files
@@ -28,7 +29,6 @@ def check(args: Namespace) -> int:
     from fedfm.runtime.trackers.tracker import open_tracker
     from fedfm.runtime.who_scores import scoring_notices, test_rows
 
-    experiment = experiment_of(args)
     check_files(experiment.data)
     for name in experiment.run.track:
         open_tracker(name)  # raises an error if the library is missing

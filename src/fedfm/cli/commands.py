@@ -80,7 +80,8 @@ def audit(args: Namespace) -> int:
 
 def report(args: Namespace) -> int:
     """Run ``fedfm report``; return the exit code."""
-    from fedfm.reports import client_weights, compare, renewal
+    with quick_imports():
+        from fedfm.reports import client_weights, compare, renewal
     from fedfm.runtime.runs_below import each_run
 
     runs = each_run([args.run])
@@ -116,7 +117,8 @@ def verify(args: Namespace) -> int:
 
 def compare(args: Namespace) -> int:
     """Run ``fedfm compare``; return the exit code."""
-    from fedfm.reports import compare
+    with quick_imports():
+        from fedfm.reports import compare
     from fedfm.reports.read import read
     from fedfm.runtime.runs_below import each_run
 
