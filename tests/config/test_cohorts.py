@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
 import small
@@ -133,6 +134,17 @@ def test_a_run_without_test_rows_says_so_first(tmp_path, capsys):
     assert not [
         text for text in fedfm.run(tables, tmp_path / "other", progress=Progress())["warnings"] if "test rows" in text
     ]
+
+
+def test_a_run_of_a_module_without_test_rows_names_the_argument_that_takes_them(tmp_path):
+    pairs = [(torch.full((4,), float(i % 2)), i % 2) for i in range(8)]
+    clients = {"north": pairs[:4], "south": pairs[4:]}
+    found = fedfm.federate(
+        torch.nn.Linear(4, 2), clients=clients, loss=torch.nn.functional.cross_entropy, rounds=1, out=tmp_path / "run"
+    )
+    (notice,) = [text for text in found["warnings"] if "no test rows" in text]
+    assert "federate(test=...)" in notice
+    assert "data." not in notice
 
 
 def test_check_says_so_wherever_the_superlink_is(tmp_path, capsys):

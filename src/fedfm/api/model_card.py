@@ -69,7 +69,7 @@ def card(
     run: RunFiles, model: Model, to: Target, out: Path, client: str | None = None, mixture: Sequence[str] = ()
 ) -> str:
     """The text of the card for this folder, in Markdown. It begins with the hub's metadata."""
-    whose = f" of client {_code(client)}" if client else ""
+    whose = f"; this is the model of client {_code(client)}" if client else ""
     parts = [_head(run, model, to), f"# {_plain(run.name)}", ""]
     parts += [f"{_plain(_base_name(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
     parts += ["## Load", "", *how_to_load(model, to, out, mixture), ""]

@@ -46,10 +46,13 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
     """
     if not (why := why_unasked(experiment)):
         if client_rows == 0 and (not server_rows or judged_by_clients(experiment)):
-            return [
-                "this run ends without an accuracy or a loss: there are no test rows; data.test_fraction takes some "
-                'from the training rows, or the column of data.split marks test rows as "test"'
-            ]
+            source = (
+                "federate(test=...) takes them"
+                if experiment.in_memory
+                else "data.test_fraction takes some from the training rows, or the column of data.split marks test "
+                'rows as "test"'
+            )
+            return [f"this run ends without an accuracy or a loss: there are no test rows; {source}"]
         return []
     hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # so no client's model is at the server
     if server_rows and not hidden and not judged_by_clients(experiment):
