@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,3 +91,13 @@ def stored_file(place: Path | str, name: str) -> Path | None:
     except OSError:
         return None
     return None if found is None else Path(str(found))
+
+
+def stored_table(place: Path | str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder or hub id; {} if there is none, or if it is no such file."""
+    try:
+        file = stored_file(place, name)
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.models.locate import stored_file
+from fedfm.models.locate import stored_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +21,7 @@ _ANY_SIZE = ("dinov2",)  # model types whose files have positions for another im
 
 def settings(path: Path | str) -> dict[str, dict[str, Any]]:
     """The settings of the image processor by file; if there are two files, transformers uses the last one."""
-    found = {_ALONE: _table(path, _ALONE), _WHOLE: _table(path, _WHOLE).get("image_processor")}
+    found = {_ALONE: stored_table(path, _ALONE), _WHOLE: stored_table(path, _WHOLE).get("image_processor")}
     return {name: table for name, table in found.items() if isinstance(table, dict) and table}
 
 
@@ -72,12 +71,3 @@ def _differences(tables: dict[str, dict[str, Any]]) -> Iterator[str]:
     if odd:
         said = ", ".join(f"{key} {alone[key]!r} and {whole[key]!r}" for key in odd)
         yield f"has an image processor in {_ALONE} and in {_WHOLE}, and only the second is used; they differ: {said}"
-
-
-def _table(path: Path | str, name: str) -> dict[str, Any]:
-    try:
-        file = stored_file(path, name)
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, ValueError):
-        return {}  # transformers reports what is wrong with the file
-    return found if isinstance(found, dict) else {}

@@ -7,12 +7,11 @@ which finds none of the words in a text.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from fedfm.models.locate import stored_file
+from fedfm.models.locate import stored_file, stored_table
 from fedfm.models.preprocessors import AUTO
 
 PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
@@ -143,7 +142,7 @@ def of_another_model(tokenizer: Any, rows: int, name: str) -> tuple[str, ...]:
 
 def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
     """Notices about files of the folder that have chat templates but are not read."""
-    own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
+    own, file = stored_table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
     if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
         return (
             f"model.template: {_CONFIG} of {name!r} and its {_TEMPLATE} have different chat templates: {_TEMPLATE} is "
@@ -160,18 +159,9 @@ def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
     )
 
 
-def _table(path: Path | str, name: str) -> dict[str, Any]:
-    try:
-        file = stored_file(path, name)
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, ValueError):
-        return {}  # transformers reports what is wrong with the file
-    return found if isinstance(found, dict) else {}
-
-
 def _special_tokens(path: Path | str, name: str) -> dict[str, str]:
     """The special tokens that a file names, by their role, such as ``pad_token``."""
-    table = _table(path, name)
+    table = stored_table(path, name)
     found = {key: value for key, value in table.items() if key.endswith("_token") and not key.startswith("add_")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}

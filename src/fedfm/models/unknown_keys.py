@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.models.locate import stored_file
+from fedfm.models.locate import stored_table
 
 _ALIKE = 0.87  # smallest ratio (difflib) of similar keys, without case and underscores; about one letter may differ
 _LONGER = 2  # largest number of letters by which one of two similar keys is longer
@@ -37,7 +36,7 @@ _OF_TOKENIZERS = frozenset(  # keys that transformers reads for all tokenizers
 
 def of_configuration(path: Path | str, config: Any) -> list[str]:
     """Texts about keys that are probably misspelt in ``config.json``, with the values that are used instead."""
-    return [f"has {text}" for text in _faults(_table(path, "config.json"), config, "", "config.json")]
+    return [f"has {text}" for text in _faults(stored_table(path, "config.json"), config, "", "config.json")]
 
 
 def of_image_processor(path: Path | str, processor: Any) -> list[str]:
@@ -51,7 +50,7 @@ def of_image_processor(path: Path | str, processor: Any) -> list[str]:
 def of_tokenizer(path: Path | str, tokenizer: Any) -> list[str]:
     """As :func:`of_configuration`, for ``tokenizer_config.json``."""
     file = "tokenizer_config.json"
-    table = {key: value for key, value in _table(path, file).items() if not key.endswith(_OF_OTHERS)}
+    table = {key: value for key, value in stored_table(path, file).items() if not key.endswith(_OF_OTHERS)}
     return [f"has {text}" for text in _faults(table, tokenizer, "", file)]
 
 
@@ -60,16 +59,7 @@ def of_generation(path: Path | str) -> list[str]:
     from transformers import GenerationConfig
 
     file = "generation_config.json"
-    return [f"has {text}" for text in _faults(_table(path, file), GenerationConfig(), "", file)]
-
-
-def _table(path: Path | str, name: str) -> dict[str, Any]:
-    try:
-        file = stored_file(path, name)
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, ValueError):
-        return {}  # transformers reports what is wrong with the file
-    return found if isinstance(found, dict) else {}
+    return [f"has {text}" for text in _faults(stored_table(path, file), GenerationConfig(), "", file)]
 
 
 def _faults(table: Mapping[str, Any], read: Any, within: str, file: str) -> Iterator[str]:
