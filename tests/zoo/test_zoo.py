@@ -1,4 +1,5 @@
-"""Every family with every task and adaptation trains, predicts and exports, or is refused in fedfm's own words.
+"""Every family with every task and adaptation trains, predicts and exports, or is refused in fedfm's own words. What
+once worked, by results.json, is not refused.
 
 `make test-models` runs all; `make test` some families that differ in kind: every task with LoRA, and one with the top
 layers.
@@ -14,8 +15,9 @@ import pytest
 
 from zoo import making
 from zoo.families import FAMILIES
-from zoo.trial import FAILS, STEPS, Trial, trials
+from zoo.trial import FAILS, HOLDS, STEPS, Trial, trials
 
+RESULTS = json.loads((Path(__file__).parent / "results.json").read_text("utf-8"))["families"]
 KNOWN: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "known_failures.json").read_text("utf-8"))
 OFTEN = ("bert", "llama", "mixtral", "mamba2", "bart", "swin", "resnet", "clip")  # in `make test`, too
 
@@ -50,6 +52,10 @@ def test_a_family_works_or_is_refused(family, task, adaptation, folder, rows_fol
     assert outcome
     assert set(outcome) <= set(STEPS)
     assert not [f"{step} {what}" for step, what in outcome.items() if what.startswith(FAILS)]
+    before = RESULTS.get(family, {}).get("trials", {}).get(f"{task}, {adaptation}", {})
+    assert {step for step, what in before.items() if what == HOLDS} <= {
+        s for s, what in outcome.items() if what == HOLDS
+    }
 
 
 def test_known_failures_are_of_trials_that_are_there():

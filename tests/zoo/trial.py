@@ -100,7 +100,7 @@ class Trial:
         return HOLDS
 
     def _short(self, text: str) -> str:
-        for path, word in ((self.folder, "MODEL"), (self.place, "RUN")):
+        for path, word in ((self.folder, "MODEL"), (self.place, "RUN"), (self.rows, "ROWS")):
             text = text.replace(str(path), word)
         return text
 
