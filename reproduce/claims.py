@@ -26,6 +26,7 @@ RANGES = {
     "own_loss": (0.0, math.inf),
     "start_loss": (0.0, math.inf),
     "perplexity": (0.0, math.inf),
+    "score": (-math.inf, 100.0),
     "fall": (-math.inf, 100.0),
 }
 

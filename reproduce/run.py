@@ -54,6 +54,7 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "own_loss": ("theta_i, nats a token", "fine spread"),
     "start_loss": ("theta_bar_i, nats a token", "fine spread"),
     "rouge": ("ROUGE-1, 100ths", "spread"),
+    "score": ("score on the clients' own test rows, 100ths", "spread"),
     "megabytes_up": ("MB up", "mean of two digits"),
     "epsilon": ("epsilon", "first"),
     "rounds_to_target": ("rounds to the target", "reached"),
@@ -66,6 +67,7 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
 DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
 LIMITS = {  # what a figure of a column can be, where it is none of 100
     "perplexity": (1.0, math.inf),
+    "score": (-math.inf, 100.0),
     **dict.fromkeys(("own_loss", "start_loss", "rounds_to_target", "tmac"), (0.0, math.inf)),
 }
 NEVER = "not reached"
@@ -75,12 +77,13 @@ SIDES = {
     "global": 1.0,
     "own_loss": 100.0,
     "start_loss": 100.0,
+    "score": 1.0,
 }  # what is kept -> points of a claim
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
-def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a result and the ledger's operations, what the page shows."""
+def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any], score: str = "") -> dict[str, Any]:
+    """Of a result and the ledger's operations, what the page shows; ``score`` is a task's own score."""
     details = result["details"]
     more = [chosen] if chosen else []
     if "formula_bytes" in details:
@@ -105,6 +108,8 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
     }
     if result["global_accuracy"] is not None:
         found["global"] = round(100 * result["global_accuracy"], 3)
+    if score:
+        found["score"] = round(100 * (local if score == "accuracy" else details[f"local_{score}"]), 3)
     if result.get("perplexity") is not None:
         found["perplexity"] = round(result["perplexity"], 3)
     if before is not None:
@@ -221,7 +226,7 @@ def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 def figures(page: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """What claims compare: accuracy by ``<table>__<row>``; with ``:before``, clients' own before aggregation; with
     ``:own`` and ``:start`` accuracy of theta_i and theta_bar_i on the client's own test rows, with ``:global`` on all
-    test rows, with ``:own_loss`` and
+    test rows, with ``:score`` the table's own ``score``, with ``:own_loss`` and
     ``:start_loss`` 100 times their losses, in nats; with ``:perplexity`` 100 times its logarithm, so that differences
     are about per cent; with ``:fall``, by how many per cent tau_t falls from the first half of the rounds to the
     second.
@@ -381,7 +386,8 @@ def results(
                 continue
             where = runs / f"{path.stem}{point and f'.{point}'}-seed{seed}"
             result = finished(path, where, changes | keys | {"run.seed": seed})
-            found[str(seed)] = kept(result, words, Run.open(where).manifest["ledger"].get("operations", {}))
+            operations = Run.open(where).manifest["ledger"].get("operations", {})
+            found[str(seed)] = kept(result, words, operations, text.get("score", ""))
             if text.get("audit"):
                 found[str(seed)]["curve"] = audited(where, text["audit"])
         out[f"{name}{point and f'.{point}'}"] = found

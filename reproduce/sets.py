@@ -12,6 +12,7 @@
 ``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains or distils, or the result of
                                the experiment there exported for transformers; or a copy of the raw folder's
                                ``weights/<model>``; ``minilm`` comes with a package
+``task_sets.py``                has the sets and models of ``tasks/``
 ``<model>.at<S>``              that copy of a ViT for pictures of S x S: its position embeddings resampled
 """
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import task_sets
 import torch
 from torch.nn import Parameter
 
@@ -70,6 +72,8 @@ class Sets:
         if target.exists():
             return
         print(f"making {target.relative_to(HERE)}", file=sys.stderr)
+        if task_sets.make(name, target, self.source, self.make):
+            return
         if target.stem.endswith(CODINGS):
             self.make(f"{target.stem.removesuffix(CODINGS)}.npz")
             two_codings(MADE / f"{target.stem.removesuffix(CODINGS)}.npz", target)
