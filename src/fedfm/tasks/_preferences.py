@@ -15,7 +15,7 @@ from fedfm.models.language.next_token import logits_and_targets, rows_at_once
 from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.network import Network
 from fedfm.models.preprocessing import IGNORE
-from fedfm.tasks._answers import AT_ONCE, REFERENCE, SECOND
+from fedfm.tasks.preference import AT_ONCE, REFERENCE, SECOND
 
 _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks._answers import ASKED, AT_ONCE, MESSAGES, MORE, REFERENCE, SECOND, AnswerTask
+from fedfm.tasks._answers import ADDITIONS, INSTRUCTIONS, MESSAGES, AnswerTask
 from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
+
+SECOND = "second"  # tensor (n,): where the second of a row's two texts begins
+REFERENCE = "reference"  # tensor (n, 2): log pi_ref of the two answers
+AT_ONCE = 32  # number of rows (of two texts each) that are computed at once
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Preference(AnswerTask):
         Column("prompt", 'column of prompts, task "preference": text, or a list of { role, content }'),
         Column("chosen", 'column of the better answers, task "preference"'),
         Column("rejected", 'column of the worse answers, task "preference"'),
-        *ASKED,
+        *INSTRUCTIONS,
         MESSAGES,
-        *MORE,
+        *ADDITIONS,
     )
     no_pretraining: ClassVar[str] = "it trains an adapter against its frozen base; expected another task"
     adaptations: ClassVar[tuple[str, ...]] = LORA
