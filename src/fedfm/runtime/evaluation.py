@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedfm.core import tasks
 from fedfm.core.capabilities import Judge, Personal, has
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
@@ -71,17 +70,16 @@ class Evaluation:
         return own(self.method, client, w)
 
 
-def check_scores(found: Mapping[str, Any]) -> None:
-    """Check that a client's scores can be averaged.
+def check_scores(found: Mapping[str, Any], task: ModelTask) -> None:
+    """Check that a client's scores can be averaged: the common ones, and the scores and sums of the task.
 
     Raises:
         ClientFault: with E_FIELD if n or a score is not a number; with E_NONFINITE if a score is NaN or infinite.
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
-    lists = tasks.lists()
-    for key in ("accuracy", "loss", *tasks.figures(), *tasks.sums()):
-        conform(found.get(key), list[float | None] | None if key in lists else float | None, key)
+    for key in ("accuracy", "loss", *task.figures, *task.sums):
+        conform(found.get(key), list[float | None] | None if key in task.lists else float | None, key)
 
 
 def _rows(client: Client, part: str) -> Rows:
@@ -168,7 +166,7 @@ class Evaluator:
         if local is None and loss is not None:  # a client of a language model has no metric but the loss
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
-        for key in tasks.figures():
+        for key in self._task.figures:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
         if self._validates:
@@ -179,7 +177,7 @@ class Evaluator:
                 line["client_val_rows"] = {c: m["n"] for c, m in validated.items()}
         if judged_by_clients(self._run.experiment):
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
-            line |= {key: value for key, value in pooled.items() if key in tasks.figures()}
+            line |= {key: value for key, value in pooled.items() if key in self._task.figures}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
                 self.collect_models(state) if keeps_parts(self._method) else models
@@ -189,7 +187,7 @@ class Evaluator:
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
-            for key in ("attack_success", *tasks.figures(), *metrics.BASE_AND_NEW):
+            for key in ("attack_success", *self._task.figures, *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
             if thorough and judged and all(CONFUSION in m for m in judged):
@@ -256,7 +254,13 @@ class Evaluator:
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
         more = {"chosen": self.chosen} if self.chosen and part == "test" and handler is None else {}
-        replies = self._aside(handler or self._clients.evaluate, check=check_scores, w=payload, part=part, **more)
+        replies = self._aside(
+            handler or self._clients.evaluate,
+            check=partial(check_scores, task=self._task),
+            w=payload,
+            part=part,
+            **more,
+        )
         if self._newest is not None and self._fed.round == 0:
             self._newest.begin(part, replies)
         return {client: replies.get(client, {}) for client in self._fed.clients}
