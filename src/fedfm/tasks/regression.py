@@ -39,6 +39,7 @@ class Regression(OwnTargetsTask):
     sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments")
     lists: ClassVar[tuple[str, ...]] = ("moments", *_BY_TARGET)
     problem_type: ClassVar[str | None] = "regression"
+    keys_from_sums: ClassVar[frozenset[str]] = frozenset({"target_means", "target_scales"})
 
     scale_targets: bool = setting(
         True, "regression: train on (target - mean) / deviation, both of the training rows of all clients"
@@ -62,6 +63,26 @@ class Regression(OwnTargetsTask):
         from fedfm.tasks import _numbers
 
         return _numbers.scale_of(data, self.target_means, self.target_scales, self.scale_targets)
+
+    def sums_of_rows(self, rows: Rows) -> list[float]:
+        """A silo's sums over its training rows, from which :meth:`keys_of_sums` computes the scale."""
+        from fedfm.tasks import _numbers
+
+        return _numbers.sums(rows.tensors["targets"].double().numpy())
+
+    def check_sums(self, sums: Sequence[float], names: Sequence[str]) -> None:
+        """Refuse a silo's sums of another form."""
+        from fedfm.tasks import _numbers
+
+        _numbers.check_sums(sums, len(names))
+
+    def keys_of_sums(
+        self, parts: Sequence[Sequence[float]], names: Sequence[str]
+    ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Values of the keys that :meth:`keys_of_rows` returns, from the :meth:`sums_of_rows` of all silos."""
+        from fedfm.tasks import _numbers
+
+        return _numbers.scale_of_sums(parts, names)
 
     def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
         from fedfm.tasks import _numbers
