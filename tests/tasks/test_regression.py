@@ -571,3 +571,44 @@ def test_images_are_learned_with_any_adaptation(tmp_path):
         assert result["details"]["r2"] > 0.3
         values = predict(tmp_path / adaptation, tmp_path / "a.npz")["values"]
         assert np.corrcoef(values, shade)[0, 1] > 0.5
+
+
+# --- the plot ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(holders=st.lists(st.integers(0, 3), min_size=1, max_size=60), seed=st.integers(0, 2**32 - 1))
+def test_the_plot_over_clients_is_that_of_their_rows(holders, seed):
+    """Each point has the means of the rows whose predictions lie in one interval, in the users' units."""
+    rng, n = np.random.default_rng(seed), len(holders)
+    task, z, said = task_of(rng, 2), rng.normal(size=(n, 2)), 2 * rng.normal(size=(n, 2))
+    y, y_said = (v * task.target_scales + task.target_means for v in (z, said))
+    parts = [
+        task.scores_of(None, Rows({"targets": torch.tensor(y[i])}), torch.tensor(said[i]))
+        for i in (np.flatnonzero(np.array(holders) == client) for client in range(4))
+    ]
+    for j, groups in enumerate(task.plots(task.join_scores(parts), ("a", "b"))):
+        assert sum(point[-1] for point in groups.points) == n
+        places = np.clip(np.floor(said[:, j] * 4), -11, 10)
+        assert len(groups.points) == len(set(places))
+        for place, (x, true, low, high, rows) in zip(sorted(set(places)), groups.points, strict=True):
+            mine = places == place
+            assert (rows, x) == (mine.sum(), pytest.approx(y_said[mine, j].mean(), rel=1e-6))
+            assert true == pytest.approx(y[mine, j].mean(), rel=1e-6)
+            if rows == 1:
+                assert low is high is None
+            else:
+                half = 1.96 * y[mine, j].std(ddof=1) / np.sqrt(rows)
+                assert high - low == pytest.approx(2 * half, rel=1e-3)
+    silo = coarse(parts[0], task)
+    assert "calibration" not in silo
+    assert task.plots(task.join_scores([silo, *parts[1:]]), ("a", "b")) == []
+
+
+def test_a_report_draws_predicted_and_true_values(place, tmp_path):
+    run(experiment(place, data={"targets": ["a", "b"]}, rounds=1), tmp_path / "run")
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "<h3>Predicted and true values</h3>" in html
+    assert html.count("True values of a by prediction: predicted ") == 2  # on wide and on narrow screens
+    run(experiment(place, model={"scale_targets": False}, rounds=0), tmp_path / "plain")
+    assert "Predicted and true values" not in (tmp_path / "plain" / "report.html").read_text()

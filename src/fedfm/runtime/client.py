@@ -329,7 +329,7 @@ class Silos:
             return found
         from fedfm.runtime.coarse_scores import coarse
 
-        return coarse(found)
+        return coarse(found, getattr(self.population.client_model, "task", None))
 
     def client(self, request: Request) -> Client:
         """Make the object for the client at this request: with its rows, memory and seed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fedfm.core import tasks
 
@@ -17,13 +17,26 @@ _SUMS = tasks.sums_to_tell()  # sums that a silo reports if its task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest number of decimal places, largest magnitude
 
 
-def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
+@runtime_checkable
+class HasCoarseScores(Protocol):
+    """A task with sums that need another rounding."""
+
+    def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The scores and sums with this rounding."""
+
+
+def coarse(found: Mapping[str, Any], task: object = None) -> dict[str, Any]:
     """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
+
+    Args:
+        task: the task whose scores these are; it may round more.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
+    if isinstance(task, HasCoarseScores):
+        found = task.coarse_scores(found)
     told = {key: _round(found[key]) for key in ("accuracy", "loss", *_FIGURES) if key in found}
     told |= {key: _round(found[key]) for key in _SUMS if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
