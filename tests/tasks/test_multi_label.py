@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics
+from task_files import jsonl, loader
 
 import tiny_text
 from fedfm.api.execute import run
@@ -26,6 +27,7 @@ from fedfm.tasks import _label_scores
 from fedfm.tasks.multi_label import MultiLabel
 
 TASK = "multi_label"
+load = loader(TASK)
 WORDS = ("swim", "river", "wing", "nest", "leaf", "old")
 OF_WORDS = {"bird": "wing", "plant": "leaf", "water": "river"}
 
@@ -39,15 +41,6 @@ def rows(n=40, seed=0):
         labels = [label for label, word in OF_WORDS.items() if word in words]
         made.append({"text": " ".join(words), "label": labels, "who": "ns"[i % 2]})
     return made
-
-
-def jsonl(path, made):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return path
-
-
-def load(path, **keys):
-    return load_table(DataSpec(path=str(path), **keys), seed=0, task=TASK)
 
 
 @pytest.fixture(scope="session")

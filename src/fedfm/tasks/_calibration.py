@@ -37,12 +37,12 @@ def count(said: Tensor, targets: Tensor) -> list[float]:
 def plots(
     figures: Mapping[str, Any], classes: Sequence[str], means: Sequence[float], scales: Sequence[float]
 ) -> list[Groups]:
-    """A plot for each target, in the users' units; empty if the sums are not known."""
+    """A plot for each target, in the users' units; empty without a scale, or if the sums are not known."""
     sums = figures.get(NAME)
-    if not isinstance(sums, list) or len(sums) != len(classes) * _BINS * _SUMS or None in sums:
+    if not scales or not isinstance(sums, list) or len(sums) != len(classes) * _BINS * _SUMS or None in sums:
         return []
     found, by_target = [], np.array(sums, np.float64).reshape(len(classes), _BINS, _SUMS)
-    units = zip(classes, by_target, means or [0.0] * len(classes), scales or [1.0] * len(classes), strict=True)
+    units = zip(classes, by_target, means, scales, strict=True)
     for name, bins, mean, scale in units:
         points = tuple(_point(*row, mean, scale) for row in bins.tolist() if row[0])
         note = (

@@ -104,14 +104,13 @@ class Regression(OwnTargetsTask):
             return {}
         targets = _numbers.scale(rows.tensors["targets"], self.target_means, self.target_scales)
         said = logits.double()
-        scaled = bool(self.target_scales)  # the intervals of the plot are in units of deviations
-        return _numbers.count(said, targets) | ({"calibration": _calibration.count(said, targets)} if scaled else {})
+        return {**_numbers.count(said, targets), "calibration": _calibration.count(said, targets)}
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
 
         scores = _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
-        known = sums["calibration"] if isinstance(sums["calibration"], list) else None
+        known = sums["calibration"] if sums["rows"] and isinstance(sums["calibration"], list) else None
         return {"accuracy": None, **self.means_over_rows(sums), **scores, "calibration": known}
 
     def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
