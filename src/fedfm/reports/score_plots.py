@@ -28,7 +28,7 @@ def drawings(found: list[Groups]) -> str:
 def _draw(groups: Groups, width: int) -> str:
     points = groups.points
     text = "; ".join(f"predicted {x:.4g}, true {y:.4g} ({plural(n, 'row')})" for x, y, _, _, n in points)
-    label = f"True values of {groups.name} by prediction: {text}."
+    label = f"{groups.name}, means of groups of rows: {text}."
     values = [v for x, y, low, high, _ in points for v in (x, y, low, high) if v is not None]
     if not values:
         return empty(width, label)

@@ -19,7 +19,6 @@ NAME = "calibration"
 _EDGES = np.linspace(-2.5, 2.5, 21)
 _BINS = len(_EDGES) + 1
 _SUMS = 4  # rows, predictions, true values, squares of true values
-_SURE = 1.959963984540054
 
 
 def count(said: Tensor, targets: Tensor) -> list[float]:
@@ -47,8 +46,8 @@ def plots(
         points = tuple(_point(*row, mean, scale) for row in bins.tolist() if row[0])
         note = (
             "On the global test rows, in groups by their prediction. Across: the mean prediction of a group. Up: the "
-            "mean of its true values; the bar is an interval of 95 % for this mean (1.96 standard errors). On the "
-            "line the predictions are right on average."
+            "mean of its true values, with an interval of 95 % for this mean (Student's t); a single row has none. On "
+            "the line the predictions are right on average."
         )
         found.append(Groups(name, points, note))
     return found
@@ -60,6 +59,8 @@ def _point(
     x, y = said / n, true / n
     low = high = None
     if n > 1:
-        half = _SURE * math.sqrt(max(squares - n * y**2, 0.0) / (n - 1) / n)
+        from scipy.special import stdtrit  # of scipy, only what is quick to import
+
+        half = float(stdtrit(n - 1, 0.975)) * math.sqrt(max(squares - n * y**2, 0.0) / (n - 1) / n)
         low, high = mean + scale * (y - half), mean + scale * (y + half)
     return mean + scale * x, mean + scale * y, low, high, int(n)
