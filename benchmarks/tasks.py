@@ -232,12 +232,13 @@ class Ready:
         )
         trainer = InOrder(theirs, how, data_collator=_collate, train_dataset=self.examples)
         trainer.remove_callback(transformers.PrinterCallback)
+        trainer.orders = self.orders
         return trainer
 
     @property
     def examples(self) -> list[dict[str, Tensor]]:
-        """The rows in fedfm's order, for all epochs, as examples of the Trainer."""
-        return [self._example(i) for order in self.orders for i in order.tolist()]
+        """The rows as examples of the Trainer."""
+        return [self._example(i) for i in range(len(self.rows))]
 
     def _example(self, i: int) -> dict[str, Tensor]:
         batch = self.rows.batch([i])
@@ -247,10 +248,13 @@ class Ready:
 
 
 class InOrder(transformers.Trainer):  # type: ignore[misc]
-    """A Trainer that takes the rows in their order."""
+    """A Trainer that takes the given batches."""
 
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+    orders: Sequence[np.ndarray]
+
+    def get_train_dataloader(self) -> Any:
+        batches = [order.tolist() for order in self.orders]
+        return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
 
 
 def _collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
