@@ -43,7 +43,7 @@ def plots(
     found, by_target = [], np.array(sums, np.float64).reshape(len(classes), _BINS, _SUMS)
     units = zip(classes, by_target, means, scales, strict=True)
     for name, bins, mean, scale in units:
-        points = tuple(_point(*row, mean, scale) for row in bins.tolist() if row[0])
+        points = tuple(_point(row, mean, scale) for row in bins.tolist() if row[0])
         note = (
             "On the global test rows, in groups by their prediction. Across: the mean prediction of a group. Up: the "
             "mean of its true values, with an interval of 95 % for this mean (Student's t); a single row has none. On "
@@ -53,9 +53,8 @@ def plots(
     return found
 
 
-def _point(
-    n: float, said: float, true: float, squares: float, mean: float, scale: float
-) -> tuple[float, float, float | None, float | None, int]:
+def _point(sums: Sequence[float], mean: float, scale: float) -> tuple[float, float, float | None, float | None, int]:
+    n, said, true, squares = sums
     x, y = said / n, true / n
     low = high = None
     if n > 1:
