@@ -194,6 +194,15 @@ def test_a_silo_trains_only_with_the_scale_and_keeps_it(asked, carried):
     assert asked.host.silos.population.client_model.task.target_scales == (50.0,)
 
 
+def test_scores_of_a_silo_have_no_sums_of_few_rows(asked):
+    asked.hello()
+    asked.hello(**{KEYS: SCALE})
+    w = asked.host.silos.population.client_model.params()
+    told = asked("scores.Evaluation_evaluate", w=w, part="test")["body"]
+    assert len(told["moments"]) == 9
+    assert "calibration" not in told
+
+
 def test_a_silo_sends_its_first_sums_in_the_whole_run(asked, carried):
     asked.hello()
     first = asked(ASKED)["body"]
