@@ -12,16 +12,17 @@ from fedfm.config.registry import available
 from fedfm.core.method import Method
 from fedfm.privacy.exposure import EXPOSES
 from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.row_sums import RowSums
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
 
 
 def classes() -> list[Any]:
-    """Those that may have handlers: methods, aggregations with their transports and mechanisms, the evaluation."""
+    """Those that may have handlers: methods, aggregations and their parts, the evaluation, sums of rows."""
     for kind in ("methods", "aggregation"):
         for place in available(kind).values():
             import_module(place.partition(":")[0])
-    found, waiting = [Evaluation], [Method, Aggregator, Transport, Mechanism]
+    found, waiting = [Evaluation, RowSums], [Method, Aggregator, Transport, Mechanism]
     while waiting:
         found.append(cls := waiting.pop())
         waiting += cls.__subclasses__()

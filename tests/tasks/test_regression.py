@@ -1,6 +1,7 @@
 """Regression: numbers in files, their scale, scores by scikit-learn, loss and Trainer of transformers, exports."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import t as student
 from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
+from task_files import jsonl, loader
 
 import tiny_text
 from fedfm.api.execute import run
@@ -18,7 +21,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.errors import InputError
+from fedfm.errors import ClientFault, InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.coarse_scores import coarse
@@ -27,6 +30,7 @@ from fedfm.tasks import _numbers
 from fedfm.tasks.regression import Regression
 
 TASK = "regression"
+load = loader(TASK)
 WORDS = ("swim", "river", "wing", "nest", "leaf", "old")
 
 
@@ -40,15 +44,6 @@ def rows(n=40, seed=0):
         more = {"a": 2000 + 10 * label, "b": 0.001 * words.count("wing")}
         made.append({"text": " ".join(words), "label": label, **more, "who": "ns"[i % 2]})
     return made
-
-
-def jsonl(path, made):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return path
-
-
-def load(path, **keys):
-    return load_table(DataSpec(path=str(path), **keys), seed=0, task=TASK)
 
 
 @pytest.fixture(scope="session")
@@ -238,6 +233,42 @@ def test_targets_need_the_task(place):
 # --- the scale --------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    owners=st.lists(st.integers(0, 3), min_size=2, max_size=50),
+    seed=st.integers(0, 2**32 - 1),
+    offset=st.sampled_from([0.0, 1e3, 1.7e9]),
+    unit=st.sampled_from([1e-6, 1.0, 1e12]),
+)
+def test_sums_of_clients_give_the_scale_of_their_rows_in_any_order(owners, seed, offset, unit):
+    rng, owners = np.random.default_rng(seed), np.array(owners)
+    y = (rng.normal(size=(len(owners), 2)) + offset) * unit
+    parts = [_numbers.sums(y[owners == k]) for k in range(4)]
+    found, _ = _numbers.scale_of_sums(parts, ("a", "b"))
+    np.testing.assert_allclose(found["target_means"], y.mean(0), rtol=1e-12, atol=1e-12 * unit)
+    np.testing.assert_allclose(found["target_scales"], y.std(0), rtol=1e-6)
+    shuffled = [_numbers.sums(rng.permutation(y[owners == k])) for k in rng.permutation(4)]
+    assert _numbers.scale_of_sums(shuffled, ("a", "b"))[0] == found  # the same bits
+    for part in parts:
+        _numbers.check_sums(part, 2)
+
+
+def test_equal_numbers_at_all_silos_are_refused():
+    parts = [_numbers.sums(np.full((n, 1), 0.1)) for n in (3, 0, 7)]
+    with pytest.raises(InputError, match=r"all 10 training rows have the same target, 0\.1: there is nothing to learn"):
+        _numbers.scale_of_sums(parts, ("value",))
+    with pytest.raises(InputError, match="no client has training rows"):
+        _numbers.scale_of_sums([_numbers.sums(np.zeros((0, 1)))], ("value",))
+
+
+@pytest.mark.parametrize(
+    "found", [[], [1.0, 2.0], [-1.0, 0, 0], [1.5, 0, 0], [1e12, 0, 0], [1.0, 1e31, 0], [1.0, 0, -1.0], [math.nan, 0, 0]]
+)
+def test_sums_that_are_not_those_of_rows_are_refused(found):
+    with pytest.raises(ClientFault):
+        _numbers.check_sums(found, 1)
+
+
 def test_the_scale_is_that_of_all_clients_training_rows_and_is_kept(place, tmp_path):
     result = run(experiment(place, data={"targets": ["a", "b"]}, rounds=0), tmp_path / "run")
     table = load_table(DataSpec(path=str(place / "rows.jsonl"), targets=("a", "b")), seed=1, task=TASK)
@@ -294,7 +325,6 @@ def test_one_number_in_all_training_rows_is_refused(place, tmp_path):
         ({"method": {"name": "fedpft"}}, r"computes with the class of each row"),
         ({"method": {"name": "fedncm"}}, r"computes with the class of each row"),
         ({"method": {"name": "ccvr"}}, r"computes with the class of each row"),
-        ({"run": {"engine": "folder", "folder": "x"}}, r"no party has the rows of all silos: set it to false"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_rows_are_read(more, words, place):
@@ -488,13 +518,12 @@ def of_silo(place, name, model, classes=("value",), **columns):
     return populate(OwnRows("north", str(file), models=(str(place / "bert"),), columns=columns), experiment, classes)
 
 
-def test_silos_take_a_fixed_scale_and_no_other(place):
+def test_silos_take_a_fixed_scale(place):
     fixed = {"target_means": [50.0], "target_scales": [4.0]}
     found = of_silo(place, "features", fixed)
     assert (found.model.task.target_means, found.model.task.target_scales) == ((50.0,), (4.0,))
     assert of_silo(place, "features", {"scale_targets": False}).model.task.target_means == ()
-    with pytest.raises(InputError, match=r"no party has the rows of all silos: set it to false, or set a fixed scale"):
-        of_silo(place, "features", {})
+    assert of_silo(place, "features", {}).model.task.target_means == ()  # until the scale of all silos comes
     with pytest.raises(InputError, match=r"2 numbers for 1 targets"):
         of_silo(place, "features", {"target_means": [1.0, 2.0], "target_scales": [1.0, 1.0]})
 
@@ -536,3 +565,46 @@ def test_images_are_learned_with_any_adaptation(tmp_path):
         assert result["details"]["r2"] > 0.3
         values = predict(tmp_path / adaptation, tmp_path / "a.npz")["values"]
         assert np.corrcoef(values, shade)[0, 1] > 0.5
+
+
+# --- the plot ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(holders=st.lists(st.integers(0, 3), min_size=1, max_size=60), seed=st.integers(0, 2**32 - 1))
+def test_the_plot_over_clients_is_that_of_their_rows(holders, seed):
+    """Each point has the means of the rows whose predictions lie in one interval, in the users' units."""
+    rng, n = np.random.default_rng(seed), len(holders)
+    task, z, said = task_of(rng, 2), rng.normal(size=(n, 2)), 2 * rng.normal(size=(n, 2))
+    y, y_said = (v * task.target_scales + task.target_means for v in (z, said))
+    parts = [
+        task.scores_of(None, Rows({"targets": torch.tensor(y[i])}), torch.tensor(said[i]))
+        for i in (np.flatnonzero(np.array(holders) == client) for client in range(4))
+    ]
+    for j, groups in enumerate(task.plots(task.join_scores(parts), ("a", "b"))):
+        assert sum(point[-1] for point in groups.points) == n
+        places = np.clip(np.floor(said[:, j] * 4), -11, 10)
+        assert len(groups.points) == len(set(places))
+        for place, (x, true, low, high, rows) in zip(sorted(set(places)), groups.points, strict=True):
+            mine = places == place
+            assert (rows, x) == (mine.sum(), pytest.approx(y_said[mine, j].mean(), rel=1e-6))
+            assert true == pytest.approx(y[mine, j].mean(), rel=1e-6)
+            if rows == 1:
+                assert low is high is None
+            else:
+                half = student.ppf(0.975, rows - 1) * y[mine, j].std(ddof=1) / np.sqrt(rows)
+                assert high - low == pytest.approx(2 * half, rel=1e-3)
+    silo = coarse(parts[0], task)
+    assert "calibration" not in silo
+    if silo["n"]:
+        assert task.plots(task.join_scores([silo, *parts[1:]]), ("a", "b")) == []
+    assert Regression().plots(task.join_scores(parts), ("a", "b")) == []  # without a scale the intervals mean nothing
+
+
+def test_a_report_draws_predicted_and_true_values(place, tmp_path):
+    run(experiment(place, data={"targets": ["a", "b"]}, rounds=1), tmp_path / "run")
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "<h3>Predicted and true values</h3>" in html
+    assert html.count("a, means of groups of rows: predicted ") == 2  # on wide and on narrow screens
+    run(experiment(place, model={"scale_targets": False}, rounds=0), tmp_path / "plain")
+    assert "Predicted and true values" not in (tmp_path / "plain" / "report.html").read_text()

@@ -1,13 +1,13 @@
 """Token classification: entities by hand, scores that add up, files, cut words, runs and exports."""
 
 import gzip
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from task_files import jsonl, loader
 
 import tiny_text
 from fedfm.api.execute import run
@@ -26,6 +26,7 @@ from fedfm.tasks._tags import spans
 from fedfm.tasks.token_classification import TokenClassification
 
 TASK = "token_classification"
+load = loader(TASK)
 ANIMALS = ("fish", "bird")
 TEXTS = ("small grey fish", "old bird under sky", "leaf and root", "the quiet river fish", "a wing near the old bird")
 
@@ -54,17 +55,8 @@ def rows(n=30):
     return made
 
 
-def write(path, made):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return path
-
-
 def conll(sentences):
     return "\n\n".join("\n".join(" ".join(cells) for cells in sentence) for sentence in sentences) + "\n"
-
-
-def load(path, **keys):
-    return load_table(DataSpec(path=str(path), **keys), seed=0, task=TASK)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +103,7 @@ def test_entities_that_are_written_are_read(parts, scheme):
 
 def scored(model, made, said, tmp_path):
     """Scores of a model that says these tags of the rows, and the same of two parts, join_scores."""
-    table = load(write(tmp_path / "scored.jsonl", made), test_fraction=0)
+    table = load(jsonl(tmp_path / "scored.jsonl", made), test_fraction=0)
     prepared = model.prepare(table, range(len(table)))
     logits = torch.zeros(len(made), prepared.longest, len(model.classes))
     for i, tags in enumerate(said):
@@ -160,7 +152,7 @@ def test_forms_of_files_give_the_same_rows(tmp_path):
     (tmp_path / "a.txt").write_text(text.replace(" ", "\t").replace("\n", "\r\n"))
     (tmp_path / "b.iob2.gz").write_bytes(gzip.compress(("# a comment\n" + text).encode()))
     pandas.DataFrame(made).to_parquet(tmp_path / "a.parquet")
-    write(tmp_path / "a.jsonl", made)
+    jsonl(tmp_path / "a.jsonl", made)
     loaded = {file.name: load(file, test_fraction=0) for file in tmp_path.iterdir()}
     assert len({fingerprint(table) for table in loaded.values()}) == 1
     assert loaded["a.jsonl"].inputs[0] == (tuple(made[0]["tokens"]), tuple(made[0]["tags"]))
@@ -185,14 +177,14 @@ def test_words_alone_are_rows_to_predict_and_imply_no_tags(tmp_path):
 
 
 def test_columns_imply_the_task(tmp_path):
-    table = load_table(DataSpec(path=str(write(tmp_path / "a.jsonl", rows(8)))), seed=0)
+    table = load_table(DataSpec(path=str(jsonl(tmp_path / "a.jsonl", rows(8)))), seed=0)
     assert tasks.implied_task(table.kind).name == TASK
 
 
 def test_fingerprints_tell_words_apart(tmp_path):
     def of(*words):
         made = [{"tokens": list(words), "tags": ["O"] * len(words)}] * 2
-        return fingerprint(load(write(tmp_path / "a.jsonl", made)))
+        return fingerprint(load(jsonl(tmp_path / "a.jsonl", made)))
 
     assert len({of("ab", "c"), of("a", "bc"), of("abc", "d")}) == 3
 
@@ -212,7 +204,7 @@ def test_fingerprints_tell_words_apart(tmp_path):
 )
 def test_a_row_of_another_form_is_refused_with_its_place(row, words, tmp_path):
     with pytest.raises(InputError, match=words):
-        load(write(tmp_path / "a.jsonl", [*rows(2), row, *rows(2)]))
+        load(jsonl(tmp_path / "a.jsonl", [*rows(2), row, *rows(2)]))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +261,7 @@ def test_a_word_is_where_its_first_token_is(kind, places):
 
 def test_words_that_are_cut_off_have_no_target_and_are_counted(model, tmp_path):
     made = [{"tokens": ["fish"] * 10, "tags": ["B-ANIMAL"] * 10}, {"tokens": ["the"], "tags": ["O"]}] * 2
-    table = load(write(tmp_path / "a.jsonl", made), test_fraction=0)
+    table = load(jsonl(tmp_path / "a.jsonl", made), test_fraction=0)
     prepared = model.prepare(table, range(4))
     assert (prepared.tensors["targets"] != -100).sum(1).tolist() == [7, 1, 7, 1]
     said = model.task.forewarnings({"training": table.take([0, 1]), "test": table.take([2])}, model.tools)
@@ -277,7 +269,7 @@ def test_words_that_are_cut_off_have_no_target_and_are_counted(model, tmp_path):
 
 
 def test_a_batch_without_a_target_has_the_loss_zero(model, tmp_path):
-    table = load(write(tmp_path / "a.jsonl", [{"tokens": ["fish"], "tags": ["O"]}] * 2), test_fraction=0)
+    table = load(jsonl(tmp_path / "a.jsonl", [{"tokens": ["fish"], "tags": ["O"]}] * 2), test_fraction=0)
     batch = model.prepare(table, [0]).batch([0])
     batch["targets"] = torch.full_like(batch["targets"], -100)
     loss = model.loss(batch)
@@ -287,7 +279,7 @@ def test_a_batch_without_a_target_has_the_loss_zero(model, tmp_path):
 
 def test_tags_of_test_rows_alone_and_tags_without_a_prefix_are_named(model, tmp_path):
     made = [{"tokens": ["a"], "tags": [tag]} for tag in ("animal", "O", "plant")]
-    table = load(write(tmp_path / "a.jsonl", made), test_fraction=0)
+    table = load(jsonl(tmp_path / "a.jsonl", made), test_fraction=0)
     said = model.task.forewarnings({"training": table.take([0, 1]), "test": table.take([1, 2])}, model.tools)
     assert [line.partition(":")[0] for line in said] == [
         'the tag "plant" is in test rows alone',
@@ -326,10 +318,10 @@ def experiment(path, bert, method="fedavg", adaptation=None, rounds=6, **more):
     ],
 )
 def test_a_run_learns_entities_and_predicts_a_tag_for_each_word(method, adaptation, bert, tmp_path):
-    path = write(tmp_path / "a.jsonl", rows())
+    path = jsonl(tmp_path / "a.jsonl", rows())
     result = run(experiment(path, bert, method, None if adaptation == "lora" else {"name": "full"}), tmp_path / "run")
     assert result["details"]["f1"] > 0.8
-    new = write(tmp_path / "new.jsonl", [{"tokens": ["the", "fish", *["and"] * 12]}, {"tokens": ["old", "bird"]}])
+    new = jsonl(tmp_path / "new.jsonl", [{"tokens": ["the", "fish", *["and"] * 12]}, {"tokens": ["old", "bird"]}])
     found = predict(tmp_path / "run", new, None if method == "fedavg" else "client-00")
     assert [len(tags) for tags in found["tags"]] == [14, 2]
     assert found["tags"][0][9:] == [None] * 5
@@ -344,7 +336,7 @@ def test_a_run_learns_entities_and_predicts_a_tag_for_each_word(method, adaptati
 
 @pytest.mark.proof
 def test_rows_are_clipped_and_runs_stop_early(bert, tmp_path):
-    path = write(tmp_path / "a.jsonl", rows())
+    path = jsonl(tmp_path / "a.jsonl", rows())
     private = {"unit": "record", "mechanism": "dp_sgd", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}
     tables = experiment(path, bert, rounds=1, privacy=private)
     tables["method"]["local"] = {"name": "sgd", "learning_rate": 0.1, "batch_size": 8}
@@ -362,7 +354,7 @@ def test_an_export_is_a_model_of_transformers_with_the_names_of_its_tags(model, 
     there = AutoModelForTokenClassification.from_pretrained(tmp_path)
     assert there.config.id2label == {0: "O", 1: "B-ANIMAL", 2: "I-ANIMAL"}
     assert there.config.problem_type is None  # a row has several classes
-    table = load(write(tmp_path / "a.jsonl", rows(3)), test_fraction=0)
+    table = load(jsonl(tmp_path / "a.jsonl", rows(3)), test_fraction=0)
     prepared = model.prepare(table, range(3)).to_padded()
     batch = prepared.tensors
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     """
     run = Run.open(path)
     experiment = run.experiment
+    experiment = replace(experiment, model=replace(experiment.model, **run.manifest.get("chosen", {})))
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     if experiment.in_memory or experiment.own_code:

@@ -19,7 +19,7 @@ from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime import keys_of_rows, user_population
+from fedfm.runtime import keys_of_rows, row_sums, user_population
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import augmentation, model_of
 
@@ -96,11 +96,9 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
         return Partitioned(_to_predict(rows, tuple(classes)), None)
     if experiment.own_code or is_function(rows.data):
         return _own(rows, experiment, tuple(classes))
-    named = tasks.task_named(experiment.model.task)
-    if named is not None and (needed := named.of(experiment.model).reads_all_rows) is not None:
-        raise InputError(f"{needed[0]}, and no party has the rows of all silos: {needed[1]}")
+    row_sums.check_silos(experiment)
     federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
-    experiment, federated = keys_of_rows.add(experiment, federated)
+    keys_of_rows.add(experiment, replace(federated, clients={}))  # check the keys; the rows of one silo decide none
     table = _with_classes(rows, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:

@@ -1,8 +1,10 @@
 """Scores of rows with several labels, from sums over rows that can be added.
 
 AUROC and average precision need the order of the rows by their logits. A sum stores it as counts: for each label and
-each bin of the logit, how many rows have the label and how many do not. Bins are fixed, so that counts of several
-clients can be added. A bin has a width of 0.06 % of its logit (0.000006 near zero). Rows of one bin are tied.
+each logit, how many rows have the label and how many do not. Counts of several clients can be added.
+
+In one process the logits are exact (float32), and so are the scores. At a silo, rows with neighbouring logits share
+their mean logit before the counts leave it, see :func:`coarse_ranks`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,76 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Array = np.ndarray
-Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place
+Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place: label and logit
 
-_FINE, _STEPS = 0.01, 1600  # a logit z is in bin floor(1600 asinh(z / 0.01)): zero is an edge
-_HALF = 1 << 15  # a label has bins -_HALF .. _HALF - 1, which reach to logits of 3.9 million
+_KEYS = 1 << 32  # number of float32 values: a label has the places label * _KEYS to (label + 1) * _KEYS - 1
+_EXACT = 1 << 16  # rows up to which logits are exact; those of more rows are rounded, so that the counts stay short
+_FINE, _STEPS = 0.01, 1600  # of more rows: z is in bin floor(1600 asinh(z / 0.01)), 0.06 % of a logit wide
+GROUP, _SHARE = 3, 0.05  # least size of a silo's groups; their size as a share of the rows beyond them
+_DIGITS = 4  # of a group's mean logit
 
 
 def rank_counts(logits: Array, targets: Array) -> Ranks:
-    """The counts of rows by label and bin, from logits and targets (n, C); bins without rows are left out."""
-    bins = np.floor(np.arcsinh(logits.astype(np.float64) / _FINE) * _STEPS).clip(-_HALF, _HALF - 1)
-    place = (2 * np.arange(logits.shape[1]) + 1) * _HALF + bins.astype(np.int64)  # (n, C)
+    """The counts of rows by label and logit, from logits and targets (n, C)."""
+    z = logits if len(logits) <= _EXACT else _rounded(logits)
+    place = np.arange(logits.shape[1]) * _KEYS + _keys(z)  # (n, C)
     return _count_by_bin(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
+
+
+def _rounded(z: Array) -> Array:
+    """Each logit replaced by the middle of its bin; zero is an edge."""
+    bins = np.floor(np.arcsinh(z.astype(np.float64) / _FINE) * _STEPS)
+    middles: Array = _FINE * np.sinh((bins + 0.5) / _STEPS)
+    return middles
+
+
+def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
+    """The counts as a silo sends them: for each label, rows with neighbouring logits share their mean logit.
+
+    A group has at least :data:`GROUP` rows, and one twentieth of the rows between it and the nearer end, so that the
+    groups are small where a rare label is. Fewer rows than two groups are one group. Equal logits are in one group.
+    """
+    found = []
+    for c, (z, with_label, without) in enumerate(_by_label(ranks, labels)):
+        rows = np.cumsum(with_label + without)
+        ends = np.array(_ends(rows), np.int64)
+        starts = np.append(0, ends[:-1])[: len(ends)]
+        count, positive, negative, total = (
+            np.add.reduceat(values, starts) if len(ends) else values[:0]
+            for values in (with_label + without, with_label, without, z * (with_label + without))
+        )
+        means = np.array([float(f"{mean:.{_DIGITS}g}") for mean in (total / count).tolist()])
+        found.append(np.stack([c * _KEYS + _keys(means), positive, negative]))
+    return _count_by_bin(*np.concatenate(found, axis=1)) if found else []
+
+
+def _ends(rows: Array) -> list[int]:
+    """Where the groups of a label end, as indexes into its logits; ``rows`` counts the rows up to each logit."""
+    n = int(rows[-1]) if len(rows) else 0
+    cuts, at = list[int](), 0
+    while (at := at + max(GROUP, int(_SHARE * at))) <= n // 2:
+        cuts.append(at)
+    ends, before = list[int](), 0
+    for cut in (*cuts, *(n - cut for cut in reversed(cuts))):
+        end = int(np.searchsorted(rows, cut)) + 1
+        if rows[end - 1] - before >= GROUP and n - rows[end - 1] >= GROUP:
+            ends.append(end)
+            before = int(rows[end - 1])
+    return [*ends, len(rows)] if n else []
+
+
+def _keys(z: Array) -> Array:
+    """Whole numbers from 0 to 2^32 - 1 in the order of the values, which become float32."""
+    bits = (np.nan_to_num(z).astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)  # -0 becomes 0
+    keys: Array = np.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (_KEYS >> 1)
+    return keys
+
+
+def _values(keys: Array) -> Array:
+    """The inverse of :func:`_keys`, as float64."""
+    bits = keys - (_KEYS >> 1)
+    found = np.where(bits < 0, (-1 - bits) | -(1 << 31), bits).astype(np.int32).view(np.float32)
+    return np.nan_to_num(found.astype(np.float64))
 
 
 def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
@@ -50,10 +111,10 @@ def _triples(ranks: Sequence[float]) -> Array:
 
 
 def _by_label(ranks: Sequence[float], labels: int) -> list[tuple[Array, Array, Array]]:
-    """Return for each label (bins, rows with the label, rows without it), by ascending bin."""
+    """Return for each label (logits, rows with the label, rows without it), by ascending logit."""
     place, with_label, without = _triples(ranks).T
-    label, bins = place // (2 * _HALF), place % (2 * _HALF) - _HALF
-    return [(bins[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
+    label, z = place // _KEYS, _values(place % _KEYS)
+    return [(z[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
 
 
 def auroc(with_label: Array, without: Array) -> float | None:
@@ -132,6 +193,14 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def coarse_scores(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A silo's scores and sums with :func:`coarse_ranks`; all scores follow from the sums that are sent."""
+    if found.get("ranks") is None:
+        return dict(found)
+    ranks = coarse_ranks(found["ranks"], len(found["positives"]))
+    return {**found, "ranks": ranks, **scores({**found, "rows": found["n"], "ranks": ranks})}
+
+
 def _numbers(value: Any) -> list[float]:
     return list(value) if isinstance(value, list | tuple) else [math.nan]
 
@@ -145,18 +214,16 @@ def best_thresholds(ranks: Sequence[float], labels: int) -> list[float | None]:
     return [_best_threshold(*of) for of in _by_label(ranks, labels)]
 
 
-def _best_threshold(bins: Array, with_label: Array, without: Array) -> float | None:
+def _best_threshold(z: Array, with_label: Array, without: Array) -> float | None:
     if not with_label.sum():
         return None
-    right = np.cumsum(with_label[::-1])[::-1]  # rows at or above each bin
+    right = np.cumsum(with_label[::-1])[::-1]  # rows at or above each logit
     found = right + np.cumsum(without[::-1])[::-1]
     f1 = 2 * right / (found + with_label.sum())
-    edges = np.sinh(bins / _STEPS) * _FINE
-    ends = np.sinh((bins + 1) / _STEPS) * _FINE
-    middle = np.append(edges[:1], (ends[:-1] + edges[1:]) / 2)
+    middle = np.append(z[:1], (z[:-1] + z[1:]) / 2)
     best = np.flatnonzero(f1 >= f1.max() - 1e-12)
-    z = middle[best[np.abs(middle[best]).argmin()]]
-    return float(1 / (1 + math.exp(-z))) if abs(z) < 500 else float(z > 0)
+    least = middle[best[np.abs(middle[best]).argmin()]]
+    return float(1 / (1 + math.exp(-least))) if abs(least) < 500 else float(least > 0)
 
 
 def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, dict[str, float]]:

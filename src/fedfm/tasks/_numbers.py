@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedfm.core.client import MAX_WEIGHT
 from fedfm.core.row_targets import FigureTable, RowTargets
 from fedfm.core.text import listing
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import FederatedData
-from fedfm.errors import InputError
+from fedfm.errors import E_FIELD, ClientFault, InputError
 from fedfm.linalg.params import Params
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _MOMENTS = 9
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _LARGEST = 1e30  # squares of float32 values above it overflow
+_ROUNDING = 1e-15  # relative deviation of equal numbers from their rounded mean, at most
 _SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 
@@ -140,13 +142,66 @@ def scale_of(
         )
     if means or not wanted:
         return {}, ()
-    found = {"target_means": tuple(y.mean(0).tolist()), "target_scales": tuple(y.std(0).tolist())}
-    of = [f"{name} {m:.4g} and {s:.4g}" for name, m, s in zip(names, y.mean(0), y.std(0), strict=True)]
+    return scale_of_sums([sums(table.targets[rows.train]) for rows in data.clients.values()], names)
+
+
+def sums(y: np.ndarray) -> list[float]:
+    """The number of rows, and for each target the sum, and the sum of squared deviations from the mean of these rows.
+
+    Each sum is exact before its one rounding, so that it does not depend on the order of the rows y (n, T). Deviations
+    take the place of squares: their sum has all digits even if the mean is large next to the deviation.
+    """
+    columns = y.T.tolist()
+    totals = [math.fsum(column) for column in columns]
+    means = [total / len(y) if len(y) else 0.0 for total in totals]
+    squares = [math.fsum((v - mean) ** 2 for v in column) for column, mean in zip(columns, means, strict=True)]
+    return [float(len(y)), *totals, *squares]
+
+
+def check_sums(found: Sequence[float], targets: int) -> None:
+    """Check that a silo's :func:`sums` can be those of rows.
+
+    Raises:
+        ClientFault: they cannot.
+    """
+    if len(found) != 1 + 2 * targets:
+        raise ClientFault(E_FIELD, f"{len(found)} sums: expected {1 + 2 * targets}")
+    n, totals, squares = found[0], found[1 : 1 + targets], found[1 + targets :]
+    if not 0 <= n <= MAX_WEIGHT or n != int(n):
+        raise ClientFault(E_FIELD, f"{n} rows: expected a number of rows")
+    if not all(abs(total) <= n * _LARGEST for total in totals) or not all(0 <= v <= n * _LARGEST**2 for v in squares):
+        raise ClientFault(E_FIELD, f"sums beyond those of {n:.0f} rows")
+
+
+def scale_of_sums(parts: Sequence[Sequence[float]], names: Sequence[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Mean and deviation of each target over the rows of all clients, as keys of the [model] table, with a notice.
+
+    The result does not depend on the order of the clients.
+
+    Args:
+        parts: the :func:`sums` of each client.
+
+    Raises:
+        InputError: there are no rows, or all have the same value of a target.
+    """
+    t, n, means, scales = len(names), math.fsum(part[0] for part in parts), list[float](), list[float]()
+    some = [part for part in parts if part[0]]
+    if not some:
+        raise InputError("no client has training rows: there is nothing to learn")
+    for j, name in enumerate(names):
+        mean = math.fsum(part[1 + j] for part in some) / n
+        between = (part[0] * (part[1 + j] / part[0] - mean) ** 2 for part in some)
+        means.append(mean)
+        scales.append(math.sqrt(math.fsum([*(part[1 + t + j] for part in some), *between]) / n))
+        if scales[-1] <= _ROUNDING * abs(mean):
+            which = f'"{name}"' if t > 1 else "target"
+            raise InputError(f"all {n:.0f} training rows have the same {which}, {mean:g}: there is nothing to learn")
+    of = [f"{name} {m:.4g} and {s:.4g}" for name, m, s in zip(names, means, scales, strict=True)]
     notice = (
-        f"targets are centred and scaled by mean and deviation of the {len(y)} training rows of all clients: "
+        f"targets are centred and scaled by mean and deviation of the {n:.0f} training rows of all clients: "
         f"{'; '.join(of[:4])}{f' and {len(of) - 4} more' if len(of) > 4 else ''}; all parties learn these numbers"
     )
-    return found, (notice,)
+    return {"target_means": tuple(means), "target_scales": tuple(scales)}, (notice,)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ class MultiLabel(OwnTargetsTask):
         plain = super().add_sums([{**part, "ranks": 0} for part in parts])
         return {**plain, "ranks": _label_scores.add_ranks([part.get("ranks") for part in parts])}
 
+    def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Scores and sums in the form in which they may leave a silo."""
+        from fedfm.tasks import _label_scores
+
+        return _label_scores.coarse_scores(found)
+
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _label_scores
 

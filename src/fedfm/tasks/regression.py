@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
+    from fedfm.core.score_plots import Groups
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import FederatedData, Table
@@ -34,11 +35,12 @@ class Regression(OwnTargetsTask):
         Column("targets", 'columns of numbers, each a target, task "regression" [the column data.label]', several=True),
     )
     no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
-    figures: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2", *_BY_TARGET)
+    figures: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2", *_BY_TARGET, "calibration")
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"loss": "loss_of_rows"})
-    sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments")
-    lists: ClassVar[tuple[str, ...]] = ("moments", *_BY_TARGET)
+    sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments", "calibration")
+    lists: ClassVar[tuple[str, ...]] = ("moments", *_BY_TARGET, "calibration")
     problem_type: ClassVar[str | None] = "regression"
+    keys_from_sums: ClassVar[frozenset[str]] = frozenset({"target_means", "target_scales"})
 
     scale_targets: bool = setting(
         True, "regression: train on (target - mean) / deviation, both of the training rows of all clients"
@@ -63,6 +65,26 @@ class Regression(OwnTargetsTask):
 
         return _numbers.scale_of(data, self.target_means, self.target_scales, self.scale_targets)
 
+    def sums_of_rows(self, rows: Rows) -> list[float]:
+        """A silo's sums over its training rows, from which :meth:`keys_of_sums` computes the scale."""
+        from fedfm.tasks import _numbers
+
+        return _numbers.sums(rows.tensors["targets"].double().numpy())
+
+    def check_sums(self, sums: Sequence[float], names: Sequence[str]) -> None:
+        """Refuse a silo's sums of another form."""
+        from fedfm.tasks import _numbers
+
+        _numbers.check_sums(sums, len(names))
+
+    def keys_of_sums(
+        self, parts: Sequence[Sequence[float]], names: Sequence[str]
+    ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Values of the keys that :meth:`keys_of_rows` returns, from the :meth:`sums_of_rows` of all silos."""
+        from fedfm.tasks import _numbers
+
+        return _numbers.scale_of_sums(parts, names)
+
     def read_targets(self, sheet: Sheet, spec: DataSpec, *, source: str) -> RowTargets:
         from fedfm.tasks import _numbers
 
@@ -76,18 +98,24 @@ class Regression(OwnTargetsTask):
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
-        from fedfm.tasks import _numbers
+        from fedfm.tasks import _calibration, _numbers
 
         if "targets" not in rows.tensors:
             return {}
         targets = _numbers.scale(rows.tensors["targets"], self.target_means, self.target_scales)
-        return _numbers.count(logits.double(), targets)
+        said = logits.double()
+        return {**_numbers.count(said, targets), "calibration": _calibration.count(said, targets)}
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
 
         scores = _numbers.scores(sums["rows"], sums["moments"], self.target_scales)
-        return {"accuracy": None, **self.means_over_rows(sums), **scores}
+        known = sums["calibration"] if sums["rows"] and isinstance(sums["calibration"], list) else None
+        return {"accuracy": None, **self.means_over_rows(sums), **scores, "calibration": known}
+
+    def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Scores and sums that may leave a silo."""
+        return {key: value for key, value in found.items() if key != "calibration"}
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
@@ -113,6 +141,12 @@ class Regression(OwnTargetsTask):
     def describe(self, model: Network) -> dict[str, Any]:
         scale = {"target_means": list(self.target_means), "target_scales": list(self.target_scales)}
         return {"task": self.name, **{key: value for key, value in scale.items() if value}}
+
+    def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
+        """Predicted against true values, for a report."""
+        from fedfm.tasks import _calibration
+
+        return _calibration.plots(figures, classes, self.target_means, self.target_scales)
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         from fedfm.tasks import _numbers

@@ -39,6 +39,7 @@ from fedfm.errors import (
 )
 from fedfm.linalg.params import Params
 from fedfm.privacy.exposure import HELLO, WORDS
+from fedfm.runtime import row_sums
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
 from fedfm.runtime.partitioned import Partitioned
@@ -106,7 +107,8 @@ class ClientHost:
 
     def _silos(self, classes: Sequence[str]) -> Silos:
         population = self._populate(self.experiment, classes)
-        return Silos(
+        waits = self._own is not None and row_sums.missing_keys(self.experiment) is not None
+        return (row_sums.WaitingSilos if waits else Silos)(
             self.experiment.method,
             self.experiment.aggregation,
             population,
@@ -259,6 +261,8 @@ class ClientHost:
         greeting = conform(greeting, dict[str, Any], "hello")
         if self._own is not None:
             self._agree(name, self._own, conform(greeting.get("classes"), list[str], "classes"))
+            if row_sums.KEYS in greeting:
+                row_sums.accept(self.silos, greeting[row_sums.KEYS])
         if greeting.get(NAMES) is True and self._cache is None:
             self._cache = ParameterCache(self._start)
             self._cache.begin()

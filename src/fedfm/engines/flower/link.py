@@ -20,7 +20,7 @@ from fedfm.engines.flower.recovery import parameter_cache
 from fedfm.engines.flower.recovery.lost_messages import Probes
 from fedfm.engines.flower.recovery.node_presence import Presence
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
-from fedfm.engines.flower.registry import NAMELESS, Registry
+from fedfm.engines.flower.registry import NAMELESS, Registry, node_of
 from fedfm.engines.interruption import Interrupted
 from fedfm.errors import (
     E_DIED,
@@ -125,6 +125,20 @@ class FlowerLink:
     def straggling(self) -> bool:
         """Whether a client that timed out may still be running."""
         return bool(self._late)
+
+    def greet(self, more: Mapping[str, Any]) -> None:
+        """Send another hello to all clients, with these further entries from now on.
+
+        A client that refuses it takes no further part. One whose node is away gets it when the node is back.
+        """
+        self._greeting |= more
+        names = {node: name for name, node in self._members.nodes.items()}
+        for reply in list(self._deliver([self._hello(node) for node in names])):
+            self._enter_hello(name := names[node_of(reply)], reply)
+            if reply.fault is not None:
+                self._members.leave(name, reply.fault)
+                if reply.fault.code in (E_DIED, E_TIMEOUT):
+                    self._greeted.discard(node_of(reply))
 
     def record(self, add: Callable[[Crossing], None]) -> None:
         """Record past and future hellos in the transcript."""

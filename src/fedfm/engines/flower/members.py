@@ -8,7 +8,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply
 from fedfm.engines.answers import parse_hello
 from fedfm.engines.flower.registry import Registry, node_of
-from fedfm.errors import E_CLIENT, ClientFault
+from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault
 
 
 class Members:
@@ -93,6 +93,14 @@ class Members:
             if not stranger and name is not None and name not in self.nodes and name in (said, *self.clients):
                 self.barred[name] = fault
         return introduced
+
+    def leave(self, client: ClientId, fault: ClientFault) -> None:
+        """Remove a client that could not answer a later hello. One whose node is not away takes no further part."""
+        del self.nodes[client]
+        if fault.code not in (E_DIED, E_TIMEOUT):
+            self.barred[client] = self.absent[client] = fault
+        self._before |= {client}  # it stays a client of the run
+        self._notice(f"{client} did not answer a second hello: {fault}")
 
     def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
         """Read a reply to a hello: the node's name, and the fault for which it cannot take part; each may be None."""

@@ -34,7 +34,7 @@ from fedfm.engines.flower.recovery.pending_requests import PendingRequests
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
-from fedfm.runtime import missing_files
+from fedfm.runtime import missing_files, row_sums
 from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.judge import judge
@@ -114,7 +114,7 @@ def host(
             identity=population.model.identity,
             most=room(population.model.layout),
             spare=real,
-            greeting={"classes": list(population.federated.table.classes)},
+            greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             slots=slots,
             returns=real and returns,
             answered=answered,
@@ -138,6 +138,8 @@ def host(
             scores = judge(population, experiment.method)
             server = Server(run, link, population.model, judge=scores, progress=watcher)
             link.record(server.fed.transcript.add)
+            if link.own_data and row_sums.check_silos(experiment):
+                row_sums.agree(run, experiment, server.fed, link.greet, watcher.notice)
             result = server.go()
             for kept in (answered, outstanding):
                 if kept is not None:

@@ -24,6 +24,7 @@ from fedfm.engines.folder.request_record import RequestRecord
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 from fedfm.privacy.crypto import keys
+from fedfm.runtime import row_sums
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.judge import judge
 from fedfm.runtime.population import populate
@@ -69,7 +70,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             patience=math.inf if spec.extend_timeout else spec.timeout,
             identity=population.model.identity,
             most=room(population.model.layout),
-            greeting={"classes": list(population.federated.table.classes)},
+            greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             min_clients=spec.min_clients or 1,
             stop=stop,
             progress=progress.client,
@@ -79,6 +80,8 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         scores = judge(population, experiment.method)
         server = Server(run, link, population.model, judge=scores, progress=progress)
         link.list_hellos(server.fed.transcript.add)
+        if row_sums.check_silos(experiment):
+            row_sums.agree(run, experiment, server.fed, link.greet, progress.notice)
         return server.go()
 
 

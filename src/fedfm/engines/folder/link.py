@@ -102,8 +102,8 @@ class FolderLink:
         self._encoded: tuple[Any, ...] | None = None
         self._met: list[Crossing] = []
         self._list: Callable[[Crossing], None] = self._met.append
-        self._hellos = {name: self._ask(Request(name, HELLO, dict(greeting or {}), 0, 0)) for name in self.clients}
-        self._gather(min_clients)
+        self._greeting, self._min_clients, self._hellos = dict(greeting or {}), min_clients, dict[ClientId, _Open]()
+        self.greet({})
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -115,6 +115,17 @@ class FolderLink:
         self._list = add
         for crossing in self._met:
             add(crossing)
+
+    def greet(self, more: Mapping[str, Any]) -> None:
+        """Send a hello to all silos, with these further entries from now on.
+
+        Raises:
+            RunError: fewer than ``min_clients`` can take part within the time limit.
+        """
+        self._greeting |= more
+        able = [name for name in self.clients if name not in self._barred]
+        self._hellos = {name: self._ask(Request(name, HELLO, self._greeting, 0, 0)) for name in able}
+        self._gather(self._min_clients)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver requests; yield replies as they arrive. A silo that does not take part, or is late, gets a fault."""

@@ -1,0 +1,350 @@
+"""A client's local pass for each task, beside the Trainer of transformers: same model, rows, batches and optimiser.
+
+    python benchmarks/tasks.py
+    python benchmarks/tasks.py --only regression --turns 9
+
+The models are made here from configurations, with random weights. Both start from the same weights and train them all
+by AdamW, in float32, on one thread, without dropout. The Trainer gets the rows in fedfm's order. A first pass of both
+compares the losses of all steps; then both train in turn. Memory is what one pass adds at its peak, in a child.
+
+A new task is one entry of ENTRIES.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Batch, Rows
+from fedfm.data.load import load_table
+from fedfm.data.spec import DataSpec
+from fedfm.linalg.params import Params
+from fedfm.models.language.encoding import next_tokens
+from fedfm.models.load import load_model
+from fedfm.models.model import Model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.training import AdamW
+from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
+
+WORDS = ("red", "fish", "blue", "bird", "big", "small", "say", "colour", "animal", "tree", "wind", "stone")
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+LOCAL = AdamW(1e-3, epochs=2, batch_size=16)
+ROWS, LONGEST = 128, 48
+LOSS, RATIO = 1e-5, 1.05  # goals: largest difference of a loss, largest ratio of costs
+Row = dict[str, Any]
+
+
+# --- what differs by task ---------------------------------------------------------------------------------------------
+def encoder(folder: Path) -> Path:
+    """A BERT."""
+    shape = transformers.BertConfig(vocab_size=_tokenizer(folder), max_position_embeddings=64, **SHAPE)
+    transformers.BertModel(shape).save_pretrained(folder)
+    return folder
+
+
+def decoder(folder: Path) -> Path:
+    """A Llama."""
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    shape = transformers.LlamaConfig(vocab_size=_tokenizer(folder), **SHAPE, **special)
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
+    return folder
+
+
+def next_labels(batch: Batch) -> Tensor:
+    """Labels of a causal model of transformers, which shifts them itself."""
+    targets = next_tokens(batch)
+    return torch.cat([torch.full_like(targets[:, :1], -100), targets], dim=1)
+
+
+def pixels_of(folder: Path, rng: np.random.Generator) -> Path:
+    """Pictures of one of four colours."""
+    y = rng.integers(0, 4, ROWS)
+    x = rng.integers(0, 60, (ROWS, 32, 32, 3)) + 150 * np.eye(4)[y][:, None, None, :3]
+    np.savez(folder / "rows.npz", x=x.astype(np.uint8), y=y)
+    return folder / "rows.npz"
+
+
+def vision(folder: Path) -> Path:
+    """A ViT."""
+    shape = transformers.ViTConfig(image_size=32, patch_size=8, **SHAPE)
+    transformers.ViTModel(shape).save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One task.
+
+    Attributes:
+        row: a row of the jsonl, from its words; or ``file`` writes another file.
+        labels: the Trainer's labels of a batch of fedfm.
+        auto: the class of transformers behind ``AutoModelFor``.
+        config: arguments of its configuration.
+        model: makes the model in a folder.
+        task: ``model.task``; by default the entry's name.
+        keys: further keys of [model].
+    """
+
+    labels: Callable[[Batch], Tensor]
+    auto: str = "SequenceClassification"
+    row: Callable[[list[str]], Row] | None = None
+    file: Callable[[Path, np.random.Generator], Path] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    model: Callable[[Path], Path] = encoder
+    task: str = ""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+def tags(words: list[str]) -> list[str]:
+    known = {"red": "B-COL", "blue": "B-COL", "fish": "B-ANI", "bird": "B-ANI"}
+    return [known.get(word, "O") for word in words]
+
+
+ENTRIES: dict[str, Entry] = {
+    "classification": Entry(
+        row=lambda words: {"text": " ".join(words), "label": words[0]},
+        labels=lambda batch: batch["labels"],
+    ),
+    "classification of pictures": Entry(
+        file=pixels_of,
+        labels=lambda batch: batch["labels"],
+        auto="ImageClassification",
+        model=vision,
+        task="classification",
+    ),
+    "multi_label": Entry(
+        row=lambda words: {"text": " ".join(words), "label": sorted({*words} & {"red", "fish", "wind"})},
+        labels=lambda batch: batch["targets"].float(),
+        config={"problem_type": "multi_label_classification"},
+    ),
+    "regression": Entry(
+        row=lambda words: {"text": " ".join(words), "label": words.count("red") - 0.5 * words.count("fish")},
+        labels=lambda batch: batch["targets"].float(),
+        config={"problem_type": "regression"},
+        keys={"scale_targets": False},
+    ),
+    "token_classification": Entry(
+        row=lambda words: {"tokens": words, "tags": tags(words)},
+        labels=lambda batch: batch["targets"][:, : batch["input_ids"].shape[1]],
+        auto="TokenClassification",
+    ),
+    "language_modelling": Entry(
+        row=lambda words: {"text": " ".join(words)}, labels=next_labels, auto="CausalLM", model=decoder
+    ),
+    "instruction": Entry(
+        row=lambda words: {"instruction": " ".join(words), "output": " ".join(reversed(words[:6]))},
+        labels=next_labels,
+        auto="CausalLM",
+        model=decoder,
+    ),
+}
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(folder: Path) -> int:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[PAD]", "[UNK]", "<s>", "</s>", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, model_max_length=64).save_pretrained(
+        folder
+    )
+    return len(words)
+
+
+class Ready:
+    """A task's model and rows, and the same for the Trainer."""
+
+    def __init__(self, name: str, entry: Entry, folder: Path) -> None:
+        torch.manual_seed(0)
+        rng, task = np.random.default_rng(0), entry.task or name
+        place = entry.model(folder)
+        if entry.file is not None:
+            path = entry.file(folder, rng)
+        else:
+            assert entry.row is not None
+            made = [entry.row([str(w) for w in rng.choice(WORDS, rng.integers(8, LONGEST - 16))]) for _ in range(ROWS)]
+            path = folder / "rows.jsonl"
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
+        table = load_table(DataSpec(path=str(path), test_fraction=0), seed=0, task=task)
+        spec = ModelSpec(
+            str(place), task=task, max_length=LONGEST, device="cpu", adaptation=AdaptationSpec("full"), **entry.keys
+        )
+        self.model: Model = load_model(spec, classes=table.classes, kind=table.kind, task=task)
+        self.rows: Rows = self.model.prepare(table, range(ROWS))
+        self.w: Params = self.model.params()
+        self.entry, self.place = entry, place
+        self.orders = list(self.job().orders())
+
+    def job(self) -> Job:
+        data = ClientData(lambda: self.rows, lambda: Rows(), lambda: Rows())
+        return Job(Client("a", data, self.model, {}, 5, trainer=train_client), self.w, LOCAL)
+
+    def ours(self) -> Any:
+        """The local pass of fedfm."""
+        job = self.job()
+        return job.client.trainer(job.client, job.w, job.local, job.terms)
+
+    def trainer(self, *, logs: bool = False) -> Any:
+        """A Trainer that has not begun, with the weights of the start; ``logs``: whether it keeps each step's loss."""
+        folder = tempfile.mkdtemp(dir=self.place)
+        kind = getattr(transformers, f"AutoModelFor{self.entry.auto}")
+        config = dict(self.entry.config) | ({"num_labels": len(self.model.classes)} if self.model.classes else {})
+        theirs = kind.from_pretrained(self.place, **config)
+        self.model.load(self.w)
+        theirs.load_state_dict(self.model.module.state_dict())
+        for module in theirs.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        steps: dict[str, Any] = {
+            "per_device_train_batch_size": LOCAL.batch_size,
+            "num_train_epochs": 1,
+            "logging_steps": 1,
+        }
+        steps["logging_strategy"] = "steps" if logs else "no"
+        how = transformers.TrainingArguments(
+            output_dir=folder,
+            learning_rate=LOCAL.learning_rate,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            **steps,
+        )
+        trainer = InOrder(theirs, how, data_collator=_collate, train_dataset=self.examples)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.orders = self.orders
+        return trainer
+
+    @property
+    def examples(self) -> list[dict[str, Tensor]]:
+        """The rows as examples of the Trainer."""
+        return [self._example(i) for i in range(len(self.rows))]
+
+    def _example(self, i: int) -> dict[str, Tensor]:
+        batch = self.rows.batch([i])
+        inputs = {key: value[0] for key, value in batch.items() if key not in ("labels", "targets", "starts")}
+        known = self.model._arguments
+        return {key: value for key, value in inputs.items() if key in known} | {"labels": self.entry.labels(batch)[0]}
+
+
+class InOrder(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer that takes the given batches."""
+
+    orders: Sequence[np.ndarray]
+
+    def get_train_dataloader(self) -> Any:
+        batches = [order.tolist() for order in self.orders]
+        return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
+
+
+def _collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch, padded to its longest row."""
+    return {key: _padded([example[key] for example in examples], -100 if key == "labels" else 0) for key in examples[0]}
+
+
+def _padded(values: Sequence[Tensor], with_: int) -> Tensor:
+    if values[0].dim() != 1 or len({len(value) for value in values}) == 1:
+        return torch.stack([*values])
+    return nn.utils.rnn.pad_sequence([*values], batch_first=True, padding_value=with_)
+
+
+def losses(ready: Ready) -> Iterator[tuple[float, float]]:
+    """The losses of each step, of fedfm and of the Trainer."""
+    mine, known = list[float](), ready.model.loss
+
+    def noted(batch: Batch) -> Tensor:
+        found = known(batch)
+        mine.append(float(found.detach()))
+        return found
+
+    ready.model.loss = noted  # type: ignore[method-assign]
+    ready.ours()
+    del ready.model.loss
+    trainer = ready.trainer(logs=True)
+    trainer.train()
+    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    yield from zip(mine, theirs, strict=True)
+
+
+def measure(name: str, entry: Entry, turns: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A row of the table, and the goals."""
+    ready = Ready(name, entry, Path(tempfile.mkdtemp(dir=common.scratch())))
+    apart = max(abs(a - b) for a, b in losses(ready))
+    waiting: list[Any] = []
+
+    def theirs() -> None:
+        waiting.pop().train()
+
+    times: common.Times = {"fedfm": [], "Trainer": []}
+    for turn in range(turns + 1):
+        waiting.append(ready.trainer())  # made outside of the time
+        gc.collect()
+        for variant, run in (("fedfm", ready.ours), ("Trainer", theirs)):
+            wall, cpu_before = time.perf_counter(), time.process_time()
+            run()
+            if turn:  # the first turn warms up
+                times[variant].append((time.perf_counter() - wall, time.process_time() - cpu_before))
+    waiting.append(ready.trainer())
+    memory = {"fedfm": common.added_mib(ready.ours), "Trainer": common.added_mib(theirs)}
+    cpu = common.ratio(times["fedfm"], times["Trainer"])
+    row: dict[str, Any] = {
+        "task": name,
+        "steps": len(ready.orders),
+        "largest difference of a loss": apart,
+        "fedfm, CPU s": common.median(times["fedfm"]),
+        "Trainer, CPU s": common.median(times["Trainer"]),
+        "CPU, times the Trainer's": cpu,
+        "fedfm adds, MiB": memory["fedfm"],
+        "Trainer adds, MiB": memory["Trainer"],
+    }
+    goals = [
+        common.goal(f"{name}: largest difference of a loss", apart, most=LOSS),
+        common.goal(f"{name}: CPU time, times the Trainer's", cpu["median"], most=RATIO),
+    ]
+    if memory["fedfm"] is not None and memory["Trainer"]:
+        goals.append(
+            common.goal(f"{name}: memory, times the Trainer's", memory["fedfm"] / memory["Trainer"], most=RATIO)
+        )
+    return row, goals
+
+
+def main() -> None:
+    options = common.arguments(
+        __doc__,
+        only={"nargs": "+", "choices": list(ENTRIES), "default": list(ENTRIES)},
+        turns={"type": int, "default": 5},
+    )
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rows, goals = [], []
+    for name in options.only:
+        row, more = measure(name, ENTRIES[name], 1 if options.quick else options.turns)
+        rows.append(row)
+        goals += more
+    table = {"title": f"One local pass over {ROWS} rows, {LOCAL.epochs} epochs in batches of {LOCAL.batch_size}"}
+    common.emit("Tasks beside the Trainer of transformers", [{**table, "rows": rows}], goals)
+
+
+if __name__ == "__main__":
+    main()
