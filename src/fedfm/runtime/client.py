@@ -239,7 +239,7 @@ class Silos:
         else:
             reply = call_half()
             if kind == "scores":
-                reply = self._as_told(reply)
+                reply = self._as_told(client.model, reply)
         if self._coding is not None:
             reply = self._coding.encode(reply)
         client.memory.commit()  # type: ignore[attr-defined]
@@ -305,7 +305,7 @@ class Silos:
         from fedfm.runtime import async_scores
 
         try:
-            return async_scores.of_sent(self.method, client, payload, self._as_told)
+            return async_scores.of_sent(self.method, client, payload, partial(self._as_told, client.model))
         except Exception as error:
             self._on_error(client.id, "".join(traceback.format_exception(error)))
             return {async_scores.FAILED: 1.0}
@@ -318,18 +318,18 @@ class Silos:
         if client.trained is None or not len(client.data.test):
             return {}
         seen = seen_by(self.method, client)
-        found = self._as_told(scores(self.method, seen.model, client.trained, seen.data.test))
+        found = self._as_told(seen.model, scores(self.method, seen.model, client.trained, seen.data.test))
         metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}
 
-    def _as_told(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _as_told(self, model: Model, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return scores in the form that may leave the silo: rounded if the rows are the silo's own."""
         if not self._own:
             return found
         from fedfm.runtime.coarse_scores import coarse
 
-        return coarse(found)
+        return coarse(found, model.task)
 
     def client(self, request: Request) -> Client:
         """Make the object for the client at this request: with its rows, memory and seed."""

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.core import tasks
+
+if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
 
 _FIGURES = tasks.figures()  # names of scores that only some tasks have
 _SUMS = tasks.sums_to_tell()  # sums that a silo reports if its task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest number of decimal places, largest magnitude
 
 
-def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
+def coarse(found: Mapping[str, Any], task: ModelTask | None = None) -> dict[str, Any]:
     """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
+
+    The task decides how much detail its lists of counts keep.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
@@ -28,7 +33,8 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
     told |= {key: _round(found[key]) for key in _SUMS if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]
-    return ({"n": found["n"]} if "n" in found else {}) | told
+    told = ({"n": found["n"]} if "n" in found else {}) | told
+    return told if task is None else {**task.coarsen(told)}
 
 
 def _round(value: Any) -> Any:

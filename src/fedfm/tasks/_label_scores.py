@@ -3,11 +3,15 @@
 AUROC and average precision need the order of the rows by their logits. A sum stores it as counts: for each label and
 each bin of the logit, how many rows have the label and how many do not. Bins are fixed, so that counts of several
 clients can be added. A bin has a width of 0.06 % of its logit (0.000006 near zero). Rows of one bin are tied.
+
+A silo tells its counts in 34 bins of half a unit. The server chooses the weights, so logits can be values of the rows;
+with fine bins one answer would tell a feature of each row to three digits.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,18 +20,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedfm.errors import E_FIELD, ClientFault
+
 Array = np.ndarray
 Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place
 
 _FINE, _STEPS = 0.01, 1600  # a logit z is in bin floor(1600 asinh(z / 0.01)): zero is an edge
 _HALF = 1 << 15  # a label has bins -_HALF .. _HALF - 1, which reach to logits of 3.9 million
+_TOLD, _ENDS = 0.5, 8.0  # width of the bins that a silo tells; logits beyond -8 and 8 are in two further bins
 
 
 def rank_counts(logits: Array, targets: Array) -> Ranks:
     """The counts of rows by label and bin, from logits and targets (n, C); bins without rows are left out."""
-    bins = np.floor(np.arcsinh(logits.astype(np.float64) / _FINE) * _STEPS).clip(-_HALF, _HALF - 1)
+    steps = np.arcsinh(np.nan_to_num(logits.astype(np.float64), nan=-np.inf) / _FINE) * _STEPS  # NaN is below all
+    bins = np.floor(steps).clip(-_HALF, _HALF - 1)
     place = (2 * np.arange(logits.shape[1]) + 1) * _HALF + bins.astype(np.int64)  # (n, C)
     return _count_by_bin(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
+
+
+def coarse_ranks(ranks: Sequence[float]) -> Ranks:
+    """The counts in the bins that a silo tells; each stands in the fine bin of its middle."""
+    place, with_label, without = _triples(ranks).T
+    label, bins = np.divmod(place, 2 * _HALF)
+    logits = np.sinh((bins - _HALF + 0.5) / _STEPS) * _FINE
+    middle = (np.floor(logits / _TOLD) + 0.5).clip(-_ENDS / _TOLD - 0.5, _ENDS / _TOLD + 0.5) * _TOLD
+    told = np.floor(np.arcsinh(middle / _FINE) * _STEPS).astype(np.int64) + _HALF
+    return _count_by_bin(label * 2 * _HALF + told, with_label, without)
+
+
+def check_counts(told: Mapping[str, Any], labels: int) -> None:
+    """Check that counts by label and bin that a client sent can be those of its rows.
+
+    Raises:
+        ClientFault: with E_FIELD if not.
+    """
+    n, names = told.get("n", 0), ("positives", "predicted_positives", "true_positives")
+    counts = [told.get(name) for name in names]
+    if any(of is not None and not _whole(of) for of in (*counts, told.get("ranks"))):
+        raise ClientFault(E_FIELD, "counts by label: expected whole numbers that are not negative")
+    positives, found, right = counts
+    for name, of in zip(names[:2], (positives, found), strict=True):
+        if of is not None and max(of, default=0) > n:
+            raise ClientFault(E_FIELD, f"{name}: {max(of):g} of {n:g} rows")
+        if of is not None and right is not None and any(map(operator.gt, right, of)):
+            raise ClientFault(E_FIELD, f"true_positives: more than {name}")
+    if (ranks := told.get("ranks")) is None:
+        return
+    if (
+        len(ranks) % 3
+        or max(ranks[::3], default=0) >= 2 * _HALF * labels
+        or any(map(operator.ge, ranks[:-3:3], ranks[3::3]))
+    ):
+        raise ClientFault(E_FIELD, "ranks: expected triples of ascending bins of the labels")
+    rows = [(int(a.sum()), int(b.sum())) for _, a, b in _by_label(ranks, labels)]
+    expected = [(int(c), int(n - c)) for c in positives or (a for a, _ in rows)]
+    if rows != expected:
+        raise ClientFault(E_FIELD, "ranks: the counts of a label do not add up to its rows")
+
+
+def _whole(values: Sequence[float | None]) -> bool:
+    """Whether all are whole numbers that are not negative, and exact as floats."""
+    return all(value is not None and 0 <= value <= 2**53 and value == int(value) for value in values)
 
 
 def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
@@ -52,8 +105,9 @@ def _triples(ranks: Sequence[float]) -> Array:
 def _by_label(ranks: Sequence[float], labels: int) -> list[tuple[Array, Array, Array]]:
     """Return for each label (bins, rows with the label, rows without it), by ascending bin."""
     place, with_label, without = _triples(ranks).T
-    label, bins = place // (2 * _HALF), place % (2 * _HALF) - _HALF
-    return [(bins[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
+    ends = np.searchsorted(place, np.arange(1, labels) * 2 * _HALF)  # the places ascend
+    parts = (np.split(of, ends) for of in (place % (2 * _HALF) - _HALF, with_label, without))
+    return [*zip(*parts, strict=True)]
 
 
 def auroc(with_label: Array, without: Array) -> float | None:
@@ -165,6 +219,18 @@ def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, d
         return {}
     best = best_thresholds(ranks, len(classes))
     return {"threshold": {name: 0.5 if p is None else p for name, p in zip(classes, best, strict=True)}}
+
+
+def checked(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
+    """The thresholds of a server's choice.
+
+    Raises:
+        ClientFault: with E_FIELD if it is no threshold from 0 to 1 for each label.
+    """
+    found = chosen.get("threshold", {})
+    if set(chosen) != {"threshold"} or set(found) != set(classes) or not all(0 <= p <= 1 for p in found.values()):
+        raise ClientFault(E_FIELD, "chosen: expected a threshold from 0 to 1 for each label, and nothing else")
+    return {name: found[name] for name in classes}
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,11 @@ class Regression(OwnTargetsTask):
         targets = _numbers.scale(rows.tensors["targets"], self.target_means, self.target_scales)
         return _numbers.count(logits.double(), targets)
 
+    def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
+        from fedfm.tasks import _numbers
+
+        return {**super().list_sizes(classes), "moments": _numbers.MOMENTS * len(classes)}
+
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
 
