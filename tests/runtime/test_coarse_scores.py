@@ -8,6 +8,7 @@ from decimal import Decimal
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedfm.core import tasks
 from fedfm.runtime.coarse_scores import coarse
 
 FIGURES = st.floats(allow_nan=False, allow_infinity=False)
@@ -16,12 +17,12 @@ FIGURES = st.floats(allow_nan=False, allow_infinity=False)
 @given(st.integers(1, 10**6).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_an_accuracy_that_counts_rows_is_exact(counted):
     right, n = counted
-    assert coarse({"n": n, "accuracy": right / n})["accuracy"] == right / n
+    assert coarse({"n": n, "accuracy": right / n}, tasks.default())["accuracy"] == right / n
 
 
 @given(FIGURES, st.sampled_from(["loss", "accuracy", "reward_margin"]))
 def test_any_other_figure_has_four_digits_and_four_places(value, key):
-    told = coarse({"n": 7, key: value})[key]
+    told = coarse({"n": 7, key: value}, tasks.find("preference"))[key]
     if key == "accuracy" and 0 <= value <= 1 and value * 7 == round(value * 7):
         return
     _, digits, exponent = Decimal(repr(told)).normalize().as_tuple()
@@ -32,12 +33,13 @@ def test_any_other_figure_has_four_digits_and_four_places(value, key):
 
 @given(FIGURES)
 def test_rounding_twice_changes_nothing(value):
-    once = coarse({"n": 5, "loss": value})
-    assert coarse(once) == once
+    once = coarse({"n": 5, "loss": value}, tasks.default())
+    assert coarse(once, tasks.default()) == once
 
 
 def test_what_no_result_needs_stays_and_what_is_missing_stays_missing():
     found = {"n": 4, "accuracy": None, "loss": math.inf, "macro_f1": 0.25, "rouge_1": 0.123456}
     found |= {"tokens": 123456, "loss_of_tokens": 9876.54321}  # sums, of which counts are exact
     told = {"n": 4, "accuracy": None, "loss": math.inf, "rouge_1": 0.1235, "tokens": 123456, "loss_of_tokens": 9877.0}
-    assert coarse(found) == told
+    assert coarse(found, tasks.find("instruction")) == told
+    assert coarse(found, tasks.default()) == {key: told[key] for key in ("n", "accuracy", "loss")}

@@ -19,13 +19,14 @@ from fedfm.api.execute import run
 from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
 from fedfm.core import tasks
-from fedfm.core.fields import key_of
+from fedfm.core.fields import key_of, settings_of
+from fedfm.core.row_kinds import SHARED
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.export import export
 from fedfm.models.load import load_model
-from fedfm.models.spec import AdaptationSpec, ModelSpec, _Common
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
 from fedfm.runtime.coarse_scores import coarse
 from fedfm.tasks.task import Task
@@ -128,7 +129,7 @@ def test_figures_over_clients_are_those_of_their_rows(ready, data):
     if sum(map(bool, parts)) > 1:
         assert joined["balanced_accuracy"] is None  # it needs counts by class, which none tells
         assert joined["macro_f1"] is None or joined["macro_f1"] == pytest.approx(whole["macro_f1"])
-    of_silos = task.join_scores([coarse(found) for found in scores])  # with few digits
+    of_silos = task.join_scores([coarse(found, task) for found in scores])  # with few digits
     for name in ("accuracy", "loss", "perplexity", *(set(task.figures) - set(task.lists))):
         assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-3, abs=1e-3)), name
     in_pairs = [task.join_scores(scores[:2]), task.join_scores(scores[2:])]  # what is joined may be joined again
@@ -200,21 +201,39 @@ def test_a_table_of_another_task_is_refused_with_the_task_that_fits(place):
 def test_names_and_columns_are_said_once():
     assert len(set(NAMES)) == len(NAMES)
     assert [task.name for task in tasks.available() if task.default] == [NAMES[0]]
-    for task in tasks._all():
-        assert (SOURCES / "tasks" / f"{task.name}.py").is_file()
+    kinds = [kind.name for kind in tasks.row_kinds()]
+    assert len({*kinds, *SHARED}) == len(kinds) + len(SHARED)
+    for name in tasks._names():
+        task = tasks.find(name)
+        assert task.name == name  # as the file
+        assert task.in_files == (name in NAMES)
         assert set(task.drawn) <= set(task.figures)
+        assert set(task.lists) <= {*task.figures, *task.sums}
         assert len({column.key for column in task.columns}) == len(task.columns)
-        assert tasks.lists() & {*task.figures, *task.sums} == set(task.lists)  # a name is a list for all tasks, or none
-    keys = {name for name, of in DataSpec.__dataclass_fields__.items()}
-    assert tasks.columns().keys() <= keys
+
+
+def test_a_kind_of_rows_implies_one_task():
+    """So it does not matter in which order tasks are asked, and images, texts and vectors imply the default."""
+    assert {kind for task in tasks.available() if not task.default for kind in task.implied_by}.isdisjoint(SHARED)
+    assert set(tasks.default().implied_by) == set(SHARED)
+    for kind in (kind.name for kind in tasks.row_kinds()):
+        assert sum(kind in task.implied_by for task in tasks.available()) <= 1
+
+
+def test_tasks_that_share_a_column_agree_on_it():
+    """A column has one form and one default name, whichever task is asked for it."""
+    found = {}
+    for task in tasks.available():
+        for column in task.columns:
+            assert (column.default, column.several) == found.setdefault(column.key, (column.default, column.several))
+            assert not hasattr(DataSpec, column.key)
 
 
 def test_a_key_of_a_task_is_its_own():
     """It has one default, whichever tasks have it, and is refused with any other task."""
     settings_of_model = tasks.model_settings()
-    assert set(settings_of_model) <= ModelSpec.__dataclass_fields__.keys()
-    shared = {f.name for f in fields(_Common)}
-    assert not shared & settings_of_model.keys()
+    assert not {f.name for f in fields(ModelSpec)} & settings_of_model.keys()
+    assert set(settings_of_model) <= {key for key, _, _ in settings_of(ModelSpec)}
     for key, (_, of) in settings_of_model.items():
         for task in tasks.available():
             own = {key_of(f.name): f for f in fields(task)}

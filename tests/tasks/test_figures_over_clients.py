@@ -37,7 +37,7 @@ def test_of_classes(task, holders, seed):
     ]
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     accuracy, loss = accuracy_score(labels, logits.argmax(1)), log_loss(labels, shares, labels=[0, 1, 2])
-    joined, few = task.join_scores(parts), task.join_scores([coarse(part) for part in parts])
+    joined, few = task.join_scores(parts), task.join_scores([coarse(part, task) for part in parts])
     assert joined["n"] == few["n"] == n
     assert joined["accuracy"] == pytest.approx(accuracy, rel=1e-12)
     assert joined["loss"] == pytest.approx(loss, rel=1e-9)
@@ -68,7 +68,7 @@ def test_of_answers_of_unequal_length(holders, seed):
         sums = {"tokens": int(tokens[index].sum()), "right_tokens": 0, "loss_of_tokens": float(losses[index].sum())}
         sums |= compare_texts(answers, [right[i] for i in index])
         parts.append({"n": len(index), **sums, **task.figures_of(sums)})
-    for joined, exact in ((task.join_scores(parts), 1e-9), (task.join_scores([coarse(p) for p in parts]), 2e-3)):
+    for joined, exact in ((task.join_scores(parts), 1e-9), (task.join_scores([coarse(p, task) for p in parts]), 2e-3)):
         loss = losses.sum() / tokens.sum()
         assert joined["loss"] == pytest.approx(loss, rel=exact)
         assert joined["perplexity"] == pytest.approx(math.exp(loss), rel=max(exact, 2 * loss * FEW_DIGITS))

@@ -220,7 +220,7 @@ def test_scores_over_clients_are_those_of_scikit_learn_on_pooled_rows(seed, cent
     targets = (rng.random((400, 3)) < (0.5, 0.2, 0.3)).astype(np.float64)
     logits = (centre + width * (rng.normal(size=(400, 3)) + targets)).astype(np.float32)
     task, owner = MultiLabel(threshold=threshold), rng.integers(0, clients, 400)
-    parts = [coarse(sums(task, targets[owner == k], logits[owner == k])) for k in range(clients)]
+    parts = [coarse(sums(task, targets[owner == k], logits[owner == k]), task) for k in range(clients)]
     joined, right = task.join_scores(parts), pooled(targets, logits, threshold)
     for name in ("accuracy", "micro_f1", "macro_f1"):
         assert joined[name] == (None if math.isnan(right[name]) else pytest.approx(right[name], abs=1e-12)), name

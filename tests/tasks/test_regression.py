@@ -111,7 +111,7 @@ def test_scores_over_clients_are_those_of_scikit_learn(holders, seed, targets):
         task.scores_of(None, Rows({"targets": torch.tensor(y[i])}), torch.tensor(said[i]))
         for i in (np.flatnonzero(np.array(holders) == client) for client in range(4))
     ]
-    joined, few = task.join_scores(parts), task.join_scores([coarse(part) for part in parts])
+    joined, few = task.join_scores(parts), task.join_scores([coarse(part, task) for part in parts])
     wanted = {"mse": mean_squared_error, "mae": mean_absolute_error, "r2": r2_score}
     for name, function in wanted.items():
         each = function(y, y_said, multioutput="raw_values")

@@ -27,7 +27,7 @@ from fedfm.reports import renewal
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
-from fedfm.runtime.own_rows import COLUMNS, OwnRows, populate
+from fedfm.runtime.own_rows import OwnRows, columns_of, populate
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
@@ -66,7 +66,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         )
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join needs the newcomer's rows")
-    columns = {column: getattr(experiment.data, column) for column in COLUMNS}
+    columns = columns_of(experiment.data)
     classes, models = tuple(run.manifest["model"]["classes"]), (experiment.model.name,)
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         name = _free(run, client)  # another process may have added a newcomer to the run

@@ -16,6 +16,7 @@ from fedfm.config.paths import resolve_paths
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type, types_of
 from fedfm.core.method import Method
+from fedfm.core.open_settings import class_for
 from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
 from fedfm.core.toml_text import to_toml as to_toml
@@ -83,6 +84,7 @@ def build(cls: type, table: Any, path: str) -> Any:
     if not isinstance(table, Mapping):
         text = f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}"
         raise InputError(text, key=path, allowed="a table")
+    cls = class_for(cls, table)
     hints = types_of(cls)
     known = {key_of(f.name): f for f in fields(cls) if f.init}
     at, faults, found = f"{path}." if path else "", Faults(), dict[str, Any]()

@@ -325,6 +325,8 @@ class Federation:
                 if reply.fault is not None:
                     raise reply.fault
                 value = conform(reply.value, hint, most=MAX_NORM)
+                if metrics := getattr(value, "metrics", None):
+                    update_metrics.check_figures(metrics, self.model.task.figures)
                 check(reply.client, value)
             except ClientFault as fault:
                 if fault.code == E_READONLY:  # other clients and the server may already have read the changed tensor

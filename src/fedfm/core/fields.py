@@ -18,9 +18,10 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fedfm.core.open_settings import complete
 from fedfm.errors import Absent, Faults, InputError, close, quote_names
 
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
@@ -160,6 +161,7 @@ def _types_of(cls: type[Any]) -> Mapping[str, Any]:
 
 def settings_of(cls: Any) -> Iterator[tuple[str, Field[Any], Any]]:
     """(key, field, type) of each field that a table may set."""
+    cls = complete(cls)
     hints = types_of(cls)
     return ((key_of(f.name), f, hints[f.name]) for f in fields(cls) if f.init)
 
@@ -285,17 +287,3 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{list(value) if isinstance(value, tuple) else value!s:.80}"
-
-
-def with_settings(name: str, base: type, more: Mapping[str, tuple[Any, Any]], module: str) -> type:
-    """A settings class: the fields of ``base``, followed by fields that others declare.
-
-    Args:
-        more: (type, field) by name; names that ``base`` has are left out.
-        module: where the class is defined, for its messages.
-    """
-    own = {f.name for f in fields(base)}
-    some = [(key, hint, of) for key, (hint, of) in more.items() if key not in own]
-    made: type = make_dataclass(name, some, bases=(base,), frozen=True)
-    made.__module__, made.__doc__ = module, base.__doc__
-    return made

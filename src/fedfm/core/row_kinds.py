@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+SHARED = ("image", "text", "features")  # kinds of rows that belong to no single task
+
 
 @dataclass(frozen=True)
 class Column:

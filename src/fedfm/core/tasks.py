@@ -1,7 +1,9 @@
-"""The tasks by name: one for each file of ``fedfm/tasks``.
+"""The tasks by name: one for each file of ``fedfm/tasks``, which has the task's name.
 
 Packages that tasks import cannot import the tasks, so they read a task's properties here. This module finds the tasks
-in their folder and names none of them.
+in their folder and names none of them. A file is imported when its task is asked for. What belongs to no single task,
+such as the list of all columns, imports all files: only help, messages on wrong input, and rows without a named task
+need it.
 """
 
 from __future__ import annotations
@@ -14,46 +16,60 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.fields import key_of, setting, types_of
-from fedfm.core.row_kinds import Column, RowKind
+from fedfm.core.row_kinds import SHARED, Column, RowKind
 from fedfm.errors import InputError, close, quote_names
 
 if TYPE_CHECKING:
     from fedfm.core.task_facts import TaskFacts
 
-_FOLDER = "tasks"
-_PROTOCOL = f"fedfm.{_FOLDER}.task"
+_FOLDER = "fedfm.tasks"
+_imported: dict[str, TaskFacts] = {}  # by name
 
 
 @functools.cache
-def _all() -> tuple[TaskFacts, ...]:
-    """All tasks, including those that experiment files cannot name, sorted by name with the default first."""
-    base: type[TaskFacts] = import_module(_PROTOCOL).Task
-    names = (entry.name.removesuffix(".py") for entry in files("fedfm").joinpath(_FOLDER).iterdir())
-    found: list[TaskFacts] = []
-    for name in sorted(name for name in names if not name.startswith("_") and name.isidentifier()):
-        module = import_module(f"fedfm.{_FOLDER}.{name}")
-        found += [
-            cls()
-            for cls in vars(module).values()
-            if isinstance(cls, type) and issubclass(cls, base) and cls is not base and cls.__module__ == module.__name__
-        ]
-    return tuple(sorted(found, key=lambda task: (not task.default, task.name)))
+def _names() -> tuple[str, ...]:
+    """The names of all tasks, including those that experiment files cannot name; the default first."""
+    stems = (entry.name.removesuffix(".py") for entry in files(_FOLDER).iterdir())
+    facts = import_module(_FOLDER)
+    found = {name for name in stems if not name.startswith("_") and name.isidentifier()} - {facts.INTERFACE}
+    return tuple(sorted(found, key=lambda name: (name != facts.DEFAULT, name)))
+
+
+def _task(name: str) -> TaskFacts:
+    """The task of this file, with the defaults of its keys."""
+    if name not in _imported:
+        module = import_module(f"{_FOLDER}.{name}")
+        classes = (cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__)
+        found = next((cls for cls in classes if vars(cls).get("name") == name), None)
+        if found is None:
+            raise TypeError(f"{module.__file__}: expected a task named {name!r}, as the file")
+        _imported[name] = found()
+    return _imported[name]
+
+
+def _first(that: Callable[[TaskFacts], bool], guess: str = "") -> TaskFacts | None:
+    """The task for which ``that`` holds, which is at most one; an imported one is asked first, then ``guess``."""
+    names = (*tuple(_imported), *(name for name in _names() if name == guess), *_names())
+    return next((task for task in map(_task, names) if that(task)), None)
 
 
 @functools.cache
 def available() -> tuple[TaskFacts, ...]:
     """The tasks that an experiment file may name, the default first."""
-    return tuple(task for task in _all() if task.in_files)
+    return tuple(map(_task, names()))
 
 
-def names(that: Callable[[TaskFacts], bool] = lambda task: True) -> tuple[str, ...]:
+def names(that: Callable[[TaskFacts], bool] | None = None) -> tuple[str, ...]:
     """Names of the tasks that an experiment file may name, and for which ``that`` holds.
 
     Example:
         >>> names(lambda task: task.two_encoders)
         ('zero_shot',)
     """
-    return tuple(task.name for task in available() if that(task))
+    if that is not None:
+        return tuple(task.name for task in available() if that(task))
+    unnamed: tuple[str, ...] = import_module(_FOLDER).UNNAMED
+    return tuple(name for name in _names() if name not in unnamed)
 
 
 def find(name: str | TaskFacts) -> TaskFacts:
@@ -64,10 +80,9 @@ def find(name: str | TaskFacts) -> TaskFacts:
     """
     if not isinstance(name, str):
         return name
-    for task in _all():
-        if task.name == name:
-            return task
-    raise InputError(f'model.task = "{name}": expected {quote_names(names())}{close(name, names())}')
+    if name not in _names():
+        raise InputError(f'model.task = "{name}": expected {quote_names(names())}{close(name, names())}')
+    return _task(name)
 
 
 def task_named(name: str | None) -> TaskFacts | None:
@@ -75,14 +90,23 @@ def task_named(name: str | None) -> TaskFacts | None:
     return None if name is None else find(name)
 
 
+def default() -> TaskFacts:
+    """The task of rows that imply no other."""
+    return _task(_names()[0])
+
+
 def implied_task(kind: str) -> TaskFacts:
     """The task for rows of this kind, if the experiment names none."""
-    return next((task for task in available() if kind in task.implied_by), available()[0])
+    return (
+        None if kind in SHARED else _first(lambda task: task.in_files and kind in task.implied_by, kind)
+    ) or default()
 
 
 def owner(kind: str) -> TaskFacts | None:
     """The task that owns a kind of rows; None for images, texts and vectors, which several tasks read."""
-    return next((task for task in _all() if task.own_kind is not None and task.own_kind.name == kind), None)
+    if kind in SHARED:
+        return None
+    return _first(lambda task: task.own_kind is not None and task.own_kind.name == kind, kind)
 
 
 def row_kind(kind: str) -> RowKind | None:
@@ -94,6 +118,11 @@ def row_kind(kind: str) -> RowKind | None:
 def row_kinds() -> tuple[RowKind, ...]:
     """The kinds of rows that belong to single tasks, in the order of the tasks."""
     return tuple(task.own_kind for task in available() if task.own_kind is not None)
+
+
+def remote_kinds() -> tuple[str, ...]:
+    """The kinds of rows that a server without rows can name."""
+    return (*SHARED, *(kind.name for kind in row_kinds() if kind.remote))
 
 
 def endings() -> tuple[str, ...]:
@@ -115,26 +144,43 @@ def columns() -> dict[str, Column]:
     return found
 
 
-def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
-    """The tasks' columns as settings: (type, field) by key.
+def column_name(key: str) -> str:
+    """The name of a column whose key is not set.
+
+    It is the key itself, unless a task says otherwise; this task is imported, as only its rows have such a column.
+    """
+    return next((of.name for task in _imported.values() for of in task.columns if of.key == key), key)
+
+
+def data_setting(key: str, help: str = "") -> tuple[Any, Any] | None:
+    """A task's column as a setting: (type, field); None if no task has this key.
 
     Args:
-        help: a text that replaces the help of each column; {} in the text stands for the key.
+        help: a text that replaces the help of the column; {} in the text stands for the key.
     """
-
-    def column(key: str, of: Column) -> tuple[Any, Any]:
-        text = help.format(key) or of.help
-        return (tuple[str, ...], setting((), text)) if of.several else (str, setting(of.name, text))
-
-    return {key: column(key, of) for key, of in columns().items()}
+    task = _first(lambda task: task.in_files and any(column.key == key for column in task.columns))
+    return None if task is None else _setting_of(next(of for of in task.columns if of.key == key), help)
 
 
-def model_settings() -> dict[str, tuple[Any, Any]]:
-    """The tasks' keys of the [model] table: (type, field) by key. If tasks share a key, the first task decides."""
+def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
+    """The columns of all tasks as settings: (type, field) by key; ``help`` as in :func:`data_setting`."""
+    return {key: _setting_of(of, help) for key, of in columns().items()}
+
+
+def _setting_of(of: Column, help: str) -> tuple[Any, Any]:
+    text = help.format(of.key) or of.help
+    return (tuple[str, ...], setting((), text)) if of.several else (str, setting(of.name, text))
+
+
+def model_settings(task: TaskFacts | None = None) -> dict[str, tuple[Any, Any]]:
+    """Keys of the [model] table: (type, field) by key; those of a task, or those of all tasks.
+
+    If tasks share a key, the first task decides.
+    """
     found: dict[str, tuple[Any, Any]] = {}
-    for task in available():
-        hints = types_of(type(task))
-        for f in fields(task):
+    for of in available() if task is None else (task,):
+        hints = types_of(type(of))
+        for f in fields(of):
             found.setdefault(key_of(f.name), (hints[f.name], setting(f.default, metadata=f.metadata)))
     return found
 
@@ -154,51 +200,28 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
     Raises:
         InputError: such a key has another value than its default; the message names the tasks that have the key.
     """
-    for key, (_, of) in model_settings().items():
-        if getattr(spec, key) == of.default:
-            continue
+    own = set() if task is None else {key_of(f.name) for f in fields(task)}
+    for key in (key for key in spec.added() if key not in own):
         owners = [other for other in available() if key in {key_of(f.name) for f in fields(other)}]
+        if getattr(spec, key) == model_settings(owners[0])[key][1].default:
+            continue
         whose = " or ".join(f'"{owner}"' for owner in owners)
-        if task is None and not any(owner.default or owner.implied_by for owner in owners):
-            raise InputError(
-                f"model.{key} belongs to task {whose}, which no data imply; set model.task", key=f"model.{key}"
-            )
-        if task is not None and task.name not in {owner.name for owner in owners}:
+        if task is not None:
             raise InputError(
                 f'model.{key} belongs to task {whose}, and the task is "{task}"; drop it', key=f"model.{key}"
+            )
+        if not any(owner.default or owner.implied_by for owner in owners):
+            raise InputError(
+                f"model.{key} belongs to task {whose}, which no data imply; set model.task", key=f"model.{key}"
             )
 
 
 def lists_columns(data: Any) -> tuple[str, ...]:
     """The keys of a [data] table that are set and whose value is a list of columns."""
-    return tuple(key for key, column in columns().items() if column.several and getattr(data, key))
+    return tuple(key for key in data.added() if isinstance(getattr(data, key), tuple))
 
 
-def figures() -> tuple[str, ...]:
-    """Names of the scores in results that only single tasks have."""
-    return tuple(dict.fromkeys(name for task in available() for name in task.figures))
-
-
-def figures_in_reports() -> tuple[str, ...]:
-    """Names of the scores of :func:`figures` that reports draw."""
-    return tuple(dict.fromkeys(name for task in available() for name in task.drawn))
-
-
-def sums() -> tuple[str, ...]:
-    """Names of the sums over rows from which tasks make their scores."""
-    return tuple(dict.fromkeys(name for task in available() for name in task.sums))
-
-
-def lists() -> frozenset[str]:
-    """Names of the scores and sums that are lists, with an entry for each class or target."""
-    return frozenset(name for task in available() for name in task.lists)
-
-
-def sums_to_tell() -> tuple[str, ...]:
+def sums_to_tell(task: TaskFacts) -> tuple[str, ...]:
     """Names of the sums that a silo reports in addition to its scores, because they do not follow from the scores."""
-
-    def some(task: TaskFacts) -> list[str]:
-        given = {"rows", *task.row_means.values()} if task.row_means else set()
-        return [name for name in task.sums if name not in given]
-
-    return tuple(dict.fromkeys(name for task in available() for name in some(task)))
+    given = {"rows", *task.row_means.values()} if task.row_means else set()
+    return tuple(name for name in task.sums if name not in given)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from fedfm.core import tasks
 from fedfm.core.metric_names import LOCAL_LOSS, PERPLEXITY, SHARES
 from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
@@ -18,11 +17,11 @@ JUDGED = "judged_before_aggregation"  # 1 from a client with these two scores; i
 SENT = "sent/"  # prefix of scores of the model that the client received, as in "sent/test/accuracy"
 PASSES = "passes_beside"  # number of forward passes over the client's rows, without the optimiser's passes
 
-# Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names.
-# A client's "loss" is written there as "train_loss".
+# Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names,
+# or the name of a score of the run's task (check_figures). A client's "loss" is written there as "train_loss".
 # fmt: off
 SERVERS = frozenset({
-    *SHARES, PERPLEXITY, LOCAL_LOSS, *tasks.figures(), *(f"local_{name}" for name in tasks.figures()),
+    *SHARES, PERPLEXITY, LOCAL_LOSS,
     "attack_success", "attackers", "bytes_down", "bytes_up", "class_counts",
     "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
     "client_loss", "client_scored_round", "client_val_loss", "client_val_rows", "clock", "cohort", "confusion",
@@ -43,10 +42,25 @@ def check(metrics: Mapping[str, Any]) -> None:
     if len(metrics) > MOST:
         raise ClientFault(E_SIZE, f"{len(metrics)} metrics: expected at most {MOST}")
     for name in metrics:
-        if name in SERVERS:
-            raise ClientFault(E_FIELD, f'metrics: "{name}" is a name of the server\'s own metrics')
+        _refuse(name, SERVERS)
         if isinstance(name, str) and len(name) > LONGEST:
             raise ClientFault(E_SIZE, f"metrics: a name of {len(name)} characters, expected at most {LONGEST}")
+
+
+def check_figures(metrics: Iterable[str], figures: Iterable[str]) -> None:
+    """Refuse metrics that have the name of a score of the run's task.
+
+    Raises:
+        ClientFault: E_FIELD.
+    """
+    own = {name for figure in figures for name in (figure, f"local_{figure}")}
+    for name in metrics:
+        _refuse(name, own)
+
+
+def _refuse(name: str, names: Collection[str]) -> None:
+    if name in names:
+        raise ClientFault(E_FIELD, f'metrics: "{name}" is a name of the server\'s own metrics')
 
 
 def by_client(metrics: Mapping[str, float]) -> bool:

@@ -18,7 +18,8 @@ from fedfm.seeds import generator
 
 def key_that_reads(column: str, spec: DataSpec) -> str | None:
     """The key of the [data] table that uses the column as input, as label or as split."""
-    keys = ("label", "label_name", "split", "text", "image", *tasks.columns())
+    of_tasks = (key for key, of in tasks.columns().items() if not of.several)
+    keys = ("label", "label_name", "split", "text", "image", *of_tasks)
     return next((key for key in keys if spec.column(key) == column), None)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from fedfm.core import fields, tasks
-from fedfm.core.fields import setting, with_settings
+from fedfm.core.fields import setting
+from fedfm.core.open_settings import OpenSettings, Setting
+from fedfm.core.row_kinds import SHARED
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.errors import Faults, InputError, quote_names
 
@@ -16,12 +19,6 @@ IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python progr
 BUILT_IN = ("digits",)
 FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own code, see fedfm.config.user_code
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
-KINDS = (
-    "image",
-    "text",
-    "features",
-    *(kind.name for kind in tasks.row_kinds() if kind.remote),
-)  # kinds of rows that a server without rows can name
 AUGMENT = ("crop", "flip")
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
 _FILES = f'{{ north = "north.csv", ... }}, each name of {NAME_WORDS}'
@@ -48,9 +45,14 @@ class PartitionSpec:
     options: dict[str, Any] | None = setting(None, "flower: the partitioner's own arguments", of=("flower",))
 
 
+def _kind(choices: tuple[str, ...]) -> Any:
+    text = f"with classes: the kind of a row: {', '.join(choices[:-1])} or {choices[-1]}"
+    return setting(None, text, choices=choices)
+
+
 @dataclass(frozen=True)
-class _Source:
-    """The source of the rows, and the names of its columns."""
+class DataSpec(OpenSettings):
+    """The source of the rows and their partition."""
 
     one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients", "classes")  # [data] sets exactly one of them
 
@@ -85,27 +87,13 @@ class _Source:
         pattern=_TEXT,
         words="a list of class names",
     )
-    kind: str | None = setting(
-        None, f"with classes: the kind of a row: {', '.join(KINDS[:-1])} or {KINDS[-1]}", choices=KINDS
-    )
+    kind: str | None = _kind(SHARED)
     width: int | None = setting(None, 'with kind "features": length d of a feature vector', ge=1)
     text: str = setting("text", "name of the text column")
     image: str = setting("image", "name of the image column")
     label: str = setting("label", "name of the label column")
     label_name: str = setting("label_name", "name of the column of class names")
     split: str = setting("split", "name of the column with train, val, test")
-
-
-if TYPE_CHECKING:
-    _Columns = _Source
-else:
-    _Columns = with_settings("_Columns", _Source, tasks.data_settings(), __name__)  # adds the columns of single tasks
-
-
-@dataclass(frozen=True)
-class DataSpec(_Columns):
-    """The source of the rows and their partition."""
-
     partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values of the rows to keep; all other rows are left out, test rows too", least=1
@@ -123,7 +111,29 @@ class DataSpec(_Columns):
 
     def column(self, key: str) -> str:
         """The name of the column that a key of the [data] table sets, e.g. the key ``instruction``."""
-        return str(vars(self)[key])
+        return str(vars(self)[key]) if key in vars(self) else tasks.column_name(key)
+
+    def listed_columns(self, key: str) -> tuple[str, ...]:
+        """The names of the columns that a key of the [data] table lists, e.g. the key ``targets``; () if it is not set."""
+        found: tuple[str, ...] = vars(self).get(key, ())
+        return found
+
+    @classmethod
+    def own_keys(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
+        return {} if values.get("kind") in (None, *SHARED) else _kind_of_tasks()
+
+    @classmethod
+    def setting_of(cls, key: str) -> Setting | None:
+        return tasks.data_setting(key)
+
+    @classmethod
+    def all_keys(cls) -> dict[str, Setting]:
+        return _kind_of_tasks() | tasks.data_settings()
+
+
+def _kind_of_tasks() -> dict[str, Setting]:
+    """The key ``kind`` with the kinds of rows that belong to single tasks."""
+    return {"kind": (str | None, _kind(tasks.remote_kinds()))}
 
 
 def check(spec: DataSpec) -> None:
@@ -164,7 +174,7 @@ def _check_without_rows(spec: DataSpec) -> None:
     if spec.kind is None:
         raise InputError(
             f"data.kind is missing: with data.classes it says what kind of rows the silos have, one of "
-            f"{quote_names(KINDS)}",
+            f"{quote_names(tasks.remote_kinds())}",
             key="data.kind",
         )
     if (spec.kind == "features") != (spec.width is not None):

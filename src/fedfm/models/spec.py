@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedfm.core import tasks
-from fedfm.core.fields import setting, with_settings
+from fedfm.core.fields import setting
+from fedfm.core.open_settings import OpenSettings, Setting
 
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 RELEASED = ("class", "grid", "tokens")
@@ -80,7 +82,7 @@ class AdaptationSpec:
 
 
 @dataclass(frozen=True)
-class _Common:
+class ModelSpec(OpenSettings):
     """The foundation model, its task and its trainable part."""
 
     name: str = setting(
@@ -140,8 +142,16 @@ class _Common:
         choices=_NUMBERS,
     )
 
+    @classmethod
+    def own_keys(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
+        """The keys of the task that is named."""
+        named = values.get("task")
+        return tasks.model_settings(tasks.find(named)) if isinstance(named, str) and named in tasks.names() else {}
 
-if TYPE_CHECKING:
-    ModelSpec = _Common
-else:
-    ModelSpec = with_settings("ModelSpec", _Common, tasks.model_settings(), __name__)  # adds the keys of single tasks
+    @classmethod
+    def setting_of(cls, key: str) -> Setting | None:
+        return tasks.model_settings().get(key)
+
+    @classmethod
+    def all_keys(cls) -> dict[str, Setting]:
+        return tasks.model_settings()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from fedfm.core import tasks
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import account, classes, sections
 from fedfm.reports.page import aside, page, save
@@ -42,7 +41,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         ("clients", "Clients", sections.clients(run)),
         ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("classes", "Classes", classes.section(run)),
-        ("targets", "Scores by target", _of_some("task_tables", run, any(key in details for key in tasks.lists()))),
+        ("targets", "Scores by target", _of_some("task_tables", run, any(key in details for key in run.task.lists))),
         ("compare", "Compared with baselines", _comparison([run, *others]) if others else ""),
         ("map", "Who learns from whom", _of_some("client_weights", run, (run.path / WEIGHTS).exists())),
         ("split", "How the data are split", sections.split(run)),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.core import storage, tasks
 from fedfm.core.messages import ROUND
@@ -19,6 +19,9 @@ from fedfm.runtime import logs
 from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import Exposure, exposure_of
 from fedfm.runtime.runs_below import no_run
+
+if TYPE_CHECKING:
+    from fedfm.core.task_facts import TaskFacts
 
 WEIGHTS, AUDIT, DOSSIER = "weights.npz", "audit.json", "dossier.html"  # names of files that only some runs have
 SCHEMA = 1  # newest version of the manifest that this module reads
@@ -32,7 +35,7 @@ class Round:
     Attributes:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
-            train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean.
+            train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean, and the drawn scores of the run's task.
         seconds: duration of this round. (In the file, seconds count from the start of the run.)
         bytes_up, bytes_down: bytes of the method's own messages since the start of the run.
         figures: all numbers of the line, including the method's own figures.
@@ -59,6 +62,7 @@ class RunFiles:
     """The content of the files of one run.
 
     Attributes:
+        task: the run's task, with the defaults of its keys.
         result: the run's result; empty while the run is unfinished.
         rounds: committed rounds in order of number.
         exposure: what each party received, summed over all messages.
@@ -67,6 +71,7 @@ class RunFiles:
 
     path: Path
     manifest: Mapping[str, Any]
+    task: TaskFacts
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
     exposure: Exposure
@@ -200,13 +205,16 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         )
     result = mapping(manifest.get("result"))
     # If a resumed run repeated a round, the file has two lines for this round; the later line counts.
-    rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
+    task = _task_of(manifest)
+    drawn = [f"{prefix}{name}" for name in task.drawn for prefix in ("", "local_")]
+    rounds = {r.number: r for r in (_round(line, drawn) for line in _lines(run_dir / logs.METRICS))}
     left_out = {(r.number, client) for r in rounds.values() for client, _, _, part in r.excluded if part == ROUND}
     lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
     missing = [f"{mark.get('file')} {mark.get('how')}: the run continued without it" for mark in lost]
     return RunFiles(
         path=run_dir,
         manifest=manifest,
+        task=task,
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
         exposure=exposure_of(run_dir / logs.MESSAGES, left_out) if messages else Exposure((), {}, None),
@@ -257,16 +265,22 @@ def _by_client(found: Any) -> dict[str, float | None]:
     return {str(k): numeric(v) for k, v in mapping(found).items()}
 
 
-_DRAWN = tuple(f"{prefix}{name}" for name in tasks.figures_in_reports() for prefix in ("", "local_"))
+def _task_of(manifest: Mapping[str, Any]) -> TaskFacts:
+    """The run's task: the one that its experiment names, or else that of its rows."""
+    named = mapping(mapping(manifest.get("experiment")).get("model")).get("task")
+    kind = mapping(manifest.get("model")).get("kind")
+    if named in tasks.names():
+        return tasks.find(named)
+    return (tasks.owner(kind) or tasks.implied_task(kind)) if isinstance(kind, str) else tasks.default()
 
 
-def _round(line: Mapping[str, Any]) -> Round:
+def _round(line: Mapping[str, Any], drawn: Sequence[str]) -> Round:
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
         values={
             name: numeric(line.get(name))
-            for name in (*SCORES, *_DRAWN, LOCAL_LOSS, "train_loss", "val_loss", *BASE_AND_NEW)
+            for name in (*SCORES, *drawn, LOCAL_LOSS, "train_loss", "val_loss", *BASE_AND_NEW)
         },
         figures={name: x for name, value in line.items() if (x := numeric(value)) is not None},
         clients=_by_client(line.get("client_accuracy")),

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from fedfm.core import tasks
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.page import details, figure, legend, note, swatches, table
 from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whole
@@ -44,7 +43,7 @@ def curves(run: RunFiles) -> str:
         out.append(
             "<h3>Perplexity</h3>" * bool(out) + _plot(rounds, {"perplexity": "perplexity, global test rows"}, number)
         )
-    for key in tasks.figures_in_reports():
+    for key in run.task.drawn:
         where = {key: "on the global test rows", f"local_{key}": "on the clients' test rows"}
         if some := {k: v for k, v in where.items() if _any(rounds, k)}:
             title = " ".join({"f1": "F1", "auroc": "AUROC"}.get(word, word) for word in key.split("_"))
@@ -58,7 +57,7 @@ def curves(run: RunFiles) -> str:
         out.append("<h3>Loss</h3>" * bool(out) + _plot(rounds, losses, number))
     if not out:
         out.append(note("Neither accuracy, perplexity nor loss is defined for this run."))
-    return "".join(out) + _numbers(rounds)
+    return "".join(out) + _numbers(rounds, run.task.drawn)
 
 
 def _accuracy(rounds: tuple[Round, ...]) -> str:
@@ -93,9 +92,9 @@ def _any(rounds: tuple[Round, ...], key: str) -> bool:
     return any(r.values.get(key) is not None for r in rounds)
 
 
-def _numbers(rounds: tuple[Round, ...]) -> str:
+def _numbers(rounds: tuple[Round, ...], drawn: Sequence[str]) -> str:
     keys = [k for k in rounds[0].values if _any(rounds, k)]
-    shares = {"macro_f1", *tasks.figures_in_reports(), *(f"local_{key}" for key in tasks.figures_in_reports())}
+    shares = {"macro_f1", *drawn, *(f"local_{key}" for key in drawn)}
     shape: dict[str, Format] = {k: percent if "accuracy" in k or k in shares else number for k in keys}
     head = ["round", *(k.replace("_", " ") for k in keys), "time"]
     rows = [[str(r.number), *(shape[k](r.values[k]) for k in keys), duration(r.seconds)] for r in rounds]

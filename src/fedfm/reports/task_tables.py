@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-from fedfm.core import tasks
 from fedfm.models.model_task import ModelTask
 from fedfm.reports.page import note, table
 from fedfm.reports.read import RunFiles, mapping, sequence
@@ -13,10 +12,7 @@ from fedfm.reports.text import esc
 
 def section(run: RunFiles) -> str:
     """The tables that the run's task makes of its scores; empty if it makes none."""
-    named = tasks.task_named(cast("str | None", mapping(run.experiment.get("model")).get("task")))
     classes = [str(name) for name in sequence(mapping(run.manifest.get("model")).get("classes"))]
-    if named is None:
-        return ""
-    found = cast(ModelTask, named).tables(mapping(run.result.get("details")), classes)
+    found = cast(ModelTask, run.task).tables(mapping(run.result.get("details")), classes)
     parts = ((f"<h3>{esc(of.title)}</h3>", table(of.head, of.rows, of.title), note(esc(of.note))) for of in found)
     return "".join(text for some in parts for text in some)

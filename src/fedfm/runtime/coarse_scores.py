@@ -13,28 +13,26 @@ from typing import TYPE_CHECKING, Any
 from fedfm.core import tasks
 
 if TYPE_CHECKING:
-    from fedfm.models.model_task import ModelTask
+    from fedfm.core.task_facts import TaskFacts
 
-_FIGURES = tasks.figures()  # names of scores that only some tasks have
-_SUMS = tasks.sums_to_tell()  # sums that a silo reports if its task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest number of decimal places, largest magnitude
 
 
-def coarse(found: Mapping[str, Any], task: ModelTask | None = None) -> dict[str, Any]:
+def coarse(found: Mapping[str, Any], task: TaskFacts) -> dict[str, Any]:
     """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
 
-    The task decides how much detail its lists of counts keep.
+    Scores and sums that the task does not have are left out; the task decides how much detail its lists keep.
 
     Example:
-        >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
+        >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5}, tasks.default())
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
-    told = {key: _round(found[key]) for key in ("accuracy", "loss", *_FIGURES) if key in found}
-    told |= {key: _round(found[key]) for key in _SUMS if found.get(key) is not None}
+    told = {key: _round(found[key]) for key in ("accuracy", "loss", *task.figures) if key in found}
+    told |= {key: _round(found[key]) for key in tasks.sums_to_tell(task) if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]
     told = ({"n": found["n"]} if "n" in found else {}) | told
-    return told if task is None else {**task.coarsen(told)}
+    return {**task.coarsen(told)}
 
 
 def _round(value: Any) -> Any:

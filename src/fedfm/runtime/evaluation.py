@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedfm.core import tasks
 from fedfm.core.capabilities import Judge, Personal, has
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
@@ -78,7 +77,7 @@ def _with_chosen(client: Client, chosen: Mapping[str, Mapping[str, float]] | Non
     return client
 
 
-def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[str] = ()) -> None:
+def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[str]) -> None:
     """Check that a client's scores can be averaged: the common ones, and the scores and sums of the task.
 
     Raises:
@@ -86,9 +85,8 @@ def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[st
             or infinite.
     """
     conform(found.get("n"), float, "n")
-    lists = tasks.lists()
-    for key in ("accuracy", "loss", *tasks.figures(), *tasks.sums()):
-        conform(found.get(key), list[float | None] | None if key in lists else float | None, key)
+    for key in ("accuracy", "loss", *task.figures, *task.sums):
+        conform(found.get(key), list[float | None] | None if key in task.lists else float | None, key)
     task.check_told(found, classes)
 
 
@@ -176,7 +174,7 @@ class Evaluator:
         if local is None and loss is not None:  # a client of a language model has no metric but the loss
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
-        for key in tasks.figures():
+        for key in self._task.figures:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
         if self._validates:
@@ -187,7 +185,7 @@ class Evaluator:
                 line["client_val_rows"] = {c: m["n"] for c, m in validated.items()}
         if judged_by_clients(self._run.experiment):
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
-            line |= {key: value for key, value in pooled.items() if key in tasks.figures()}
+            line |= {key: value for key, value in pooled.items() if key in self._task.figures}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
                 self.collect_models(state) if keeps_parts(self._method) else models
@@ -197,7 +195,7 @@ class Evaluator:
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
-            for key in ("attack_success", *tasks.figures(), *metrics.BASE_AND_NEW):
+            for key in ("attack_success", *self._task.figures, *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
             if thorough and judged and all(CONFUSION in m for m in judged):

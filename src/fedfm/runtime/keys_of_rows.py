@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import tasks
+from fedfm.core.fields import key_of
 from fedfm.data.table import FederatedData
 from fedfm.data.task_rows import row_task
 from fedfm.models.model import Model
@@ -24,7 +25,7 @@ def add(experiment: Experiment, federated: FederatedData) -> tuple[Experiment, F
 
 def keep(run: Run, model: Model) -> None:
     """Write the keys into the experiment of the manifest, so that later commands use the same values."""
-    keys = {key: getattr(model.spec, key) for key in tasks.model_settings()}
+    keys = {key: getattr(model.spec, key) for key in (key_of(f.name) for f in fields(model.task))}
     if changed := {key: value for key, value in keys.items() if value != getattr(run.experiment.model, key)}:
         run.manifest["experiment"]["model"] |= changed
         run.experiment = replace(run.experiment, model=replace(run.experiment.model, **changed))

@@ -12,6 +12,7 @@ import numpy as np
 from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
+from fedfm.core.open_settings import OpenSettings
 from fedfm.core.text import listing
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
@@ -22,10 +23,7 @@ from fedfm.runtime import keys_of_rows, user_population
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import augmentation, model_of
 
-COLUMNS = (
-    *("text", "image", "label", "label_name", "split"),
-    *tasks.columns(),
-)
+_COLUMNS = ("text", "image", "label", "label_name", "split")  # of all tasks
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class OwnRows:
         models: folders and hub ids that experiments may name in addition to the built-in models.
         device: the model's device; "" for the device in the experiment.
         predict: file or folder with rows to predict; "" for no predictions.
-        columns: for each key of ``COLUMNS``, the name of that column in the client's file.
+        columns: names of the columns in the client's file, by their key in the [data] table.
     """
 
     name: str
@@ -49,6 +47,12 @@ class OwnRows:
     device: str = ""
     predict: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def columns_of(settings: OpenSettings) -> dict[str, Any]:
+    """The names of the columns in a [data] table or in a silo's file; keys of single tasks only if they are set."""
+    keys = (*_COLUMNS, *(key for key in settings.added() if key in tasks.columns()))
+    return {key: getattr(settings, key) for key in keys}
 
 
 def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> FederatedData:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.core import storage, tasks
+from fedfm.core import storage
 from fedfm.core.capabilities import Private
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
@@ -90,7 +90,8 @@ def finish(
     if keeps_parts(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
-    more += [CONFUSION, CLASS_COUNTS, *tasks.figures(), *(f"local_{key}" for key in tasks.figures())]
+    figures = fed.model.task.figures
+    more += [CONFUSION, CLASS_COUNTS, *figures, *(f"local_{key}" for key in figures)]
     more += ["client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
     if chosen := last.get("chosen"):

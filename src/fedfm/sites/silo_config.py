@@ -42,7 +42,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedfm.config.faults import read_all
 from fedfm.config.registry import admit_any, available
@@ -50,14 +50,15 @@ from fedfm.config.toml import build
 from fedfm.config.user_code import admit_function, is_function
 from fedfm.core import tasks
 from fedfm.core.fields import check as check_fields
-from fedfm.core.fields import setting, with_settings
+from fedfm.core.fields import setting
+from fedfm.core.open_settings import OpenSettings, Setting
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
 from fedfm.errors import Faults, InputError, close, quote_names
 from fedfm.privacy.exposure import WORDS
 from fedfm.privacy.policy import Budget, Policy, Requirements
-from fedfm.runtime.own_rows import COLUMNS, OwnRows, classes_of, deal
+from fedfm.runtime.own_rows import OwnRows, classes_of, columns_of, deal
 from fedfm.sites import identity as silo_identity
 
 EXPOSED = {
@@ -67,14 +68,15 @@ EXPOSED = {
     "reveal": "its own final model",
 }
 _ENDLESS = "has no limit on answers: budget.rounds or budget.epsilon can set one"
+_HELP = "name of the {} column"
 
 
 def _column(name: str) -> Any:
-    return field(default=name, metadata={"help": f"name of the {name.replace('_', ' ')} column"})
+    return field(default=name, metadata={"help": _HELP.format(name.replace("_", " "))})
 
 
 @dataclass(frozen=True)
-class _File:
+class Silo(OpenSettings):
     """The settings in a silo's file."""
 
     name: str = setting(
@@ -140,18 +142,20 @@ class _File:
     @property
     def rows(self) -> OwnRows:
         """The settings of the silo's rows and models."""
-        columns = {name: getattr(self, name) for name in COLUMNS}
-        return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, columns)
+        of = columns_of(self)
+        return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, of)
 
     @property
     def policy(self) -> Policy:
         return Policy(self.allow, self.allow_by_method)
 
+    @classmethod
+    def setting_of(cls, key: str) -> Setting | None:
+        return tasks.data_setting(key, _HELP)
 
-if TYPE_CHECKING:
-    Silo = _File
-else:
-    Silo = with_settings("Silo", _File, tasks.data_settings("name of the {} column"), __name__)
+    @classmethod
+    def all_keys(cls) -> dict[str, Setting]:
+        return tasks.data_settings(_HELP)
 
 
 def _read(table: Mapping[str, Any]) -> Silo:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.core.fields import setting
 from fedfm.tasks._language import NO_CLASSES, LanguageTask
-from fedfm.tasks.task import Trained
+from fedfm.tasks.task import Column, Trained
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 SECOND = "second"  # tensor of preferences, (n,): where the second of a row's two texts begins
 REFERENCE = "reference"  # tensor of preferences, (n, 2): log pi_ref of the two answers
 AT_ONCE = 32  # number of preferences (of two texts each) that are computed at once
+ASKED = (  # columns of instructions, which preferences may have instead of prompts
+    Column("instruction", 'instruction column of task "instruction"'),
+    Column("input", 'column of inputs of task "instruction": each is written below its instruction'),
+)
+MORE = (  # columns that a prompt may have in addition
+    Column("system", "column of system messages: text before an instruction, a conversation or a prompt"),
+    Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or its JSON text"),
+)
+MESSAGES = Column(
+    "messages", 'conversations of task "instruction": lists of { role, content }, instead of instruction and output'
+)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     Raises:
         InputError: a column is missing, or a cell is not a finite number; the message says where.
     """
-    names: tuple[str, ...] = vars(spec)["targets"]
+    names = spec.listed_columns("targets")
     if not names:
         return _of_label(sheet, spec, source)
     if twice := [name for name in names if names.count(name) > 1]:

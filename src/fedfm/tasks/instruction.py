@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.tasks._answers import AnswerTask
+from fedfm.tasks._answers import ASKED, MESSAGES, MORE, AnswerTask
 from fedfm.tasks._language import LanguageTask
 from fedfm.tasks.task import Column, Reading, RowKind, Scores, Sums
 
@@ -30,15 +30,10 @@ class Instruction(AnswerTask):
     own_kind: ClassVar[RowKind | None] = RowKind("instruction", "instructions", answered=True)
     implied_by: ClassVar[tuple[str, ...]] = ("instruction",)
     columns: ClassVar[tuple[Column, ...]] = (
-        Column("instruction", 'instruction column of task "instruction"'),
-        Column("input", 'column of inputs of task "instruction": each is written below its instruction'),
+        *ASKED,
         Column("output", 'output column of task "instruction"'),
-        Column(
-            "messages",
-            'conversations of task "instruction": lists of { role, content }, instead of instruction and output',
-        ),
-        Column("system", "column of system messages: text before an instruction, a conversation or a prompt"),
-        Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or its JSON text"),
+        MESSAGES,
+        *MORE,
     )
     means_over_tokens: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks._answers import AT_ONCE, REFERENCE, SECOND, AnswerTask
+from fedfm.tasks._answers import ASKED, AT_ONCE, MESSAGES, MORE, REFERENCE, SECOND, AnswerTask
 from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class Preference(AnswerTask):
         Column("prompt", 'column of prompts, task "preference": text, or a list of { role, content }'),
         Column("chosen", 'column of the better answers, task "preference"'),
         Column("rejected", 'column of the worse answers, task "preference"'),
+        *ASKED,
+        MESSAGES,
+        *MORE,
     )
     no_pretraining: ClassVar[str] = "it trains an adapter against its frozen base; expected another task"
     adaptations: ClassVar[tuple[str, ...]] = LORA

@@ -129,7 +129,8 @@ class Task:
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
         """The task with the values of its keys in a [model] table."""
-        return cls(**{f.name: getattr(spec, key_of(f.name)) for f in fields(cls)})
+        given = vars(spec)
+        return cls(**{f.name: given[key] for f in fields(cls) if (key := key_of(f.name)) in given})
 
     @property
     def classifies_by_head(self) -> bool:

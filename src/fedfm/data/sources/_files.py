@@ -18,10 +18,14 @@ from fedfm.errors import InputError, close
 T = TypeVar("T")
 At = Callable[[int], str]  # index of a data row -> its name in messages, numbered as users count: "silo.csv, row 7"
 
-FORMATS = (
-    f"{', '.join(('.csv', '.tsv', '.json', '.jsonl', *tasks.endings()))} or .txt (each also .gz), .parquet, .npz, an "
-    "image folder, or a folder with a file for each split"
-)
+
+def formats() -> str:
+    """The forms of rows in words, for messages."""
+    return (
+        f"{', '.join(('.csv', '.tsv', '.json', '.jsonl', *tasks.endings()))} or .txt (each also .gz), .parquet, .npz, "
+        "an image folder, or a folder with a file for each split"
+    )
+
 
 _SIGNATURES = (
     (b"\x89PNG", "a PNG image"),

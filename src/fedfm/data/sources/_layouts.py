@@ -7,7 +7,7 @@ set is never replaced.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from fedfm.core import tasks
@@ -20,7 +20,7 @@ _OTHER_NAMES = {
     "output": ("completion", "response"),
     "input": ("context",),
 }
-_DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
+_UNSET = DataSpec()
 
 
 def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
@@ -40,7 +40,7 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
 
 def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
     """The column names of a layout of preferences in which the instruction column holds the prompts."""
-    missing = spec.column("prompt") == _DEFAULTS["prompt"] and spec.column("prompt") not in columns
+    missing = spec.column("prompt") == _UNSET.column("prompt") and spec.column("prompt") not in columns
     return {"prompt": spec.column("instruction")} if missing and spec.column("instruction") in columns else {}
 
 
@@ -52,7 +52,7 @@ def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) ->
     if spec.column("messages") in columns:
         return {}
     found = _other(columns, spec, "instruction") | _other(columns, spec, "output")
-    complete = all(key in found or getattr(spec, key) in columns for key in ("instruction", "output"))
+    complete = all(key in found or spec.column(key) in columns for key in ("instruction", "output"))
     if not found or not (complete or (task is not None and "instruction" in found)):
         return {}
     return found if "instruction" in found else found | _other(columns, spec, "input")
@@ -60,6 +60,6 @@ def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) ->
 
 def _other(columns: Mapping[str, Any], spec: DataSpec, key: str) -> dict[str, str]:
     """{key: other name} if only a column with another usual name exists for this key; else {}."""
-    if getattr(spec, key) != _DEFAULTS[key] or _DEFAULTS[key] in columns:
+    if spec.column(key) != _UNSET.column(key) or spec.column(key) in columns:
         return {}
     return next(({key: name} for name in _OTHER_NAMES[key] if name in columns), {})

@@ -90,8 +90,9 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         refuse_other(columns, spec.label, source, spec.text)
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
-    keys = ("text", "image", *tasks.columns())
-    read = tuple(key for key in keys if key not in _TARGETS and spec.column(key) in used & columns.keys())
+    of_task = () if reader is None else tuple(of.key for of in reader.columns if not of.several)
+    keys = (key for key in ("text", "image", *of_task) if key not in _TARGETS)
+    read = tuple(key for key in keys if spec.column(key) in used & columns.keys())
     if kind in ("text", "image") and labelled:
         classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
         has_targets = reader is not None and reader.own_targets

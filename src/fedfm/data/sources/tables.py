@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,11 +40,23 @@ _WORD = re.compile(r"[a-z]+")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
-def endings(task: str | None = None) -> tuple[str, ...]:
-    """The endings of files of rows, including those that only one task reads, and ".txt" if the named task reads it."""
+def ending_of(path: Path, task: str | None = None) -> str | None:
+    """The ending of a file of rows, without ".gz"; None if the file's name has another one.
+
+    Some endings are read only by one task; ".txt" is one of them if the named task reads it as a table.
+    """
+    name = path.name.lower()
+    plain = name.removesuffix(".gz")
+    found = next((ending for ending in _endings(task) if plain.endswith(ending)), None)
+    return None if found == ".parquet" and plain != name else found
+
+
+def _endings(task: str | None) -> Iterator[str]:
+    yield from _READERS
     named = tasks.task_named(task)
-    found = [*_READERS, *tasks.endings(), *((_TEXT,) if named is not None and named.endings else ())]
-    return (*found, *(f"{ending}.gz" for ending in found if ending != ".parquet"))
+    if named is not None and named.endings:
+        yield from (*named.endings, _TEXT)
+    yield from tasks.endings()
 
 
 def sheet_of(path: Path, task: str | None = None) -> Sheet:
@@ -56,10 +68,8 @@ def sheet_of(path: Path, task: str | None = None) -> Sheet:
     Raises:
         InputError: the file is empty, damaged, or not of the kind that its ending names.
     """
-    name = path.name.lower()
-    packed = name.endswith(".gz")
-    ending = next(e for e in endings(task) if name.removesuffix(".gz").endswith(e))
-    owner = tasks.task_named(task) if ending == _TEXT else tasks.reads(ending)
+    packed, ending = path.name.lower().endswith(".gz"), ending_of(path, task) or ""
+    owner = None if ending in _READERS else tasks.task_named(task) if ending == _TEXT else tasks.reads(ending)
     module, function, holds = _READERS.get(ending, ("", "", "a text file"))
     data = read_bytes(path, holds)
     if packed:
@@ -183,7 +193,7 @@ def split_in(name: str) -> str | None:
 
 
 def _is_table(path: Path, task: str | None) -> bool:
-    return path.name.lower().endswith(endings(task)) and not _ASIDE.match(path.name)
+    return not _ASIDE.match(path.name) and ending_of(path, task) is not None
 
 
 def _complete(files: Iterable[Path]) -> None:

@@ -34,7 +34,7 @@ LORA = ("lora", "ffa_lora")
 def with_defaults(spec: AdaptationSpec, task: str | ModelTask | None = None) -> AdaptationSpec:
     """The specification with its defaults filled in, for a model of this task."""
     if spec.name in LORA and spec.alpha is None:
-        scale = tasks.find(task or tasks.available()[0]).lora_scale
+        scale = (tasks.find(task) if task else tasks.default()).lora_scale
         return dataclasses.replace(spec, alpha=scale * spec.rank)
     if spec.name == "top_layers" and spec.layers is None:
         return dataclasses.replace(spec, layers=1)
