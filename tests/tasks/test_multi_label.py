@@ -220,7 +220,7 @@ def test_scores_over_clients_are_those_of_scikit_learn_on_pooled_rows(seed, cent
     targets = (rng.random((400, 3)) < (0.5, 0.2, 0.3)).astype(np.float64)
     logits = (centre + width * (rng.normal(size=(400, 3)) + targets)).astype(np.float32)
     task, owner = MultiLabel(threshold=threshold), rng.integers(0, clients, 400)
-    parts = [coarse(sums(task, targets[owner == k], logits[owner == k]), task) for k in range(clients)]
+    parts = [sums(task, targets[owner == k], logits[owner == k]) for k in range(clients)]
     joined, right = task.join_scores(parts), pooled(targets, logits, threshold)
     for name in ("accuracy", "micro_f1", "macro_f1"):
         assert joined[name] == (None if math.isnan(right[name]) else pytest.approx(right[name], abs=1e-12)), name
@@ -228,6 +228,10 @@ def test_scores_over_clients_are_those_of_scikit_learn_on_pooled_rows(seed, cent
     assert joined["average_precision"] == pytest.approx(right["average_precision"], abs=0.005)
     assert joined["ranks"] == sums(task, targets, logits)["ranks"]  # exactly: counts in the same bins
     assert joined["rows_by_label"] == targets.sum(0).tolist()
+    of_silos = task.join_scores([coarse(part, task) for part in parts])  # each with its counts in few bins
+    assert of_silos["auroc"] == pytest.approx(right["auroc"], abs=0.015)
+    assert of_silos["average_precision"] == pytest.approx(right["average_precision"], abs=0.04)
+    assert of_silos["rows_by_label"] == joined["rows_by_label"]
 
 
 def test_a_label_without_both_kinds_of_rows_has_no_auroc():
@@ -432,8 +436,83 @@ def test_an_export_gives_the_same_probabilities(place, tmp_path):
     assert again.targets[0].sum() == 2
 
 
-def test_bins_are_fixed_and_disclose_no_more_digits_than_a_score():
+def test_bins_are_fixed():
     logits = np.array([[2.0], [2.0 * 1.0003], [2.0 * 1.002], [-0.5]], np.float32)
     ranks = np.reshape(_label_scores.rank_counts(logits, np.ones((4, 1))), (-1, 3))
     assert ranks[:, 1].tolist() == [1, 2, 1]  # within 0.06 % of each other: one bin
     assert _label_scores.add_ranks([]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(-4, 4), min_size=1, max_size=80),
+    scale=st.sampled_from([1e-4, 0.1, 1.0, 30.0, 1e5]),
+    shift=st.sampled_from([0.0, 0.3, -4.0, 1e4]),
+    seed=st.integers(0, 1000),
+)
+def test_a_silo_tells_of_each_row_one_of_34_bins_however_the_server_scales(values, scale, shift, seed):
+    """What is told is a function of the numbers of rows in at most 34 bins of a label."""
+    logits = (np.array(values) * scale + shift).astype(np.float32)[:, None]
+    has = np.random.default_rng(seed).integers(0, 2, (len(values), 1)).astype(float)
+    fine = _label_scores.rank_counts(logits, has)
+    told = _label_scores.coarse_ranks(fine, 1)
+    for part in (1, 2):
+        assert sum(told[part::3]) == sum(fine[part::3])
+    ((bins, with_label, without),) = _label_scores._by_label(told, 1)
+    again = _label_scores.coarse_ranks(_label_scores.add_ranks([told]), 1)
+    middle = np.sinh((bins + 0.5) / _label_scores._STEPS) * _label_scores._FINE
+    width = bin_width(fine)
+    assert (
+        len(np.unique(np.floor(middle / width * (1 - 1e-3)))) <= 36
+    )  # a row at the edge may be in the fine bin across
+    rows = np.sort(logits[:, 0].astype(float))
+    moved = np.abs(np.sort(np.repeat(middle, with_label + without)) - rows)
+    if len(rows) > 20 and scale > 1e-3 * abs(shift):
+        assert moved.max() > 1e-3 * np.ptp(rows)  # no row is told to three digits
+    assert len(again) <= len(told)
+
+
+def bin_width(fine):
+    """The width of the bins that a silo tells, from its definition."""
+    ((bins, with_label, without),) = _label_scores._by_label(fine, 1)
+    logits = np.repeat(np.sinh((bins + 0.5) / _label_scores._STEPS) * _label_scores._FINE, with_label + without)
+    low, high = (np.sort(logits)[math.ceil(share * len(logits) - 1e-9) - 1] for share in (0.05, 0.95))
+    return 2.0 ** math.ceil(math.log2(max((high - low) / 24, max(abs(low), abs(high)) / 64)))
+
+
+def test_what_is_told_depends_on_the_bins_alone():
+    """Rows that move within their bins change nothing."""
+    rng = np.random.default_rng(0)
+    logits, has = rng.normal(size=200), rng.integers(0, 2, (200, 1)).astype(float)
+    fine = _label_scores.rank_counts(logits[:, None], has)
+    width, low, high = bin_width(fine), *np.quantile(logits, (0.05, 0.95))
+    inner = (logits > low + width) & (logits < high - width)
+    moved = np.where(inner, (np.floor(logits / width) + rng.uniform(0.05, 0.95, 200)) * width, logits)
+    assert np.abs(moved - logits).max() > width / 4
+    other = _label_scores.coarse_ranks(_label_scores.rank_counts(moved[:, None], has), 1)
+    assert other == _label_scores.coarse_ranks(fine, 1)
+
+
+def test_counts_of_labels_are_found_without_a_pass_for_each_label(monkeypatch):
+    """A client sends the counts, so the work may not grow faster than they do."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(7, 40))
+    ranks = _label_scores.rank_counts(logits, logits > 0)
+    place = np.reshape(ranks, (-1, 3))[:, 0]
+    sizes, asked = [], np.split
+
+    def split(of, ends):
+        sizes.append(len(of))
+        return asked(of, ends)
+
+    monkeypatch.setattr(np, "split", split)
+    parts = _label_scores._by_label(ranks, 40)
+    assert sum(sizes) == len(ranks)  # each count is looked at once
+    expected = [int((place // (2 * _label_scores._HALF) == c).sum()) for c in range(40)]
+    assert [len(bins) for bins, _, _ in parts] == expected
+
+
+def test_an_empty_separator_is_refused_with_its_key(tmp_path):
+    (tmp_path / "r.csv").write_text("text,label\na,b\n")
+    with pytest.raises(InputError, match=r'data\.label_separator = "": expected the text between two labels'):
+        load(tmp_path / "r.csv", label_separator="")

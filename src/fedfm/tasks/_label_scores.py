@@ -4,7 +4,7 @@ AUROC and average precision need the order of the rows by their logits. A sum st
 each bin of the logit, how many rows have the label and how many do not. Bins are fixed, so that counts of several
 clients can be added. A bin has a width of 0.06 % of its logit (0.000006 near zero). Rows of one bin are tied.
 
-A silo tells its counts in 34 bins of half a unit. The server chooses the weights, so logits can be values of the rows;
+A silo tells its counts in at most 34 bins a label. The server chooses the weights, so logits can be values of the rows;
 with fine bins one answer would tell a feature of each row to three digits.
 """
 
@@ -27,25 +27,51 @@ Ranks = list[int]  # triples (place, rows with the label, rows without it), by a
 
 _FINE, _STEPS = 0.01, 1600  # a logit z is in bin floor(1600 asinh(z / 0.01)): zero is an edge
 _HALF = 1 << 15  # a label has bins -_HALF .. _HALF - 1, which reach to logits of 3.9 million
-_TOLD, _ENDS = 0.5, 8.0  # width of the bins that a silo tells; logits beyond -8 and 8 are in two further bins
+_TOLD, _TAIL = 24, 4  # most bins that a silo tells of 90 % of a label's rows, and of those beyond on either side
+_DIGITS = 64  # most bins that it tells up to the largest of these logits
 
 
 def rank_counts(logits: Array, targets: Array) -> Ranks:
     """The counts of rows by label and bin, from logits and targets (n, C); bins without rows are left out."""
-    steps = np.arcsinh(np.nan_to_num(logits.astype(np.float64), nan=-np.inf) / _FINE) * _STEPS  # NaN is below all
-    bins = np.floor(steps).clip(-_HALF, _HALF - 1)
-    place = (2 * np.arange(logits.shape[1]) + 1) * _HALF + bins.astype(np.int64)  # (n, C)
+    place = _place(logits, np.arange(logits.shape[1]))  # (n, C)
     return _count_by_bin(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
 
 
-def coarse_ranks(ranks: Sequence[float]) -> Ranks:
-    """The counts in the bins that a silo tells; each stands in the fine bin of its middle."""
-    place, with_label, without = _triples(ranks).T
-    label, bins = np.divmod(place, 2 * _HALF)
-    logits = np.sinh((bins - _HALF + 0.5) / _STEPS) * _FINE
-    middle = (np.floor(logits / _TOLD) + 0.5).clip(-_ENDS / _TOLD - 0.5, _ENDS / _TOLD + 0.5) * _TOLD
-    told = np.floor(np.arcsinh(middle / _FINE) * _STEPS).astype(np.int64) + _HALF
-    return _count_by_bin(label * 2 * _HALF + told, with_label, without)
+def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
+    """The counts as a silo tells them: a label's logits in at most 34 bins, whose rows are spread evenly over them.
+
+    The width of a label's bins is a power of two: 1/24 to 1/12 of the range of the middle 90 % of its rows, but at least
+    1/64 of the largest logit there. The rows beyond are in four more bins on either side.
+    """
+    triples = np.zeros((0, 3), np.int64)
+    for c, (bins, with_label, without) in enumerate(_by_label(ranks, labels)):
+        logits = np.sinh((bins + 0.5) / _STEPS) * _FINE
+        if not len(logits):
+            continue
+        share = np.cumsum(with_label + without) / (with_label + without).sum()
+        low, high = logits[np.searchsorted(share, (0.05, 0.95))]
+        width = 2.0 ** math.ceil(math.log2(max((high - low) / _TOLD, max(abs(low), abs(high)) / _DIGITS)))
+        told = np.floor(logits / width).clip(low // width - _TAIL, high // width + _TAIL)
+        parts = [_spread(told, counts, width) for counts in (with_label, without)]
+        place = _place(np.concatenate(parts), c)
+        has = np.arange(len(place)) < len(parts[0])
+        triples = np.concatenate([triples, np.stack([place, has, ~has], axis=1).astype(np.int64)])
+    return _count_by_bin(*triples.T)
+
+
+def _spread(bins: Array, counts: Array, width: float) -> Array:
+    """As many logits as rows: those of each bin at equal distances in it."""
+    each, of = np.unique(bins, return_inverse=True)
+    rows = np.bincount(of, counts, len(each)).astype(np.int64)
+    nth = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+    return (np.repeat(each, rows) + (nth + 0.5) / np.repeat(rows, rows)) * width
+
+
+def _place(logits: Array, label: Any) -> Array:
+    """The places of logits of a label; NaN is below all."""
+    steps = np.arcsinh(np.nan_to_num(logits.astype(np.float64), nan=-np.inf) / _FINE) * _STEPS
+    place: Array = (2 * label + 1) * _HALF + np.floor(steps).clip(-_HALF, _HALF - 1).astype(np.int64)
+    return place
 
 
 def check_counts(told: Mapping[str, Any], labels: int) -> None:

@@ -104,8 +104,8 @@ class MultiLabel(OwnTargetsTask):
     def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         from fedfm.tasks import _label_scores
 
-        ranks = told.get("ranks")
-        return told if ranks is None else {**told, "ranks": _label_scores.coarse_ranks(ranks)}
+        ranks, labels = told.get("ranks"), told.get("positives")
+        return told if not ranks or not labels else {**told, "ranks": _label_scores.coarse_ranks(ranks, len(labels))}
 
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
         from fedfm.tasks import _label_scores
