@@ -40,8 +40,8 @@ def rank_counts(logits: Array, targets: Array) -> Ranks:
 def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
     """The counts as a silo tells them: a label's logits in at most 34 bins, whose rows are spread evenly over them.
 
-    The width of a label's bins is a power of two: 1/24 to 1/12 of the range of the middle 90 % of its rows, but at least
-    1/64 of the largest logit there. The rows beyond are in four more bins on either side.
+    The width of a label's bins is a power of two: 1/24 to 1/12 of the range of the middle 90 % of its rows, and not
+    below 1/64 of the largest logit of these. The rows beyond are in four more bins on either side.
     """
     triples = np.zeros((0, 3), np.int64)
     for c, (bins, with_label, without) in enumerate(_by_label(ranks, labels)):

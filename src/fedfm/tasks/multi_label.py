@@ -98,8 +98,8 @@ class MultiLabel(OwnTargetsTask):
     def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
         from fedfm.tasks import _label_scores
 
-        super().check_told(told, classes)
         _label_scores.check_counts(told, len(classes))
+        super().check_told(told, classes)
 
     def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         from fedfm.tasks import _label_scores

@@ -453,7 +453,7 @@ class Task:
         if not n or all(value is None for value in means.values()):
             return scores
         made = {self.row_means[key]: None if value is None else n * value for key, value in means.items()}
-        return {"rows": n, **made, **scores}
+        return {"rows": n, **finite(made), **scores}
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:
         """The scores computed from these sums; None for a score that is unknown or not finite."""
