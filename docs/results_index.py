@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(REPRODUCE)]
 import common  # noqa: E402
 import gpu_page  # noqa: E402
 import secagg_page  # noqa: E402
-from claims import verdicts  # noqa: E402
+from claims import NO_CLAIMS, left_out, reasons, verdicts  # noqa: E402
+from rates import EDGE  # noqa: E402
 
 PAGES = {
     "performance": ("Speed and memory", "all measurements with their goals, also those that miss"),
@@ -276,38 +277,58 @@ def missed() -> Iterator[tuple[str, str, str, dict[str, str]]]:
 
 
 def _claims() -> str:
-    """How many checks of each page hold, and every one that does not."""
+    """How many claims of each page hold, every one that does not, and how many comparisons are no claims."""
     counts, lines = [], []
     for name, checks in claims().items():
-        kinds = Counter(check["verdict"].partition(":")[0] for check in checks)
-        of = [kinds[kind] for kind in ("holds", "does not hold", "open")]
-        counts.append((f"[{PAGES[name][0]}]({name}.md#the-claims)", *map(str, (*of, len(checks) - sum(of)))))
+        kinds = Counter(re.split("[:,]", check["verdict"])[0] for check in checks)
+        edges = sum(check["verdict"].endswith(EDGE) for check in checks)
+        of = [kinds[kind] for kind in KINDS]
+        if others := set(kinds) - set(KINDS):
+            raise ValueError(f"{name}: no column for {sorted(others)}")
+        without, why = no_claims()[name]
+        page = f"[{PAGES[name][0]}]({name}.md#the-claims)"
+        beside = f"{without} ([{why}]({name}.md#{NO_CLAIMS.lower().replace(' ', '-')}))" if without else "0"
+        counts.append((page, *map(str, (*of, edges)), beside))
         lines += [
             (PAGES[name][0], _cell(c["claim"]), _cell(c["what"]), c["bound"], c["measured"], c["seeds"])
             for c in checks
-            if c["verdict"] == "does not hold"
+            if c["verdict"].startswith("does not hold")
         ]
-    intro = (
-        "A page compares rows seed by seed with a bound. A check *holds* or *does not hold* where the whole "
-        "95 % interval lies on that side; else it is *open*."
-    )
-    parts = [gpu_page.wrapped(intro), "", _table(("page", "hold", "do not hold", "open", "no verdict"), counts)]
-    parts += ["Every check that does not hold, in points:", "", _table(LINE, lines)]
+    parts = [gpu_page.wrapped(CLAIMS), "", _table((*HEADINGS, "no claims"), counts)]
+    parts += ["Every claim that does not hold, in points:", "", _table(LINE, lines)]
     return "\n".join(parts)
 
 
+KINDS = ("holds", "does not hold", "open", "one seed")
+HEADINGS = ("page", "hold", "do not hold", "open", "one seed", "of these at a grid's edge")
+CLAIMS = (
+    "A page compares rows seed by seed with a bound. A claim *holds* or *does not hold* where the whole 95 % interval "
+    "lies on that side; else it is *open*. A comparison is a claim only if the rate of each of its rows was chosen on "
+    "validation rows at that row's own point; *no claims* counts the others, with the reason. *At a grid's edge*: the "
+    "best rate that was tried was the last one of its grid."
+)
 LINE = ("page", "claim", "what", "bound", "measured", "seeds")
 
 
 def claims() -> dict[str, list[dict[str, str]]]:
-    """Page -> its checks with their verdicts."""
+    """Page -> its claims with their verdicts."""
+    return {name: verdicts(*of) for name, of in _compared().items()}
+
+
+def no_claims() -> dict[str, tuple[int, str]]:
+    """Page -> how many of its comparisons are no claims, and why."""
+    return {name: (len(left_out(*of)), reasons(*of)) for name, of in _compared().items()}
+
+
+def _compared() -> dict[str, tuple[Any, Any, Any]]:
+    """Page -> its checks, its figures, and what is to be doubted of their rates."""
     out = {}
     reproduced = _reproduce()
     for path in sorted(REPRODUCE.glob("*/tables.json")):
         about, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name
         if about.get("claims") and name in PAGES:
             page = _kept(name)
-            out[name] = verdicts(about["claims"], reproduced.figures(page), reproduced.doubtful(page))
+            out[name] = about["claims"], reproduced.figures(page), reproduced.doubtful(page)
     return out
 
 

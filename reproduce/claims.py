@@ -1,4 +1,8 @@
-"""Verdicts on a paper's claims, computed from the rows: a difference, or a spread, seed by seed, against its bound."""
+"""Verdicts on a paper's claims, computed from the rows: a difference, or a spread, seed by seed, against its bound.
+
+A comparison is a claim only if each of its rows has the rate that is best for it at its own point. The others stand
+apart, without bound and verdict, each with where its rates came from.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rates import EDGE, FORBIDS
+from rates import BORROWED, EDGE, FORBIDS
 
 from fedfm.api.intervals import cut, interval
 
@@ -15,10 +19,24 @@ Doubts = Mapping[str, str]  # row -> what its rates forbid or leave open, empty 
 Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent, or another figure
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
 RATES = (
-    "*No verdict*: a rate of one of the rows was not chosen on validation rows at that row's own point, but borrowed "
-    "from another row or point, taken from the paper, or set by hand; the difference stands, and decides nothing. "
+    "A difference is a claim only if each of its rows has a rate that was chosen on validation rows at its own point. "
     "*At a grid's edge*: the best of the values searched was the last one tried, so that a better one may lie beyond."
 )
+NO_CLAIMS = "Comparisons that are no claims"
+LEFT_OUT = (
+    "A rate of one of the rows was not chosen at that row's own point, so that these differences decide nothing about "
+    "the paper: no bound, no verdict. The figures are in the unit of the claims."
+)
+QUANTITIES = {  # what stands behind the colon of a row
+    "own": "theta_i",
+    "start": "theta_bar_i",
+    "own_loss": "loss of theta_i",
+    "start_loss": "loss of theta_bar_i",
+    "before": "before aggregation",
+    "global": "on all test rows",
+    "perplexity": "perplexity",
+    "fall": "fall of tau_t",
+}
 
 
 PERCENT = (0.0, 100.0)  # what an accuracy can be; other figures by what stands behind the colon of a row
@@ -73,7 +91,7 @@ def lines(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> li
 
 
 def verdicts(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[dict[str, str]]:
-    """``claim``, ``what``, ``bound``, ``measured``, ``seeds`` and ``verdict`` of each check whose rows are there."""
+    """``claim``, ``what``, ``bound``, ``measured``, ``seeds`` and ``verdict`` of each check that is a claim."""
     out = []
     for claim in claims:
         for check in claim["checks"]:
@@ -83,6 +101,30 @@ def verdicts(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) ->
                 told = {"what": place, "bound": bound, "measured": figure, "seeds": seeds, "verdict": decided}
                 out.append({"claim": claim["claim"]} | told)
     return out
+
+
+def no_claims(
+    claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts, choices: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """A table of the comparisons that are no claims: which rows, the figure, and where their rates came from.
+
+    Args:
+        choices: row -> how its rates came about, as ``Choice.to_dict`` gives it.
+    """
+    out = []
+    for check in left_out(claims, found, doubts):
+        values = measured(check, found)
+        figure = spread(list(values.values()), limits(check), sign="+")
+        tables = dict.fromkeys(row.partition("__")[0] for row in rows_of(check))
+        cells = (", ".join(f"`{t}`" for t in tables), _compared(check), figure, ", ".join(values))
+        out.append(f"| {' | '.join(cells)} | {_origins(check, doubts, choices)} |")
+    return ["| table | rows | measured, points | seeds | rates |", "|---|---|---|---|---|", *out] if out else []
+
+
+def left_out(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[dict[str, Any]]:
+    """The checks that are no claims, since a rate of theirs was not chosen at its row's own point."""
+    checks = [check for claim in claims for check in claim["checks"] if measured(check, found)]
+    return [check for check in checks if _forbidden(check, doubts)]
 
 
 def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
@@ -123,26 +165,60 @@ def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
 
 
 def judged(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
-    """The verdict, as far as the rates of the check's rows allow one."""
-    if why := doubt(check, doubts):
-        return f"{verdict}, {EDGE}" if why == EDGE else f"no verdict: {why}"
-    return verdict
+    """The verdict, and whether a value that it rests on is at its grid's edge."""
+    return f"{verdict}, {EDGE}" if EDGE in _doubts_of(check, doubts) else verdict
 
 
-def doubt(check: Mapping[str, Any], doubts: Doubts) -> str:
-    """Of the rows of a check: what forbids a verdict; or that a value is at its grid's edge; or nothing."""
-    found = {doubts[row.partition(":")[0]] for row in rows_of(check)}
-    return next((why for why in (*FORBIDS.values(), EDGE) if why in found), "")
+def reasons(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> str:
+    """Why comparisons are no claims, and how many for each reason; empty if all are."""
+    counted = Counter(_forbidden(check, doubts) for check in left_out(claims, found, doubts))
+    return ", ".join(f"{why}: {count}" for why, count in counted.most_common())
 
 
 def tally(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[str]:
-    """One sentence: how many lines have no verdict, and why."""
-    checks = [check for claim in claims for check in claim["checks"] if measured(check, found)]
-    reasons = Counter(why for check in checks if (why := doubt(check, doubts)) and why != EDGE)
-    if not reasons:
-        return [f"All {len(checks)} differences have a verdict."]
-    said = ", ".join(f"{why}: {count}" for why, count in reasons.most_common())
-    return [f"Of {len(checks)} differences {sum(reasons.values())} have no verdict ({said})."]
+    """One sentence: how many comparisons are claims, how many are not, and why."""
+    count = len(verdicts(claims, found, doubts))
+    if not (why := reasons(claims, found, doubts)):
+        return [f"All {count} differences are claims."]
+    others = len(left_out(claims, found, doubts))
+    link = f"[below](#{NO_CLAIMS.lower().replace(' ', '-')})"
+    return [f"Of {count + others} differences {count} are claims. The others ({why}) stand {link}."]
+
+
+def _doubts_of(check: Mapping[str, Any], doubts: Doubts) -> set[str]:
+    return {doubts[row.partition(":")[0]] for row in rows_of(check)}
+
+
+def _forbidden(check: Mapping[str, Any], doubts: Doubts) -> str:
+    """Of the rows of a check: what makes it no claim; or nothing."""
+    found = _doubts_of(check, doubts)
+    return next((why for why in FORBIDS.values() if why in found), "")
+
+
+def _compared(check: Mapping[str, Any]) -> str:
+    """The rows of a check by their names: ``a`` less ``b``."""
+    if "spread" in check:
+        return f"the largest less the smallest of {', '.join(map(_named, rows_of(check)))}"
+    first, *others = factors_of(check).items()
+    words = [_named(row) if abs(factor) == 1 else f"{abs(factor):g} {_named(row)}" for row, factor in (first, *others)]
+    signs = ["less" if factor < 0 else "plus" for _, factor in others]
+    return words[0] + "".join(f" {sign} {word}" for sign, word in zip(signs, words[1:], strict=True))
+
+
+def _named(row: str) -> str:
+    name, _, quantity = row.partition("__")[2].partition(":")
+    return f"`{name}`" + (f" ({QUANTITIES[quantity]})" if quantity else "")
+
+
+def _origins(check: Mapping[str, Any], doubts: Doubts, choices: Mapping[str, Mapping[str, Any]]) -> str:
+    """One sentence on the rates of a check's rows that were not chosen at their own point."""
+    by_reason: dict[str, list[str]] = {}
+    for row in dict.fromkeys(row.partition(":")[0] for row in rows_of(check)):
+        if (why := doubts[row]) in FORBIDS.values():
+            table, of = row.partition("__")[0], choices.get(row, {}).get("of", "")
+            said = f" from `{of.removeprefix(f'{table}__')}`" if why == FORBIDS[BORROWED] and of else ""
+            by_reason.setdefault(why, []).append(f"{_named(row)}{said}")
+    return "; ".join(f"{why}: {', '.join(rows)}" for why, rows in by_reason.items())
 
 
 def _side_by_side(claim: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> list[str]:
@@ -155,6 +231,7 @@ def _side_by_side(claim: Mapping[str, Any], found: Accuracies, doubts: Doubts) -
         if said := _said(check, found, doubts):
             what, bound, figure, seeds, decided = said
             by_line.setdefault((what, bound, seeds), {})[check["column"]] = f"{figure} {decided}"
+    columns = [column for column in columns if any(column in cells for cells in by_line.values())]
     head = [f"| what | bound, points | {' | '.join(columns)} | seeds |", f"|---|---|{'---|' * len(columns)}---|"]
     rows = [
         f"| {what} | {bound} | {' | '.join(cells.get(c, '') for c in columns)} | {seeds} |"
@@ -169,9 +246,9 @@ def _line(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> str:
 
 
 def _said(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[str, str, str, str, str] | None:
-    """What, bound, measured, seeds and verdict; None where rows are missing."""
+    """What, bound, measured, seeds and verdict; None where rows are missing, or the comparison is no claim."""
     by_seed = measured(check, found)
-    if not by_seed:
+    if not by_seed or _forbidden(check, doubts):
         return None
     values = list(by_seed.values())
     at_least = "at_least" in check

@@ -1,7 +1,7 @@
-"""Learning rates of the rows: searched on validation rows, and what a verdict may rest on.
+"""Learning rates of the rows: searched on validation rows, and what a claim may rest on.
 
-A verdict compares methods only where each has the rate that is best for it *at that point*. So every row remembers how
-its rates came about (``Choice``), and ``doubt`` says what of that forbids a verdict, or must stand beside it.
+A claim compares methods only where each has the rate that is best for it *at that point*. So every row remembers how
+its rates came about (``Choice``), and ``doubt`` says what of that forbids a claim, or must be said with it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Choice:
 
 
 def doubt(found: Mapping[str, Any]) -> str:
-    """Of what is kept of a row's choice: what forbids a verdict on it; or ``EDGE``; or nothing."""
+    """Of what is kept of a row's choice: what forbids a claim on it; or ``EDGE``; or nothing."""
     choice = Choice(**{"how": "", **found})
     return FORBIDS.get(choice.how, EDGE if choice.edge else "")
 

@@ -9,7 +9,7 @@ once its data lie where it says. ``tables.json`` beside them says what a table a
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
 grid anew; a grid whose best value is its last is widened), which rates are the paper's (``rates``: row -> ``how`` and
-``of``), and the claims, which give no verdict on a row whose rate is borrowed or set by hand; with a ``grid`` (name ->
+``of``), and the claims (none on a row whose rate is borrowed or set by hand); with a ``grid`` (name ->
 changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as ``<row>.<point>`` (with
 fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says so, for all rows or for
 ``<row>.<point>``; with the choices of another table, at its point ``tuned_at`` if it has a grid, where ``tuned_in``
@@ -34,7 +34,7 @@ from typing import Any
 
 import rates
 from cached_runs import finished
-from claims import PERCENT, RATES, rows_of, spread, tally
+from claims import LEFT_OUT, NO_CLAIMS, PERCENT, RATES, no_claims, spread, tally
 from claims import lines as claim_lines
 
 from fedfm.audits.audit import earlier, perform
@@ -261,16 +261,11 @@ def doubtful(page: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def untuned(page: Mapping[str, Any], claims: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each table and origin of rates: the rows of claims whose rates forbid a verdict."""
-    compared = {name.partition(":")[0] for claim in claims for check in claim["checks"] for name in rows_of(check)}
-    lines: dict[str, list[str]] = {}
-    for table, part in page.items():
-        for name in part["rows"]:
-            why = unfit(part.get("choices", {}).get(name, {}))
-            if why and f"{table}__{name}" in compared:
-                lines.setdefault(f"`{table}`, {why[0]}", []).append(f"`{name}`")
-    return [f"- {where}: {', '.join(names)}" for where, names in lines.items()]
+def origins(page: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """``<table>__<row>`` -> how its rates came about."""
+    return {
+        f"{table}__{name}": choice for table, part in page.items() for name, choice in part.get("choices", {}).items()
+    }
 
 
 def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
@@ -296,8 +291,8 @@ def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
                 out += [head(columns), *(row(name, by_seed, columns) for name, by_seed in rows.items()), ""]
             out += curves(rows)
             out += [text["found"], ""] if text.get("found") else []
-    if unfit_rows := untuned(page, about.get("claims", [])):
-        out += ["## Rates that were not chosen at their point", "", about["untuned"], "", *unfit_rows, ""]
+    if others := no_claims(about.get("claims", []), figures(page), doubts, origins(page)):
+        out += [f"## {NO_CLAIMS}", "", f"{LEFT_OUT} {about['untuned']}", "", *others, ""]
     if about.get("not_run"):
         missing = [f"- {text['title']}: `{command(folder, t)}`" for t, text in about["tables"].items() if t not in page]
         out += ["## Not run", "", about["not_run"], "", *missing, *([""] if missing else [])]

@@ -1,10 +1,11 @@
-"""No verdict rests on a rate that was not searched at its own point, and a search goes on until its best is inside."""
+"""No claim rests on a rate that was not searched at its own point, and a search goes on until its best is inside."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,33 +33,52 @@ def claims(rates: ModuleType) -> ModuleType:
 
 
 SHAPES = (
-    {"left": "a", "right": "b"},
-    {"left": "b:own", "right": "a:start"},
-    {"sum": {"c": 1, "a": -1, "b": 1}},
-    {"spread": ["c", "b", "a"]},
+    {"left": "t__a", "right": "t__b"},
+    {"left": "t__b:own", "right": "t__a:start"},
+    {"sum": {"t__c": 1, "t__a": -1, "t__b": 1}},
+    {"spread": ["t__c", "t__b", "t__a"]},
 )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bound", [{"at_least": 0}, {"at_most": 0}])
 @pytest.mark.parametrize("how", ["borrowed", "by hand", "paper", "", None])
-def test_one_row_without_a_rate_of_its_own_leaves_no_verdict(rates, claims, shape, bound, how) -> None:
+def test_one_row_without_a_rate_of_its_own_makes_no_claim(rates, claims, shape, bound, how) -> None:
     values = {"0": 1.0, "1": 1.1, "2": 0.9}
-    found = {f"{row}{of}": values for row in "abc" for of in ("", ":own", ":start")}
+    found = {f"t__{row}{of}": values for row in "abc" for of in ("", ":own", ":start")}
     fit = [{"how": "tuned", "keys": {RATE: 0.1}}, {"how": "tuned", "keys": {RATE: 0.3}}, {"how": "no rate"}]
     for at in range(2):  # whichever of a and b it is
-        doubts = dict(zip("cab", map(rates.doubt, fit), strict=True))
-        doubts["ab"[at]] = rates.doubt({} if how is None else {"how": how})
+        doubts = {f"t__{row}": rates.doubt(choice) for row, choice in zip("cab", fit, strict=True)}
+        row = f"t__{'ab'[at]}"
+        unfit = {} if how is None else {"how": how, "of": "t__s"}
+        doubts[row] = rates.doubt(unfit)
         claim = {"claim": "c", "checks": [{"what": "w", **shape, **bound}]}
-        line = claims.lines([claim], found, doubts)[-2]
-        why = line.rpartition("| no verdict: rate ")[2]
-        assert why[:-2] in ("borrowed", "set by hand", "not searched, but the paper's", "of unknown origin")
-        assert claims.tally([claim], found, doubts)[0].startswith("Of 1 differences 1 have no verdict (rate")
-        doubts["ab"[at]] = rates.doubt(fit[0])
-        assert "verdict" not in claims.lines([claim], found, doubts)[-2]
-        doubts["ab"[at]] = rates.doubt({"how": "tuned", "keys": {RATE: 0.1}, "edge": [RATE]})
+        assert claims.lines([claim], found, doubts) == []
+        assert claims.verdicts([claim], found, doubts) == []
+        assert claims.left_out([claim], found, doubts) == claim["checks"]
+        assert claims.tally([claim], found, doubts)[0].startswith("Of 1 differences 0 are claims. The others (rate")
+        line = claims.no_claims([claim], found, doubts, {row: unfit})[-1]
+        assert "verdict" not in line
+        assert "holds" not in line
+        assert "| at " not in line
+        said = f"`{'ab'[at]}`"
+        origin = {"borrowed": f"rate borrowed: {said} from `s`", "by hand": f"rate set by hand: {said}"}
+        origin |= {"paper": f"rate not searched, but the paper's: {said}"}
+        assert line.endswith(f"| {origin.get(how, f'rate of unknown origin: {said}')} |")
+        doubts[row] = rates.doubt(fit[0])
+        assert len(claims.verdicts([claim], found, doubts)) == 1
+        assert claims.no_claims([claim], found, doubts, {}) == []
+        doubts[row] = rates.doubt({"how": "tuned", "keys": {RATE: 0.1}, "edge": [RATE]})
         assert claims.lines([claim], found, doubts)[-2].endswith(", at a grid's edge |")
-        assert claims.tally([claim], found, doubts) == ["All 1 differences have a verdict."]
+        assert claims.tally([claim], found, doubts) == ["All 1 differences are claims."]
+
+
+def test_a_comparison_names_its_rows_and_what_of_them(claims: ModuleType) -> None:
+    assert claims._compared({"left": "t__a", "right": "t__b"}) == "`a` less `b`"
+    assert claims._compared({"sum": {"t__a:own": 1, "t__b": -0.5, "t__c": 2}}) == (
+        "`a` (theta_i) less 0.5 `b` plus 2 `c`"
+    )
+    assert claims._compared({"spread": ["t__a", "t__b"]}) == "the largest less the smallest of `a`, `b`"
 
 
 @given(
@@ -151,21 +171,50 @@ def test_where_a_rate_came_from(rates: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_page_has_a_verdict_on_a_borrowed_rate(rates: ModuleType, claims: ModuleType, name: str) -> None:
+def test_no_page_has_a_claim_on_a_borrowed_rate(rates: ModuleType, claims: ModuleType, name: str) -> None:
     page = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
     about = json.loads((ROOT / "reproduce" / name / "tables.json").read_text(encoding="utf-8"))
     written = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
     choices = {f"{t}__{row}": choice for t, part in page.items() for row, choice in part["choices"].items()}
-    without = 0
-    for claim in about["claims"]:
+    fit, unfit = 0, 0
+    for claim in about.get("claims", []):
         for check in claim["checks"]:
             of = [choices.get(row.partition(":")[0]) for row in claims.rows_of(check)]
             if None not in of:
-                without += any(choice["how"] not in ("tuned", "no rate") for choice in of)
-    assert written.count("no verdict: ") == without
+                tuned = all(choice["how"] in ("tuned", "no rate") for choice in of)
+                fit, unfit = fit + tuned, unfit + (not tuned)
+    assert "no verdict:" not in written
+    stated, _, others = written.partition(f"## {claims.NO_CLAIMS}")
+    table = others.partition("| table | rows |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == unfit
+    assert all("rate " in line and "hold" not in line and "open" not in line for line in table)
+    stated = stated.partition("## The claims")[2].partition("\n## ")[0]
+    lines = [line for line in stated.splitlines() if "| at " in line]
+    decided = re.compile(r"(?:[\d)]|\|) (?:holds|does not hold|open|one seed)(?=[:, ])")
+    assert sum(len(decided.findall(line)) for line in lines) == fit
     for table, part in page.items():  # what is called tuned was searched, and the search names the value
         for row, choice in part["choices"].items():
             if choice["how"] == "tuned":
                 said = "; ".join(next(iter(part["rows"][row].values()))["more"])
                 assert all(f"{key.removeprefix('method.')} {v:g} of " in said for key, v in choice["keys"].items()), row
                 assert said.count("the grid's edge") == len(choice.get("edge", ())), f"{table}__{row}"
+
+
+def test_the_index_counts_claims_alone_and_says_how_many_comparisons_are_none(
+    rates: ModuleType, claims: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = (ROOT / "docs" / "results" / "index.md").read_text(encoding="utf-8")
+    run = importlib.import_module("run")
+    for name in PAGES:
+        page = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        about = json.loads((ROOT / "reproduce" / name / "tables.json").read_text(encoding="utf-8"))
+        checks = about.get("claims", []), run.figures(page), run.doubtful(page)
+        row = re.search(rf"^\| \[\w+\]\({name}\.md#the-claims\) \| (.*) \|$", written, re.M)
+        assert (row is None) == (not checks[0])
+        if row:
+            *counts, edges, others = row[1].split(" | ")
+            decided = [check["verdict"] for check in claims.verdicts(*checks)]
+            assert sum(map(int, counts)) == len(decided)
+            assert int(edges) == sum(verdict.endswith(rates.EDGE) for verdict in decided)
+            assert others.partition(" ")[0] == str(len(claims.left_out(*checks)))
+            assert claims.reasons(*checks) in others

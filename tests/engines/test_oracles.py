@@ -410,6 +410,64 @@ def test_scores_have_few_digits_and_nothing_that_no_result_needs(tmp_path):
     assert told["accuracy"] * told["n"] == pytest.approx(round(told["accuracy"] * told["n"]), abs=1e-9)
 
 
+LABELS = {"name": "features", "task": "multi_label"}
+
+
+@pytest.fixture
+def labelled(tmp_path):
+    """A silo whose rows have several labels."""
+    silo = Silo(tmp_path / "north")
+    has = np.random.default_rng(0).integers(0, 2, (60, 3))
+    np.savez(silo.path.parent / "rows.npz", x=silo.x, y=has, classes=np.array(CLASSES))
+    return silo
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (1e5, 0.0), (1e-4, 0.0), (30.0, -1.7)])
+def test_one_answer_on_several_labels_tells_no_feature_of_a_row_to_two_digits(labelled, scale, shift):
+    """The weights of a label pick a feature, so that its logits are values of the rows."""
+    labelled.run(model=LABELS)
+    w = Params({"head.weight": scale * torch.eye(3, 5), "head.bias": torch.full((3,), scale * shift)})
+    told = labelled.send(SCORES, {"w": w, "part": "test"})["body"]
+    (site, *_) = labelled._sites.values()
+    x = np.sort(site.silos.population.data("north").test.tensors["features"].numpy()[:, :3], axis=0)
+    triples = np.reshape(told["ranks"], (-1, 3))
+    for c in range(3):
+        bins, with_label, without = triples[triples[:, 0] // (1 << 16) == c].T
+        logits = np.sinh((bins % (1 << 16) - (1 << 15) + 0.5) / 1600) * 0.01
+        read = np.sort(np.repeat(logits / scale - shift, with_label + without))
+        assert np.abs(read - x[:, c]).max() > 0.01 * np.ptp(x[:, c])
+
+
+def test_an_answer_depends_on_its_question_and_not_on_an_earlier_one(labelled):
+    labelled.run(model={**LABELS, "threshold": "validation"}, data={"path": "server.npz", "val_fraction": 0.2})
+    w = Params({"head.weight": torch.eye(3, 5), "head.bias": torch.zeros(3)})
+    first = labelled.send(SCORES, {"w": w, "part": "val"})
+    for t, threshold in ((1, 0.1), (2, 0.9)):
+        chosen = {"threshold": dict.fromkeys(CLASSES, threshold)}
+        assert labelled.code(SCORES, {"w": w, "part": "test", "chosen": chosen}, t) == ""
+        assert labelled.send(SCORES, {"w": w, "part": "val"}) == first
+    lines = [(line["round"], line["part"]) for line in labelled.ledger(SCORES)]
+    assert lines == [(1, "val"), (1, "test"), (1, "val"), (2, "test"), (1, "val")]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"threshold": {"a": 0.5}},
+        {"threshold": dict.fromkeys(CLASSES, 1.5)},
+        {"threshold": dict.fromkeys((*CLASSES, "d"), 0.5)},
+        {"threshold": dict.fromkeys(CLASSES, 0.5), "name": {}},
+        {"name": {}},
+    ],
+)
+def test_a_question_for_scores_sets_nothing_but_thresholds_of_the_labels(labelled, chosen):
+    labelled.run(model={**LABELS, "threshold": "validation"}, data={"path": "server.npz", "val_fraction": 0.2})
+    w = Params({"head.weight": torch.eye(3, 5), "head.bias": torch.zeros(3)})
+    assert labelled.code(SCORES, {"w": w, "part": "test", "chosen": chosen}) == "E_FIELD"
+    (site, *_) = labelled._sites.values()
+    assert site.silos.population.client_model.task.threshold == "validation"
+
+
 def test_scores_that_go_along_with_an_update_have_few_digits_too(tmp_path):
     silo = Silo(tmp_path / "north")
     late = {"engine": "deployment", "asynchronous": {"buffer": 1}, "local_scores": True}

@@ -46,6 +46,7 @@ from fedfm.runtime.progress import Progress
 from fedfm.runtime.trackers import tracker
 from fedfm.sites import ledger as silo_ledger
 from fedfm.sites.silo_config import Silo
+from fedfm.tasks import _label_scores
 from fedfm.version import __version__
 from small import experiment
 
@@ -228,11 +229,19 @@ OF_A_SIZE = {
     "what is finite": lambda n: nonfinite([{"a": 1.0}] * n),
     "what is not": lambda n: texts.finite([{"a": float("nan")}] * n),
     "excluded": lambda n: reasons.reasons([Excluded(1, f"c{i}", E_TIMEOUT, "no reply") for i in range(n)]),
+    "counts of many labels": lambda n: _label_scores.scores(_counts_of_labels(n)),
     "figures": lambda n: tracker.figures({"round": 1, "a": {f"c{i}": 1.0 for i in range(n)}}),
     "spans": lambda n: logs._spans(list(range(0, 2 * n, 2))),
     "many keys": lambda n: text.toml({f"k{i}": i for i in range(n)}),
     "many tables": lambda n: text.toml({f"k{i}": {"a": 1} for i in range(n)}),
 }
+
+
+def _counts_of_labels(n):
+    """Of two rows with n labels; each label has its counts in two bins."""
+    ranks = [number for c in range(n) for number in ((2 * c) << 15, 1, 0, (2 * c + 1) << 15, 0, 1)]
+    counts = dict.fromkeys(("positives", "predicted_positives", "true_positives"), [1] * n)
+    return {"rows": 2, "ranks": ranks, **counts}
 
 
 def _zeros():

@@ -23,6 +23,9 @@ LIES = {
     "less than no rows": {"n": -12, "accuracy": 1.0, "loss": 0.1},
     "no number": {"n": 12, "accuracy": 1.0, "loss": math.nan},
     "a list": {"n": 12, "accuracy": [1.0], "loss": 0.1},
+    "more than all": {"n": 12, "accuracy": 1.5, "loss": 0.1},
+    "less than none": {"n": 12, "accuracy": -1e300, "loss": 0.1},
+    "rows without end": {"n": 1e300, "accuracy": 1.0, "loss": 0.1},
 }
 
 
@@ -66,3 +69,15 @@ def test_who_cannot_score_what_it_was_sent_trains_and_is_named(tmp_path, monkeyp
     ]
     assert all("ZeroDivisionError" in tracebacks[client] for client in fed.cohort)
     assert fed.excluded == []
+
+
+@pytest.mark.parametrize("told", [{"n": 12.0, "accuracy": 1e300}, {"n": -1.0, "accuracy": 1.0}, {"accuracy": 1.0}])
+def test_scores_that_come_with_an_update_are_checked_as_well(tmp_path, told):
+    found = Experiment.from_dict(small.experiment(tmp_path))
+    model = populate(found).model
+    fed = SimpleNamespace(model=model, memory={}, clients=("a", "b"), began={"a": 1, "b": 1}, round=1)
+    right = {f"sent/test/{key}": value for key, value in {"n": 12.0, "accuracy": 0.5, "loss": 1.0}.items()}
+    fed.client_metrics = {"a": {f"sent/test/{key}": value for key, value in told.items()}, "b": right}
+    newest = async_scores.Newest(fed, 1, 2)
+    newest.hear()
+    assert newest.of("test") == {"a": {}, "b": {"n": 12.0, "accuracy": 0.5, "loss": 1.0}}

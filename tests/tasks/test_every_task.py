@@ -18,17 +18,19 @@ import tiny_text
 from fedfm.api.execute import run
 from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
+from fedfm.audits import fedbip_view
 from fedfm.core import tasks
 from fedfm.core.fields import bounds_of, key_of, settings_of, types_of
 from fedfm.core.row_kinds import SHARED
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.errors import InputError
+from fedfm.errors import ClientFault, InputError
 from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
 from fedfm.runtime.coarse_scores import coarse
+from fedfm.runtime.evaluation import check_scores
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
 
@@ -139,10 +141,65 @@ def test_figures_over_clients_are_those_of_their_rows(ready, data):
         assert joined["balanced_accuracy"] is None  # it needs counts by class, which none tells
         assert joined["macro_f1"] is None or joined["macro_f1"] == pytest.approx(whole["macro_f1"])
     of_silos = task.join_scores([coarse(found, task) for found in scores])  # with few digits
-    for name in ("accuracy", "loss", "perplexity", *(set(task.figures) - set(task.lists))):
+    from_bins = {"auroc", "average_precision"}  # a silo tells few bins of its rows, see test_multi_label
+    for name in ("accuracy", "loss", "perplexity", *(set(task.figures) - set(task.lists) - from_bins)):
         assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-3, abs=1e-3)), name
     in_pairs = [task.join_scores(scores[:2]), task.join_scores(scores[2:])]  # what is joined may be joined again
     assert task.join_scores(in_pairs)["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+WRONG = (0, -1, 1e300, -1e300, 0.5, None, [], [None], [1e300] * 3, [-5, -5, -5], [0, 1] * 7, [2**62, 1, 1], 2**63)
+WRONG_ENTRIES = (0, -1, 1e300, None, 2**62, -(2**62), 0.5)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_scores_that_a_client_made_up_are_refused_or_give_scores(ready, data):
+    """Whatever a client tells, no joined score is impossible, and nothing ends the run of the others."""
+    task, _, model, made = ready
+    honest = coarse(model.evaluate(made), task)
+    for right in (honest, model.evaluate(made), model.evaluate(made.take([]))):
+        check_scores(right, task, model.classes)
+    false = dict(honest)
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(sorted(false)))
+        value = false[name]
+        how = data.draw(st.sampled_from(["another", "shorter", "longer", "entry"]))
+        if how == "another" or not isinstance(value, list) or not value:
+            false[name] = data.draw(st.sampled_from(WRONG))
+        elif how == "entry":
+            at, entry = data.draw(st.integers(0, len(value) - 1)), data.draw(st.sampled_from(WRONG_ENTRIES))
+            false[name] = [*value[:at], entry, *value[at + 1 :]]
+        else:
+            false[name] = value[:-1] if how == "shorter" else [*value, data.draw(st.sampled_from(WRONG_ENTRIES))]
+    try:
+        check_scores(false, task, model.classes)
+    except ClientFault:
+        return
+    for parts in ([false], [honest, false], [false, honest, false]):
+        joined = task.join_scores(parts)
+        json.dumps(joined, allow_nan=False)
+        for name in ("accuracy", "macro_f1", *task.drawn):
+            assert joined.get(name) is None or -1e-9 <= joined[name] <= 1.001, name
+        for chosen in task.choose(joined, model.classes).values():
+            assert set(chosen) == set(model.classes)
+            assert all(0 <= p <= 1 for p in chosen.values())
+
+
+def test_a_server_can_set_no_key_of_a_task_by_a_question_for_scores(ready):
+    task, _, model, _ = ready
+    for chosen in ({"threshold": {"a": 0.5}}, {"name": {}}, {"target_means": {}}, {"beta": {"x": 1.0}}):
+        with pytest.raises(ClientFault, match="chosen"):
+            task.with_chosen(chosen, model.classes)
+    assert task.with_chosen({}, model.classes) == task
+
+
+def test_what_an_audit_compares_of_a_row_is_its_loss(ready):
+    _, _, model, made = ready
+    rows = made.take(range(min(5, len(made))))
+    found = fedbip_view.row_losses(model, rows)
+    alone = [float(model.loss(rows.batch([i]))) for i in range(len(rows))]
+    assert found.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
 def test_scores_of_no_rows_are_none(ready):

@@ -23,7 +23,6 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
-from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
@@ -121,16 +120,12 @@ def row_losses(model: Model, rows: Rows) -> Array:
     if rows.labels is not None and not model.is_language_model:
         return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
     found = []
-    if model.task.loss_is_opaque:  # the user's loss only returns the mean over a batch
-        with torch.no_grad(), model.evaluating():
-            return np.array([float(model.loss(batch)) for batch in rows.batches(1)], dtype=np.float64)
     with torch.no_grad(), model.evaluating():
-        for batch in rows.batches(64):
-            logits, targets = model.flat(model.logits(batch), batch)
-            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double()
-            n = len(batch["input_ids"])
-            loss, counts = loss.view(n, -1), (targets != IGNORE).view(n, -1)
-            found.append((loss.sum(1) / counts.sum(1).clamp_min(1)).cpu())
+        if model.task.loss_is_opaque:  # the user's loss only returns the mean over a batch
+            return np.array([float(model.loss(batch)) for batch in rows.batches(1)], dtype=np.float64)
+        for batch in (rows.to_padded() if rows.tokens is not None else rows).batches(64):
+            sums, counts = model.task.row_losses(model, batch)
+            found.append((sums.double() / counts.clamp_min(1).to(sums.device)).cpu())
     return torch.cat(found).numpy() if found else np.zeros(0)
 
 

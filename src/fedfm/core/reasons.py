@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from fedfm.core.messages import Excluded
 from fedfm.errors import E_DIED, E_EXCEPTION, E_NONFINITE, E_NORM, E_REFUSED, E_TIMEOUT
 
+_NAMED = 3  # clients of a code
 _HELP = {
     E_TIMEOUT: "a larger run.timeout waits longer",
     E_REFUSED: "the silo decides; ask its operator, or change the experiment's requests",
@@ -17,7 +17,8 @@ _HELP = {
 
 
 def reasons(excluded: Sequence[Excluded], diverged: str = "") -> str:
-    """Suffix for a message: the most frequent reason with an example, and what helps; empty if there is no reason.
+    """Suffix for a message: the most frequent reason with an example and what helps, then the other
+    clients by name, with their codes; empty if there is no reason.
 
     Args:
         diverged: what helps if training diverged; it depends on the method.
@@ -28,10 +29,15 @@ def reasons(excluded: Sequence[Excluded], diverged: str = "") -> str:
     """
     if not excluded:
         return ""
-    ((code, _),) = Counter(e.code for e in excluded).most_common(1)
-    of = [e for e in excluded if e.code == code]
-    named = ", ".join(e.client for e in of[:3]) + (f" and {len(of) - 3} more" if len(of) > 3 else "")
-    others = len(excluded) - len(of)
-    more = f"; {others} for other reasons" if others else ""
+    by_code: dict[str, list[Excluded]] = {}
+    for one in excluded:
+        by_code.setdefault(one.code, []).append(one)
+    (code, of), *others = sorted(by_code.items(), key=lambda item: -len(item[1]))
     help_ = diverged if code in (E_NONFINITE, E_NORM) else _HELP.get(code, "")
-    return f": {named}: {code}: {of[0].reason}{f' ({help_})' if help_ else ''}{more}"
+    more = "".join(f"; {_names(some)}: {other}" for other, some in others)
+    return f": {_names(of)}: {code}: {of[0].reason}{f' ({help_})' if help_ else ''}{more}"
+
+
+def _names(excluded: Sequence[Excluded]) -> str:
+    more = f" and {len(excluded) - _NAMED} more" if len(excluded) > _NAMED else ""
+    return ", ".join(one.client for one in excluded[:_NAMED]) + more

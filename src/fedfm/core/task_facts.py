@@ -72,6 +72,9 @@ class TaskFacts(Protocol):
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
 
+    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A silo's scores and sums, with no more detail in lists than the pooled scores need."""
+
     @property
     def classifies_by_head(self) -> bool:
         """Whether the task is plain classification."""

@@ -90,6 +90,15 @@ class ModelTask(RowTask, Protocol):
     def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
         """Values of the task's keys that follow from scores on validation rows."""
 
+    def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
+        """The task with values that a server chose and sent; raises a ClientFault for other values."""
+
+    def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
+        """Check that scores and sums that a client sent can be those of some rows; raises a ClientFault."""
+
+    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A silo's scores and sums, with no more detail in lists than the pooled scores need."""
+
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
         """Lines for the user about a run's figures, after the run."""
 

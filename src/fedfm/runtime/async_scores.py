@@ -14,6 +14,7 @@ from fedfm.core.client import Client, ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import SENT
+from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.runtime.predictions import PARTS, scores, seen_by
 
@@ -87,11 +88,19 @@ class Newest:
                 part, _, key = name.removeprefix(SENT).partition("/")
                 if name.startswith(SENT) and part in PARTS and key:
                     told.setdefault(part, {})[key] = value
-            told = {part: found for part, found in told.items() if found.get("n", -1.0) >= 0}  # honest clients report n
+            told = {part: found for part, found in told.items() if self._possible(found)}
             if told:
                 known[client] = {"round": self._fed.began[client] - 1, **told}
         self._fed.memory[_NEWEST] = known
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
+
+    def _possible(self, found: Mapping[str, Any]) -> bool:
+        """Whether these can be scores of rows. Honest clients report n, and other scores are as if they had none."""
+        try:
+            self._fed.model.task.check_told(found, self._fed.model.classes)
+        except ClientFault:
+            return False
+        return "n" in found
 
     def rounds(self) -> dict[ClientId, int]:
         """Return for each client the round of the model that it scored; clients with outdated scores are absent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from fedfm.core import tasks
 
@@ -18,30 +18,21 @@ if TYPE_CHECKING:
 DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest number of decimal places, largest magnitude
 
 
-@runtime_checkable
-class HasCoarseScores(Protocol):
-    """A task with sums that need another rounding."""
-
-    def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The scores and sums with this rounding."""
-
-
 def coarse(found: Mapping[str, Any], task: TaskFacts) -> dict[str, Any]:
     """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
 
-    Scores and sums that the task does not have are left out.
+    Scores and sums that the task does not have are left out; the task decides how much detail its lists keep.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5}, tasks.default())
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
-    if isinstance(task, HasCoarseScores):
-        found = task.coarse_scores(found)
     told = {key: _round(found[key]) for key in ("accuracy", "loss", *task.figures) if key in found}
     told |= {key: _round(found[key]) for key in tasks.sums_to_tell(task) if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]
-    return ({"n": found["n"]} if "n" in found else {}) | told
+    told = ({"n": found["n"]} if "n" in found else {}) | told
+    return {**task.coarsen(told)}
 
 
 def _round(value: Any) -> Any:

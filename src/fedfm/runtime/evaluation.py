@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, MACRO_F1, PERPLEXITY
 from fedfm.core.rows import Rows
-from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
+from fedfm.errors import E_EXCEPTION, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import metrics
 from fedfm.runtime.judge import CLASS_COUNTS, CONFUSION
@@ -48,13 +48,13 @@ class Evaluation:
         Args:
             chosen: values that the server chose for the task's keys from validation scores; by key, then by class.
         """
-        client = seen_by(self.method, client)
-        if chosen:
-            client.model.task = replace(client.model.task, **chosen)
+        client = _with_chosen(seen_by(self.method, client), chosen)
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
     @on_client(kind="scores")
-    def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
+    def evaluate_start(
+        self, client: Client, w: Params, part: str, chosen: dict[str, dict[str, float]] | None = None
+    ) -> dict[str, Any]:
         """Score the model from which the client's last local training started, in the same way as :meth:`evaluate`."""
         method: object = self.method
         if not has(method, Personal, "start_models"):
@@ -62,7 +62,7 @@ class Evaluation:
                 E_REFUSED, "this method's clients score one model; their local training starts from that same model"
             )
         start = method.start_of(client, w)
-        return scores(self.method, client.model, start, _rows(client, part))
+        return scores(self.method, _with_chosen(client, chosen).model, start, _rows(client, part))
 
     @on_client(kind="reveal")
     def reveal(self, client: Client, w: Params) -> Params:
@@ -70,16 +70,24 @@ class Evaluation:
         return own(self.method, client, w)
 
 
-def check_scores(found: Mapping[str, Any], task: ModelTask) -> None:
+def _with_chosen(client: Client, chosen: Mapping[str, Mapping[str, float]] | None) -> Client:
+    """Set the task's keys to the values of this question, so that no answer depends on an earlier question."""
+    model = client.model
+    model.task = model.task.of(model.spec).with_chosen(chosen or {}, model.classes)
+    return client
+
+
+def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[str]) -> None:
     """Check that a client's scores can be averaged: the common ones, and the scores and sums of the task.
 
     Raises:
-        ClientFault: with E_FIELD if n or a score is not a number; with E_NONFINITE if a score is NaN or infinite.
+        ClientFault: with E_FIELD if a value is no number or cannot be that of rows; with E_NONFINITE if a score is NaN
+            or infinite.
     """
-    if conform(found.get("n"), float, "n") < 0:
-        raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
+    conform(found.get("n"), float, "n")
     for key in ("accuracy", "loss", *task.figures, *task.sums):
         conform(found.get(key), list[float | None] | None if key in task.lists else float | None, key)
+    task.check_told(found, classes)
 
 
 def _rows(client: Client, part: str) -> Rows:
@@ -253,14 +261,9 @@ class Evaluator:
             return self._newest.of(part)
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
-        more = {"chosen": self.chosen} if self.chosen and part == "test" and handler is None else {}
-        replies = self._aside(
-            handler or self._clients.evaluate,
-            check=partial(check_scores, task=self._task),
-            w=payload,
-            part=part,
-            **more,
-        )
+        more = {"chosen": self.chosen} if self.chosen and part == "test" else {}
+        check = partial(check_scores, task=self._task, classes=self._fed.model.classes)
+        replies = self._aside(handler or self._clients.evaluate, check=check, w=payload, part=part, **more)
         if self._newest is not None and self._fed.round == 0:
             self._newest.begin(part, replies)
         return {client: replies.get(client, {}) for client in self._fed.clients}

@@ -3,13 +3,14 @@
 AUROC and average precision need the order of the rows by their logits. A sum stores it as counts: for each label and
 each logit, how many rows have the label and how many do not. Counts of several clients can be added.
 
-In one process the logits are exact (float32), and so are the scores. At a silo, rows with neighbouring logits share
-their mean logit before the counts leave it, see :func:`coarse_ranks`.
+In one process the logits are exact (float32), and so are the scores. A silo tells its counts in at most 34 bins a label.
+The server chooses the weights, so logits can be values of the rows; exact logits would tell a feature of each row.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedfm.errors import E_FIELD, ClientFault
+
 Array = np.ndarray
 Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place: label and logit
 
 _KEYS = 1 << 32  # number of float32 values: a label has the places label * _KEYS to (label + 1) * _KEYS - 1
 _EXACT = 1 << 16  # rows up to which logits are exact; those of more rows are rounded, so that the counts stay short
 _FINE, _STEPS = 0.01, 1600  # of more rows: z is in bin floor(1600 asinh(z / 0.01)), 0.06 % of a logit wide
-GROUP, _SHARE = 3, 0.05  # least size of a silo's groups; their size as a share of the rows beyond them
-_DIGITS = 4  # of a group's mean logit
+_TOLD, _TAIL = 24, 4  # most bins that a silo tells of 90 % of a label's rows, and of those beyond on either side
+_DIGITS = 64  # most bins that it tells up to the largest of these logits
 
 
 def rank_counts(logits: Array, targets: Array) -> Ranks:
@@ -43,38 +46,33 @@ def _rounded(z: Array) -> Array:
 
 
 def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
-    """The counts as a silo sends them: for each label, rows with neighbouring logits share their mean logit.
+    """The counts as a silo tells them: a label's logits in at most 34 bins, whose rows are spread evenly over them.
 
-    A group has at least :data:`GROUP` rows, and one twentieth of the rows between it and the nearer end, so that the
-    groups are small where a rare label is. Fewer rows than two groups are one group. Equal logits are in one group.
+    The width of a label's bins is a power of two: 1/24 to 1/12 of the range of the middle 90 % of its rows, and not
+    below 1/64 of the largest logit of these. The rows beyond are in four more bins on either side.
     """
-    found = []
-    for c, (z, with_label, without) in enumerate(_by_label(ranks, labels)):
-        rows = np.cumsum(with_label + without)
-        ends = np.array(_ends(rows), np.int64)
-        starts = np.append(0, ends[:-1])[: len(ends)]
-        count, positive, negative, total = (
-            np.add.reduceat(values, starts) if len(ends) else values[:0]
-            for values in (with_label + without, with_label, without, z * (with_label + without))
-        )
-        means = np.array([float(f"{mean:.{_DIGITS}g}") for mean in (total / count).tolist()])
-        found.append(np.stack([c * _KEYS + _keys(means), positive, negative]))
-    return _count_by_bin(*np.concatenate(found, axis=1)) if found else []
+    triples = np.zeros((0, 3), np.int64)
+    for c, (logits, with_label, without) in enumerate(_by_label(ranks, labels)):
+        if not len(logits):
+            continue
+        share = np.cumsum(with_label + without) / (with_label + without).sum()
+        low, high = logits[np.searchsorted(share, (0.05, 0.95))]
+        size = max((high - low) / _TOLD, max(abs(low), abs(high)) / _DIGITS, 1e-30)
+        width = 2.0 ** math.ceil(math.log2(size))
+        told = np.floor(logits / width).clip(low // width - _TAIL, high // width + _TAIL)
+        parts = [_spread(told, counts, width) for counts in (with_label, without)]
+        place = c * _KEYS + _keys(np.concatenate(parts))
+        has = np.arange(len(place)) < len(parts[0])
+        triples = np.concatenate([triples, np.stack([place, has, ~has], axis=1).astype(np.int64)])
+    return _count_by_bin(*triples.T)
 
 
-def _ends(rows: Array) -> list[int]:
-    """Where the groups of a label end, as indexes into its logits; ``rows`` counts the rows up to each logit."""
-    n = int(rows[-1]) if len(rows) else 0
-    cuts, at = list[int](), 0
-    while (at := at + max(GROUP, int(_SHARE * at))) <= n // 2:
-        cuts.append(at)
-    ends, before = list[int](), 0
-    for cut in (*cuts, *(n - cut for cut in reversed(cuts))):
-        end = int(np.searchsorted(rows, cut)) + 1
-        if rows[end - 1] - before >= GROUP and n - rows[end - 1] >= GROUP:
-            ends.append(end)
-            before = int(rows[end - 1])
-    return [*ends, len(rows)] if n else []
+def _spread(bins: Array, counts: Array, width: float) -> Array:
+    """As many logits as rows: those of each bin at equal distances in it."""
+    each, of = np.unique(bins, return_inverse=True)
+    rows = np.bincount(of, counts, len(each)).astype(np.int64)
+    nth = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+    return (np.repeat(each, rows) + (nth + 0.5) / np.repeat(rows, rows)) * width
 
 
 def _keys(z: Array) -> Array:
@@ -89,6 +87,41 @@ def _values(keys: Array) -> Array:
     bits = keys - (_KEYS >> 1)
     found = np.where(bits < 0, (-1 - bits) | -(1 << 31), bits).astype(np.int32).view(np.float32)
     return np.nan_to_num(found.astype(np.float64))
+
+
+def check_counts(told: Mapping[str, Any], labels: int) -> None:
+    """Check that counts by label and bin that a client sent can be those of its rows.
+
+    Raises:
+        ClientFault: with E_FIELD if not.
+    """
+    n, names = told.get("n", 0), ("positives", "predicted_positives", "true_positives")
+    counts = [told.get(name) for name in names]
+    if any(of is not None and not _whole(of) for of in (*counts, told.get("ranks"))):
+        raise ClientFault(E_FIELD, "counts by label: expected whole numbers that are not negative")
+    positives, found, right = counts
+    for name, of in zip(names[:2], (positives, found), strict=True):
+        if of is not None and max(of, default=0) > n:
+            raise ClientFault(E_FIELD, f"{name}: {max(of):g} of {n:g} rows")
+        if of is not None and right is not None and any(map(operator.gt, right, of)):
+            raise ClientFault(E_FIELD, f"true_positives: more than {name}")
+    if (ranks := told.get("ranks")) is None:
+        return
+    if (
+        len(ranks) % 3
+        or max(ranks[::3], default=0) >= _KEYS * labels
+        or any(map(operator.ge, ranks[:-3:3], ranks[3::3]))
+    ):
+        raise ClientFault(E_FIELD, "ranks: expected triples of ascending bins of the labels")
+    rows = [(int(a.sum()), int(b.sum())) for _, a, b in _by_label(ranks, labels)]
+    expected = [(int(c), int(n - c)) for c in positives or (a for a, _ in rows)]
+    if rows != expected:
+        raise ClientFault(E_FIELD, "ranks: the counts of a label do not add up to its rows")
+
+
+def _whole(values: Sequence[float | None]) -> bool:
+    """Whether all are whole numbers that are not negative, and exact as floats."""
+    return all(value is not None and 0 <= value <= 2**53 and value == int(value) for value in values)
 
 
 def add_ranks(parts: Sequence[Sequence[float] | None]) -> Ranks | None:
@@ -113,8 +146,9 @@ def _triples(ranks: Sequence[float]) -> Array:
 def _by_label(ranks: Sequence[float], labels: int) -> list[tuple[Array, Array, Array]]:
     """Return for each label (logits, rows with the label, rows without it), by ascending logit."""
     place, with_label, without = _triples(ranks).T
-    label, z = place // _KEYS, _values(place % _KEYS)
-    return [(z[label == c], with_label[label == c], without[label == c]) for c in range(labels)]
+    ends = np.searchsorted(place, np.arange(1, labels) * _KEYS)  # the places ascend
+    parts = (np.split(of, ends) for of in (_values(place % _KEYS), with_label, without))
+    return [*zip(*parts, strict=True)]
 
 
 def auroc(with_label: Array, without: Array) -> float | None:
@@ -193,12 +227,12 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def coarse_scores(found: Mapping[str, Any]) -> dict[str, Any]:
+def coarse_scores(told: Mapping[str, Any]) -> Mapping[str, Any]:
     """A silo's scores and sums with :func:`coarse_ranks`; all scores follow from the sums that are sent."""
-    if found.get("ranks") is None:
-        return dict(found)
-    ranks = coarse_ranks(found["ranks"], len(found["positives"]))
-    return {**found, "ranks": ranks, **scores({**found, "rows": found["n"], "ranks": ranks})}
+    if not told.get("ranks") or not told.get("positives"):
+        return told
+    ranks = coarse_ranks(told["ranks"], len(told["positives"]))
+    return {**told, "ranks": ranks, **scores({**told, "rows": told["n"], "ranks": ranks})}
 
 
 def _numbers(value: Any) -> list[float]:
@@ -264,3 +298,15 @@ def answer(logits: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
         "labels": [[name for name, p in row.items() if p >= thresholds[name]] for row in shares],
         "probabilities": [{name: round(p, 6) for name, p in row.items()} for row in shares],
     }
+
+
+def checked(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
+    """The thresholds of a server's choice.
+
+    Raises:
+        ClientFault: with E_FIELD if it is no threshold from 0 to 1 for each label.
+    """
+    found = chosen.get("threshold", {})
+    if set(chosen) != {"threshold"} or set(found) != set(classes) or not all(0 <= p <= 1 for p in found.values()):
+        raise ClientFault(E_FIELD, "chosen: expected a threshold from 0 to 1 for each label, and nothing else")
+    return {name: found[name] for name in classes}

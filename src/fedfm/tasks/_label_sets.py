@@ -29,6 +29,8 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
         InputError: a cell is neither a list of names nor a text, a cell names a label twice, or no row has a label.
     """
     name, separator = spec.label, spec.column("label_separator")
+    if not separator:
+        raise InputError('data.label_separator = "": expected the text between two labels', key="data.label_separator")
     cells = [_plain(value) for value in column(sheet.columns, name, "data.label", source)]
     known = names_of(sheet.names[name], source) if name in sheet.names else None
     if (marks := _marks(cells, known)) is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fedfm.models.trained import Trained
 
 ONE = "value"  # name of the target if there is only one; its column may have another name at each silo
-_MOMENTS = 9
+MOMENTS = 9
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _LARGEST = 1e30  # squares of float32 values above it overflow
@@ -236,8 +236,8 @@ def scores(n: float, moments: Any, scales: Sequence[float]) -> dict[str, Any]:
     The standard errors are those of means over independent rows. The delta method, which is the infinitesimal jackknife
     over rows, gives the standard error of R^2.
     """
-    known = moments if isinstance(moments, list) and moments and len(moments) % _MOMENTS == 0 else [math.nan] * _MOMENTS
-    sums = np.array([math.nan if value is None else value for value in known], np.float64).reshape(_MOMENTS, -1)
+    known = moments if isinstance(moments, list) and moments and len(moments) % MOMENTS == 0 else [math.nan] * MOMENTS
+    sums = np.array([math.nan if value is None else value for value in known], np.float64).reshape(MOMENTS, -1)
     s = np.array(scales) if len(scales) == sums.shape[1] else np.ones(sums.shape[1])
     a, u, z, zz, uu, uz, uzz, z3, z4 = sums  # each (T,)
     with np.errstate(all="ignore"):

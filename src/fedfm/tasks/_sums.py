@@ -24,11 +24,13 @@ def add(parts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, A
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """The sum of numbers, or of lists entry by entry; NaN if the values differ in form."""
+    """The sum of numbers, or of lists entry by entry; NaN for an unknown entry, or if the values differ in form."""
     if not any(isinstance(value, list) for value in values):
         return sum(values)
     sizes = {len(value) if isinstance(value, list) else -1 for value in values}
-    return math.nan if len(sizes) > 1 else [sum(entries) for entries in zip(*values, strict=True)]
+    if len(sizes) > 1:
+        return math.nan
+    return [math.nan if None in entries else sum(entries) for entries in zip(*values, strict=True)]
 
 
 def numbers(sums: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import setting
 from fedfm.tasks._own_targets import OwnTargetsTask
@@ -85,6 +85,27 @@ class MultiLabel(OwnTargetsTask):
 
         return _label_scores.choose(scores.get("ranks"), classes) if self.needs_validation else {}
 
+    def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
+        if not chosen or not self.needs_validation:
+            return super().with_chosen(chosen, classes)
+        from fedfm.tasks import _label_scores
+
+        return replace(self, threshold=_label_scores.checked(chosen, classes))
+
+    def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
+        return {name: size for name, size in super().list_sizes(classes).items() if name != "ranks"}
+
+    def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
+        from fedfm.tasks import _label_scores
+
+        _label_scores.check_counts(told, len(classes))
+        super().check_told(told, classes)
+
+    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        from fedfm.tasks import _label_scores
+
+        return _label_scores.coarse_scores(told)
+
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
         from fedfm.tasks import _label_scores
 
@@ -95,12 +116,6 @@ class MultiLabel(OwnTargetsTask):
 
         plain = super().add_sums([{**part, "ranks": 0} for part in parts])
         return {**plain, "ranks": _label_scores.add_ranks([part.get("ranks") for part in parts])}
-
-    def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Scores and sums in the form in which they may leave a silo."""
-        from fedfm.tasks import _label_scores
-
-        return _label_scores.coarse_scores(found)
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _label_scores

@@ -106,6 +106,11 @@ class Regression(OwnTargetsTask):
         said = logits.double()
         return {**_numbers.count(said, targets), "calibration": _calibration.count(said, targets)}
 
+    def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
+        from fedfm.tasks import _numbers
+
+        return {**super().list_sizes(classes), "moments": _numbers.MOMENTS * len(classes)}
+
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
 

@@ -16,6 +16,7 @@ from fedfm.core.fields import key_of
 from fedfm.core.row_kinds import Column as Column
 from fedfm.core.row_kinds import Reading as Reading
 from fedfm.core.row_kinds import RowKind as RowKind
+from fedfm.errors import E_FIELD, ClientFault
 from fedfm.models.trained import Scores as Scores
 from fedfm.models.trained import Trained as Trained
 from fedfm.tasks._sums import Sums as Sums
@@ -407,6 +408,35 @@ class Task:
         """The sums of all parts together; NaN for a sum that a part lacks."""
         return add(parts, self.sums)
 
+    def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
+        """For each of :attr:`lists` with a fixed number of entries, this number."""
+        return dict.fromkeys(self.lists, len(classes))
+
+    def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
+        """Check that scores and sums that a client sent can be those of some rows. Their types are right already.
+
+        Raises:
+            ClientFault: with E_FIELD if a list has another number of entries, a sum is negative, or a share is not from
+                0 to 1.
+        """
+        from fedfm.tasks import _told_scores
+
+        _told_scores.check(self, told, classes)
+
+    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The scores and sums of a silo, with no more detail in its lists than the pooled scores need."""
+        return told
+
+    def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
+        """The task with values that a server chose by :meth:`choose`, and that came in a message.
+
+        Raises:
+            ClientFault: with E_FIELD if they are no values that it chooses.
+        """
+        if chosen:
+            raise ClientFault(E_FIELD, f'chosen: the task "{self}" of this run chooses no key by validation rows')
+        return self
+
     def choose(self, scores: Mapping[str, Any], classes: tuple[str, ...]) -> Mapping[str, Any]:
         """Values of the task's keys that follow from scores and sums on the validation rows of all clients.
 
@@ -423,7 +453,7 @@ class Task:
         if not n or all(value is None for value in means.values()):
             return scores
         made = {self.row_means[key]: None if value is None else n * value for key, value in means.items()}
-        return {"rows": n, **made, **scores}
+        return {"rows": n, **finite(made), **scores}
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:
         """The scores computed from these sums; None for a score that is unknown or not finite."""
