@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fedfm.core import tasks
-from fedfm.core.metric_names import LOCAL_LOSS, PERPLEXITY, SHARES
+from fedfm.core.metric_names import LOCAL_LOSS, METRICS, PERPLEXITY, SHARES
 from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
 MOST = 100  # largest number of metrics of one update
@@ -22,14 +22,14 @@ PASSES = "passes_beside"  # number of forward passes over the client's rows, wit
 # A client's "loss" is written there as "train_loss".
 # fmt: off
 SERVERS = frozenset({
-    *SHARES, PERPLEXITY, LOCAL_LOSS, *tasks.figures(), *(f"local_{name}" for name in tasks.figures()),
-    "attack_success", "attackers", "bytes_down", "bytes_up", "class_counts",
-    "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
-    "client_loss", "client_scored_round", "client_val_loss", "client_val_rows", "clock", "cohort", "confusion",
-    "details", "engine", "epsilon", "excluded",
-    "largest_staleness", "method", "params_sha256", "round", "rounds",
-    "run", "seconds", "seed", "server_accuracy", "server_client_accuracy", "server_client_loss", "server_loss",
-    "server_sha256", "staleness", "synchronous_clock", "train_loss", "transport", "val_loss", "warnings",
+    *SHARES, PERPLEXITY, LOCAL_LOSS, METRICS, f"client_{METRICS}", f"local_{METRICS}",
+    *tasks.figures(), *(f"local_{name}" for name in tasks.figures()),
+    "attack_success", "attackers", "bytes_down", "bytes_up", "class_counts", "client_accuracy",
+    "client_accuracy_before_aggregation", "client_loss_before_aggregation", "client_loss", "client_scored_round",
+    "client_val_loss", "client_val_rows", "clock", "cohort", "confusion", "details", "engine", "epsilon", "excluded",
+    "largest_staleness", "method", "params_sha256", "round", "rounds", "run", "seconds", "seed", "server_accuracy",
+    "server_client_accuracy", "server_client_loss", "server_loss", "server_sha256", "staleness", "synchronous_clock",
+    "train_loss", "transport", "val_loss", "warnings",
 })
 # fmt: on
 

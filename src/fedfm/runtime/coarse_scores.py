@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedfm.core import tasks
+from fedfm.core.metric_names import METRICS
 
-_FIGURES = tasks.figures()  # names of scores that only some tasks have
+_FIGURES = (METRICS, *tasks.figures())  # names of scores that only some tasks have
 _SUMS = tasks.sums_to_tell()  # sums that a silo reports if its task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest number of decimal places, largest magnitude
 
@@ -35,6 +36,8 @@ def _round(value: Any) -> Any:
     """Round to :data:`DIGITS` significant digits and :data:`PLACES` decimal places, and limit to :data:`MOST`."""
     if isinstance(value, list):
         return [_round(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _round(entry) for name, entry in value.items()}
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(float(f"{min(max(value, -MOST), MOST):.{DIGITS - 1}e}"), PLACES)

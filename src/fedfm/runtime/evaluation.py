@@ -16,7 +16,7 @@ from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
-from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, MACRO_F1, PERPLEXITY
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, MACRO_F1, METRICS, PERPLEXITY
 from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
@@ -79,9 +79,9 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
-    lists = tasks.lists()
-    for key in ("accuracy", "loss", *tasks.figures(), *tasks.sums()):
-        conform(found.get(key), list[float | None] | None if key in lists else float | None, key)
+    kinds: dict[str, Any] = {**dict.fromkeys(tasks.lists(), list[float | None]), METRICS: dict[str, float | None]}
+    for key in ("accuracy", "loss", METRICS, *tasks.figures(), *tasks.sums()):
+        conform(found.get(key), kinds.get(key, float) | None, key)
 
 
 def _rows(client: Client, part: str) -> Rows:
@@ -168,9 +168,11 @@ class Evaluator:
         if local is None and loss is not None:  # a client of a language model has no metric but the loss
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
-        for key in tasks.figures():
+        for key in (METRICS, *tasks.figures()):
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
+        if f"local_{METRICS}" in line:
+            line[f"client_{METRICS}"] = {c: m[METRICS] for c, m in tested.items() if METRICS in m}
         if self._validates:
             validated = validated or self._validation_scores(by_client)
             line["val_loss"] = self._pooled_scores(validated.values())["loss"]
@@ -179,7 +181,7 @@ class Evaluator:
                 line["client_val_rows"] = {c: m["n"] for c, m in validated.items()}
         if judged_by_clients(self._run.experiment):
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
-            line |= {key: value for key, value in pooled.items() if key in tasks.figures()}
+            line |= {key: value for key, value in pooled.items() if key in (METRICS, *tasks.figures())}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
                 self.collect_models(state) if keeps_parts(self._method) else models
@@ -189,7 +191,7 @@ class Evaluator:
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
-            for key in ("attack_success", *tasks.figures(), *metrics.BASE_AND_NEW):
+            for key in ("attack_success", METRICS, *tasks.figures(), *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
             if thorough and judged and all(CONFUSION in m for m in judged):
@@ -282,4 +284,6 @@ def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> Any:
     known = [m[key] for m in scores if m.get(key) is not None]
     if known and isinstance(known[0], list):
         return [_mean("", [{"": entry} for entry in entries]) for entries in zip(*known, strict=True)]
+    if known and isinstance(known[0], dict):
+        return {name: _mean(name, known) for name in dict.fromkeys(name for m in known for name in m)}
     return sum(known) / len(known) if known else None

@@ -91,7 +91,7 @@ def finish(
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
     more += [CONFUSION, CLASS_COUNTS, *tasks.figures(), *(f"local_{key}" for key in tasks.figures())]
-    more += ["client_loss", "server_client_loss", "val_loss"]
+    more += ["client_loss", "server_client_loss", "val_loss", "metrics", "local_metrics", "client_metrics"]
     result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
     if chosen := last.get("chosen"):
         run.manifest["chosen"] = chosen
