@@ -49,6 +49,24 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, f.name))
 
 
+def only_tensors(value: Any) -> bool:
+    """Whether the value is a tensor, or a list, tuple or mapping of such values."""
+    if isinstance(value, Mapping | list | tuple):
+        return len(value) > 0 and all(map(only_tensors, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, Tensor)
+
+
+def as_mapping(value: Any) -> Mapping[str, Any] | None:
+    """A module's return value by name: a mapping, a named tuple, or an object with attributes; None for others."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple):
+        return value._asdict() if hasattr(value, "_asdict") else None  # type: ignore[no-any-return]
+    if isinstance(value, Tensor | list) or not hasattr(value, "__dict__"):
+        return None
+    return vars(value)
+
+
 def rows_of(batch: Mapping[str, Any]) -> int:
     """The number of rows of a batch: the length of its first tensor, list or tuple, or of the first tensor in these."""
     sized = (x for x in batch.values() if (isinstance(x, Tensor) and x.dim()) or isinstance(x, list | tuple))

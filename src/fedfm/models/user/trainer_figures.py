@@ -16,12 +16,14 @@ from torch import Tensor
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError, first_line
 from fedfm.models.batches import convert, rows_of
+from fedfm.models.memory_budget import in_halves, warn
 
 if TYPE_CHECKING:
     from fedfm.models.user.user_module import Given
     from fedfm.models.wrap import WrappedModel
 
 _MOST, _LONGEST = 100, 100  # largest number of figures; characters of a name
+_SHOWN = 5  # names in a notice
 _PROBE = 8  # number of rows of the first trial
 _PADDING = -100  # where arrays of unequal shapes are joined, as in transformers
 _KINDS = ("predictions", "label_ids", "inputs", "losses")  # arguments of transformers' EvalPrediction
@@ -56,17 +58,12 @@ class TrainersFigures:
         Raises:
             InputError: the function fails, or returns no dict.
         """
-        from fedfm.models.user.own_scores import batch_of
-
         if not len(rows):
             return False, (f"{_UNUSED}there are no test rows",)
         figures: dict[str, Any] = {}
         left_out: list[str] = []
         for n in sorted({min(_PROBE, len(rows)), len(rows)}):
-            collected, size = self.collect(), self.given.at_once((n + 1) // 2)  # two batches, which are joined
-            for start in range(0, n, size):
-                index = range(start, min(start + size, n))
-                collected.add(batch_of(self.model, rows, index), last=index.stop == n, classes=0)
+            collected = self._collect(rows.take(range(n)))
             if not collected.complete:
                 return False, (f"{_UNUSED}rows have no targets under the Trainer's label_names, or no outputs",)
             try:
@@ -76,13 +73,28 @@ class TrainersFigures:
                 raise
             except Exception as error:
                 if n == len(rows):
-                    raise InputError(
-                        f"Trainer: compute_metrics fails on the test rows: {type(error).__name__}: "
-                        f"{first_line(error, 300)}"
-                    ) from error
-        lacks = f"compute_metrics: only numbers are reported, not {', '.join(left_out)}"
+                    raise InputError(_failure("compute_metrics", error)) from error
+        lacks = f"compute_metrics: only numbers are reported, at most {_MOST}, not {_some(left_out)}"
         empty = "compute_metrics returns no numbers: nothing of it is reported"
         return bool(figures), ((lacks,) if left_out else ()) + (() if figures else (empty,))
+
+    def _collect(self, rows: Rows) -> Collected:
+        """Outputs and targets of the rows, in two batches or more, so that batches are joined."""
+        from fedfm.models.user.own_scores import batch_of
+
+        def work(size: int) -> Collected:
+            collected = self.collect()
+            for start in range(0, len(rows), size):
+                index = range(start, min(start + size, len(rows)))
+                collected.add(batch_of(self.model, rows, index), last=index.stop == len(rows), classes=0)
+            return collected
+
+        try:
+            return in_halves(self.given.at_once((len(rows) + 1) // 2), work, warn)[0]
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise InputError(_failure("prediction_step", error)) from error
 
 
 class Collected:
@@ -124,7 +136,14 @@ class Collected:
             self.complete = False
             return loss, logits
         if trainer.preprocess_logits_for_metrics is not None:
-            outputs = trainer.preprocess_logits_for_metrics(outputs, targets)
+            try:
+                outputs = trainer.preprocess_logits_for_metrics(outputs, targets)
+            except Exception as error:
+                self._error = self._error or InputError(_failure("preprocess_logits_for_metrics", error))
+                return loss, logits
+            if outputs is None:
+                self.complete = False
+                return loss, logits
         found = {"predictions": outputs, "label_ids": targets}
         if self._wanted["inputs"]:
             found["inputs"] = native[getattr(given.module, "main_input_name", "input_ids")]
@@ -191,6 +210,15 @@ class Collected:
             return self.figures()[0]
         except Exception:  # e.g. a client's rows lack a class; the result names this client
             return None
+
+
+def _failure(name: str, error: Exception) -> str:
+    return f"Trainer: {name} fails on the test rows: {type(error).__name__}: {first_line(error, 300)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def read(found: Mapping[Any, Any]) -> tuple[dict[str, float | None], list[str]]:

@@ -17,7 +17,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, check_dataset, column, read_once
 from fedfm.errors import InputError, first_line
-from fedfm.models.batches import move
+from fedfm.models.batches import move, only_tensors
 from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
@@ -72,7 +72,7 @@ class Given:
         self._own_batches = collate is not None or self.trainer is not None  # whether batches may have lists and dicts
         self._columns: frozenset[str] | None = None
         self._listed = False  # whether batches are tuples
-        self._whole = False  # whether batches are lists of rows, each a dict
+        self._whole = False  # whether a batch is one value: a list of dicts, one for each row, or a dataclass
         self._labelled = False  # whether every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
@@ -113,10 +113,11 @@ class Given:
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
         try:
             batch = self._collate(rows)
-        except (TypeError, ValueError, RuntimeError) as error:
-            text = first_line(error, 200) or type(error).__name__
-            raise InputError(f"rows cannot be collated to a batch: {text}; give collate=...") from error
-        if self._are_rows(batch, rows):
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+            text = f"{type(error).__name__}: {first_line(error, 200)}"
+            hint = "" if self._own_batches else "; give collate=..."
+            raise InputError(f"rows cannot be collated to a batch: {text}{hint}") from error
+        if self._own_batches and (is_dataclass(batch) or _are_rows(batch, rows)):
             self._listed = self._whole = True
             return {"0": batch}
         if isinstance(batch, Tensor):
@@ -146,16 +147,14 @@ class Given:
                 )
         return named
 
-    def _are_rows(self, batch: Any, rows: list[Any]) -> bool:
-        """Whether the user's collate function keeps each row as a dict: a list of them, which stays as it is."""
-        listed = self._own_batches and isinstance(batch, list) and len(batch) == len(rows) > 0
-        pairs = isinstance(rows[0], tuple | list) and all(isinstance(x, Mapping) for x in rows[0])  # two dicts a row
-        return listed and not pairs and all(isinstance(x, Mapping) for x in batch)
-
     def _carries(self, value: Any) -> bool:
-        """Whether a batch may contain this value, which is not a tensor: the user's own collate function made it."""
+        """Whether a batch may contain this value, which is no tensor: containers of tensors; with an own collate
+        function any plain value.
+        """
+        if not self._own_batches:
+            return only_tensors(value)
         kinds = list | tuple | Mapping | bool | int | float | str | None
-        return self._own_batches and (isinstance(value, kinds) or is_dataclass(value))
+        return isinstance(value, kinds) or is_dataclass(value)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
         """A table of all rows with the column ``by``, which the partition needs; and each client's indexes."""
@@ -218,9 +217,13 @@ class Given:
         arguments = {k: x for k, x in batch.items() if k != self._alias}
         if self._loss is None:
             found = module(*arguments.values()) if self._listed else module(**arguments)
-            if getattr(found, "loss", None) is None:
+            own_loss, logits = (
+                found.get(key) if isinstance(found, Mapping) else getattr(found, key, None)
+                for key in ("loss", "logits")
+            )
+            if own_loss is None:
                 raise InputError("the module returns no loss: give loss=(output, target) -> scalar")
-            return found.loss, getattr(found, "logits", None)
+            return own_loss, logits
         if "labels" not in batch:
             raise InputError("loss: rows have no target; expected (input, target), or a dict and labels=the target key")
         inputs = {k: x for k, x in arguments.items() if k != "labels"}
@@ -286,6 +289,8 @@ class Given:
                 found = self.of_trainer.outputs(self.module, inputs)
             else:
                 found = self.module(*inputs.values()) if self._listed or len(inputs) == 1 else self.module(**inputs)
+        except InputError:
+            raise
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
             raise InputError(
                 f"the module fails on these rows: {type(error).__name__}: {first_line(error, 300)}"
@@ -377,6 +382,12 @@ class Given:
                 where = f'{"clients" if split == "train" else split}["{client}"]' if client else split
                 raise InputError(f"{where}, row {row} holds NaN, and its loss is NaN: fill the gap, or drop the row")
             row -= len(data)
+
+
+def _are_rows(batch: Any, rows: list[Any]) -> bool:
+    """Whether the user's collate function returns a list with a dict for each row."""
+    listed = isinstance(batch, list) and len(batch) == len(rows) > 0 and all(isinstance(x, Mapping) for x in batch)
+    return listed and not (isinstance(rows[0], tuple | list) and all(isinstance(x, Mapping) for x in rows[0]))
 
 
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:
