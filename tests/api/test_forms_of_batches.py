@@ -14,7 +14,7 @@ from fedfm.models.batches import convert, move, rows_of, tensors
 
 DRAWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 ROWS = [{"x": x, "target": {"y": x.sum()[None], "file": f"{i}.png"}} for i, x in enumerate(DRAWS)]
-Named = namedtuple("Named", "loss scores")  # noqa: PYI024 - as a user writes it
+Named = namedtuple("Named", "loss scores")
 
 
 @dataclasses.dataclass
