@@ -61,10 +61,8 @@ def as_mapping(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple):
-        return value._asdict() if hasattr(value, "_asdict") else None  # type: ignore[no-any-return]
-    if isinstance(value, Tensor | list) or not hasattr(value, "__dict__"):
-        return None
-    return vars(value)
+        return dict(zip(value._fields, value, strict=True)) if hasattr(value, "_fields") else None
+    return dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, Tensor | list) else None
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:

@@ -168,10 +168,9 @@ class Evaluator:
         if local is None and loss is not None:  # a client of a language model has no metric but the loss
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
-        for key in (METRICS, *tasks.figures()):
-            if any(key in m for m in tested.values()):
-                line[f"local_{key}"] = pooled.get(key)
-        if f"local_{METRICS}" in line:
+        own_figures = [key for key in (METRICS, *tasks.figures()) if any(key in m for m in tested.values())]
+        line |= {f"local_{key}": pooled.get(key) for key in own_figures}
+        if METRICS in self._fed.model.task.figures and METRICS in own_figures:
             line[f"client_{METRICS}"] = {c: m[METRICS] for c, m in tested.items() if METRICS in m}
         if self._validates:
             validated = validated or self._validation_scores(by_client)
@@ -183,17 +182,13 @@ class Evaluator:
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
             line |= {key: value for key, value in pooled.items() if key in (METRICS, *tasks.figures())}
         elif self.judge is not None and (thorough or not personal(self._method)):
-            known = (
-                self.collect_models(state) if keeps_parts(self._method) else models
-            )  # the same objects that the clients received
+            known = self.collect_models(state) if keeps_parts(self._method) else models  # as the clients received them
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
-            for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
-                line[key] = _mean(key, judged)
-            for key in ("attack_success", METRICS, *tasks.figures(), *metrics.BASE_AND_NEW):
-                if any(key in m for m in judged):
-                    line[key] = _mean(key, judged)
+            line |= {key: _mean(key, judged) for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity")}
+            of_some = ("attack_success", METRICS, *tasks.figures(), *metrics.BASE_AND_NEW)
+            line |= {key: _mean(key, judged) for key in of_some if any(key in m for m in judged)}
             if thorough and judged and all(CONFUSION in m for m in judged):
                 line[CONFUSION] = np.sum([m[CONFUSION] for m in judged], axis=0).tolist()
             if thorough and judged and all(CLASS_COUNTS in m for m in judged):

@@ -153,8 +153,7 @@ class Given:
         """
         if not self._own_batches:
             return only_tensors(value)
-        kinds = list | tuple | Mapping | bool | int | float | str | None
-        return isinstance(value, kinds) or is_dataclass(value)
+        return isinstance(value, list | tuple | Mapping | bool | int | float | str | None) or is_dataclass(value)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
         """A table of all rows with the column ``by``, which the partition needs; and each client's indexes."""
