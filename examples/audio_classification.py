@@ -1,7 +1,7 @@
 """Recordings with a class: three plants listen to their pumps. It needs no download; sounds and model are made here.
 
-    python examples/audio_classification.py
-    python examples/audio_classification.py --model facebook/wav2vec2-base
+python examples/audio_classification.py
+python examples/audio_classification.py --model facebook/wav2vec2-base
 """
 
 import argparse
@@ -41,6 +41,7 @@ def record(path: Path, label: int, rng: np.random.Generator) -> Path:
 
 
 def read(path: Path) -> np.ndarray:
+    """The samples of a wav file, from -1 to 1."""
     with wave.open(str(path), "rb") as file:
         if (file.getframerate(), file.getnchannels()) != (RATE, 1):
             raise ValueError(f"{path}: expected one channel of {RATE} samples a second")
