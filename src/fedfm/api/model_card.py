@@ -10,7 +10,7 @@ from typing import Any
 
 from fedfm.config.user_code import is_function
 from fedfm.core.fields import key_of
-from fedfm.core.metric_names import SCORES
+from fedfm.core.metric_names import METRICS, SCORES
 from fedfm.core.task_facts import TaskFacts
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
@@ -351,9 +351,11 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
     for key in figures:
-        value = details.get(key)
+        value, least = details.get(key), 0 if key.endswith(METRICS) else 1  # a sole class's figure is the figure itself
         each = mapping(value) if isinstance(value, Mapping) else {}
-        rows += [(f"{key.replace('_', ' ')}: {name}", numeric(x)) for name, x in each.items() if 1 < len(each) <= _MOST]
+        rows += [
+            (f"{key.replace('_', ' ')}: {name}", numeric(x)) for name, x in each.items() if least < len(each) <= _MOST
+        ]
         rows += [] if each else [(key.replace("_", " "), numeric(value))]
     if client is not None:
         late = mapping(mapping(run.manifest.get("newcomers")).get(client))

@@ -15,6 +15,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import check_dataset
 from fedfm.errors import InputError
 from fedfm.models import adapter_reading, export, merging
+from fedfm.models.batches import tensors
 from fedfm.models.quiet import quiet
 from fedfm.models.user import language
 from fedfm.models.user.outputs import Outputs
@@ -126,8 +127,8 @@ def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]
         return [list(range(start, min(start + most, len(rows)))) for start in range(0, len(rows), most)]
     alike: dict[Any, list[int]] = {}
     for i in range(len(rows)):
-        batch = given.batch([rows[i]])
-        shapes = tuple(tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor))
+        batch = given.inputs(given.batch([rows[i]]))
+        shapes = tuple(tuple(value.shape) for value in tensors(batch))
         alike.setdefault(shapes, []).append(i)
     return [index[start : start + most] for index in alike.values() for start in range(0, len(index), most)]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from fedfm.core.metric_names import LOCAL_LOSS, PERPLEXITY, SHARES
+from fedfm.core.metric_names import LOCAL_LOSS, METRICS, PERPLEXITY, SHARES
 from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
 MOST = 100  # largest number of metrics of one update
@@ -21,7 +21,7 @@ PASSES = "passes_beside"  # number of forward passes over the client's rows, wit
 # or the name of a score of the run's task (check_figures). A client's "loss" is written there as "train_loss".
 # fmt: off
 SERVERS = frozenset({
-    *SHARES, PERPLEXITY, LOCAL_LOSS,
+    *SHARES, PERPLEXITY, LOCAL_LOSS, METRICS, f"client_{METRICS}", f"local_{METRICS}",
     "attack_success", "attackers", "bytes_down", "bytes_up", "class_counts",
     "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
     "client_loss", "client_scored_round", "client_val_loss", "client_val_rows", "clock", "cohort", "confusion",

@@ -39,6 +39,8 @@ def _round(value: Any) -> Any:
     """Round to :data:`DIGITS` significant digits and :data:`PLACES` decimal places, and limit to :data:`MOST`."""
     if isinstance(value, list):
         return [_round(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _round(entry) for name, entry in value.items()}
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(float(f"{min(max(value, -MOST), MOST):.{DIGITS - 1}e}"), PLACES)

@@ -15,9 +15,9 @@ from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
-from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, MACRO_F1, PERPLEXITY
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, MACRO_F1, METRICS, PERPLEXITY
 from fedfm.core.rows import Rows
-from fedfm.errors import E_EXCEPTION, E_REFUSED, ClientFault
+from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import metrics
 from fedfm.runtime.judge import CLASS_COUNTS, CONFUSION
@@ -84,9 +84,11 @@ def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[st
         ClientFault: with E_FIELD if a value is no number or cannot be that of rows; with E_NONFINITE if a score is NaN
             or infinite.
     """
-    conform(found.get("n"), float, "n")
+    if conform(found.get("n"), float, "n") < 0:
+        raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
+    kinds: dict[str, Any] = {**dict.fromkeys(task.lists, list[float | None]), METRICS: dict[str, float | None]}
     for key in ("accuracy", "loss", *task.figures, *task.sums):
-        conform(found.get(key), list[float | None] | None if key in task.lists else float | None, key)
+        conform(found.get(key), kinds.get(key, float) | None, key)
     task.check_told(found, classes)
 
 
@@ -174,9 +176,10 @@ class Evaluator:
         if local is None and loss is not None:  # a client of a language model has no metric but the loss
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
-        for key in self._task.figures:
-            if any(key in m for m in tested.values()):
-                line[f"local_{key}"] = pooled.get(key)
+        own_figures = [key for key in self._task.figures if any(key in m for m in tested.values())]
+        line |= {f"local_{key}": pooled.get(key) for key in own_figures}
+        if METRICS in own_figures:
+            line[f"client_{METRICS}"] = {c: m[METRICS] for c, m in tested.items() if METRICS in m}
         if self._validates:
             validated = validated or self._validation_scores(by_client)
             line["val_loss"] = self._pooled_scores(validated.values())["loss"]
@@ -187,17 +190,13 @@ class Evaluator:
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
             line |= {key: value for key, value in pooled.items() if key in self._task.figures}
         elif self.judge is not None and (thorough or not personal(self._method)):
-            known = (
-                self.collect_models(state) if keeps_parts(self._method) else models
-            )  # the same objects that the clients received
+            known = self.collect_models(state) if keeps_parts(self._method) else models  # as the clients received them
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
-            for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
-                line[key] = _mean(key, judged)
-            for key in ("attack_success", *self._task.figures, *metrics.BASE_AND_NEW):
-                if any(key in m for m in judged):
-                    line[key] = _mean(key, judged)
+            line |= {key: _mean(key, judged) for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity")}
+            of_some = ("attack_success", *self._task.figures, *metrics.BASE_AND_NEW)
+            line |= {key: _mean(key, judged) for key in of_some if any(key in m for m in judged)}
             if thorough and judged and all(CONFUSION in m for m in judged):
                 line[CONFUSION] = np.sum([m[CONFUSION] for m in judged], axis=0).tolist()
             if thorough and judged and all(CLASS_COUNTS in m for m in judged):
@@ -289,4 +288,6 @@ def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> Any:
     known = [m[key] for m in scores if m.get(key) is not None]
     if known and isinstance(known[0], list):
         return [_mean("", [{"": entry} for entry in entries]) for entries in zip(*known, strict=True)]
+    if known and isinstance(known[0], dict):
+        return {name: _mean(name, known) for name in dict.fromkeys(name for m in known for name in m)}
     return sum(known) / len(known) if known else None

@@ -92,7 +92,7 @@ def finish(
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
     figures = fed.model.task.figures
     more += [CONFUSION, CLASS_COUNTS, *figures, *(f"local_{key}" for key in figures)]
-    more += ["client_loss", "server_client_loss", "val_loss"]
+    more += ["client_loss", "server_client_loss", "val_loss", "client_metrics"]
     result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
     if chosen := last.get("chosen"):
         run.manifest["chosen"] = chosen

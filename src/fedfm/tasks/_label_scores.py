@@ -3,8 +3,8 @@
 AUROC and average precision need the order of the rows by their logits. A sum stores it as counts: for each label and
 each logit, how many rows have the label and how many do not. Counts of several clients can be added.
 
-In one process the logits are exact (float32), and so are the scores. A silo tells its counts in at most 34 bins a label.
-The server chooses the weights, so logits can be values of the rows; exact logits would tell a feature of each row.
+In one process the logits are exact (float32), and so are the scores. A silo tells its counts in at most 34 bins a
+label: the server chooses the weights, so exact logits would tell a feature of each row.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fedfm.tasks.task import RowKind, Task
+from fedfm.core.metric_names import METRICS
+from fedfm.tasks.task import RowKind, Scores, Task
 
 
 @dataclass(frozen=True)
@@ -21,4 +22,20 @@ class Own(Task):
     means_over_tokens: ClassVar[bool] = True
     loss_is_opaque: ClassVar[bool] = True
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
+    figures: ClassVar[tuple[str, ...]] = (METRICS,)
     sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
+
+    def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
+        """As for every task; figures of a Trainer have no sums: they are means over clients, weighted by rows."""
+        found, known = super().join_scores(parts), [part for part in parts if part.get("n") and part.get(METRICS)]
+        if known:
+            from fedfm.models.user.trainer_figures import join
+
+            found[METRICS] = join([(part["n"], part[METRICS]) for part in known])
+        return found
+
+    def remarks(self, figures: Mapping[str, Any]) -> list[str]:
+        failed = [client for client, found in (figures.get(f"client_{METRICS}") or {}).items() if found is None]
+        if not failed:
+            return []
+        return [f"compute_metrics fails on the test rows of {', '.join(failed)}: their figures are null"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedfm.errors import InputError, quote_names
-from fedfm.models.batches import rows_of
+from fedfm.models.batches import as_mapping, rows_of
 
 _INSIDE = (
     "loss",
@@ -86,10 +86,11 @@ def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
     """
     if isinstance(found, Tensor):
         return Outputs({"logits": found})
-    if not isinstance(found, Mapping):
+    named = as_mapping(found)
+    if named is None:
         raise InputError(f"the module gives a {type(found).__name__}: expected a tensor or named outputs; {_HOW}")
     count, arrays, left_out = rows_of(batch), {}, []
-    for name, value in found.items():
+    for name, value in named.items():
         if str(name).endswith(_INSIDE) or value is None:
             continue
         if isinstance(value, Tensor) and value.dim() and len(value) == count:

@@ -6,7 +6,7 @@ The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hug
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,10 +114,13 @@ class TrainersModule:
         taken = ", ".join(f"{k} {v}" for k, v in local.items())
         found = [f"client optimiser from the Trainer's arguments, per client and round: {taken}"]
         callbacks = [type(c).__name__ for c in self.trainer.callback_handler.callbacks]
+        measures = self.trainer.compute_metrics is not None  # by the Trainer's own prediction_step
+        own = () if measures else ("preprocess_logits_for_metrics",)
+        view = [name for name in _OWN_VIEW if not (measures and name == "prediction_step")]
         unused = [
             *(f"callback {name}" for name in callbacks if name not in _QUIET),
-            *(name for name in ("compute_metrics", "preprocess_logits_for_metrics") if getattr(self.trainer, name)),
-            *(f"its own {name}" for name in _OWN_VIEW if _overrides(self.trainer, name)),
+            *(name for name in own if getattr(self.trainer, name)),
+            *(f"its own {name}" for name in view if _overrides(self.trainer, name)),
             *(f"args.{key}" for key in _IGNORED if getattr(self.args, key, None)),
         ]
         if unused:
@@ -166,19 +169,22 @@ class TrainersModule:
         options: dict[str, Any] = {"return_outputs": True} if outputs else {}
         if module.training or items is not None:
             options |= {"num_items_in_batch": items}
-        precision = _bf16(module) if self.args.bf16 else _as_it_is()
-        with precision, self.trainer.compute_loss_context_manager():
+        with self.precision(module), self.trainer.compute_loss_context_manager():
             return self.trainer.compute_loss(module, inputs, **options)
 
     def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """The module's output in the Trainer's precision; for sentence-transformers one output per text of a row."""
         if _defined_in(self.trainer, "collect_features").startswith(_SENTENCES):
             features, _ = self.trainer.collect_features(dict(inputs))
-            with _bf16(module) if self.args.bf16 else _as_it_is():
+            with self.precision(module):
                 found = [module(text) for text in features]
             return {f"{key}_{i}": of[key] for i, of in enumerate(found) for key in _EMBEDDED if key in of}
-        with _bf16(module) if self.args.bf16 else _as_it_is():
+        with self.precision(module):
             return module(**inputs)
+
+    def precision(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context manager: the module computes in the Trainer's precision."""
+        return _bf16(module) if self.args.bf16 else nullcontext()
 
     def begin_checkpointing(self) -> Callable[[], None]:
         """Switch gradient checkpointing on if the arguments ask for it; returns a function that undoes it.
@@ -289,11 +295,6 @@ def _text(value: Any) -> str:
 
 def _quote(names: Mapping[str, Any]) -> str:
     return ", ".join(f'"{name}"' for name in names)
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.core import tasks
-from fedfm.core.rows import Batch, Rows
+from fedfm.core.rows import Batch
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, check_dataset, column, read_once
 from fedfm.errors import InputError, first_line
-from fedfm.models.batches import move, tensors
+from fedfm.models.batches import move, only_tensors
 from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
-from fedfm.models.metrics import nothing, scores
 from fedfm.models.user import gradients, seen_targets
 from fedfm.models.user.fingerprint import fingerprint_of
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
+from fedfm.models.user.own_scores import batch_of, scores_of
 from fedfm.models.user.trainer_arguments import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
 if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
+    from fedfm.models.user.trainer_figures import TrainersFigures
 
 Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses
 Objective = Callable[[nn.Module, Any], Tensor]  # (module, collated batch) -> scalar
@@ -71,6 +72,7 @@ class Given:
         self._own_batches = collate is not None or self.trainer is not None  # whether batches may have lists and dicts
         self._columns: frozenset[str] | None = None
         self._listed = False  # whether batches are tuples
+        self._whole = False  # whether a batch is one value: a list of dicts, one for each row, or a dataclass
         self._labelled = False  # whether every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
@@ -111,9 +113,13 @@ class Given:
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
         try:
             batch = self._collate(rows)
-        except (TypeError, ValueError, RuntimeError) as error:
-            text = first_line(error, 200) or type(error).__name__
-            raise InputError(f"rows cannot be collated to a batch: {text}; give collate=...") from error
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+            text = f"{type(error).__name__}: {first_line(error, 200)}"
+            hint = "" if self._own_batches else "; give collate=..."
+            raise InputError(f"rows cannot be collated to a batch: {text}{hint}") from error
+        if self._own_batches and (is_dataclass(batch) or _are_rows(batch, rows)):
+            self._listed = self._whole = True
+            return {"0": batch}
         if isinstance(batch, Tensor):
             batch = (batch,)
         if isinstance(batch, Mapping):
@@ -142,13 +148,12 @@ class Given:
         return named
 
     def _carries(self, value: Any) -> bool:
-        """Whether a batch may contain this value, which is not a tensor.
-
-        It may be a container of tensors from the user's own collate function, or a Trainer's flag or name.
+        """Whether a batch may contain this value, which is no tensor: containers of tensors; with an own collate
+        function any plain value.
         """
-        if isinstance(value, list | tuple | Mapping):
-            return self._own_batches and next(tensors(value), None) is not None
-        return self.trainer is not None and isinstance(value, bool | int | float | str | None)
+        if not self._own_batches:
+            return only_tensors(value)
+        return isinstance(value, list | tuple | Mapping | bool | int | float | str | None) or is_dataclass(value)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
         """A table of all rows with the column ``by``, which the partition needs; and each client's indexes."""
@@ -185,6 +190,8 @@ class Given:
     # --- the model ---------------------------------------------------------------------------------------------------
     def native(self, batch: Batch) -> Any:
         """The batch in the form of the user's collate function."""
+        if self._whole:
+            return batch["0"]
         if self._listed:
             return tuple(x for k, x in batch.items() if k != ITEMS)
         return {k: x for k, x in batch.items() if k != ITEMS and not (self._alias and k == "labels")}
@@ -209,9 +216,13 @@ class Given:
         arguments = {k: x for k, x in batch.items() if k != self._alias}
         if self._loss is None:
             found = module(*arguments.values()) if self._listed else module(**arguments)
-            if getattr(found, "loss", None) is None:
+            own_loss, logits = (
+                found.get(key) if isinstance(found, Mapping) else getattr(found, key, None)
+                for key in ("loss", "logits")
+            )
+            if own_loss is None:
                 raise InputError("the module returns no loss: give loss=(output, target) -> scalar")
-            return found.loss, getattr(found, "logits", None)
+            return own_loss, logits
         if "labels" not in batch:
             raise InputError("loss: rows have no target; expected (input, target), or a dict and labels=the target key")
         inputs = {k: x for k, x in arguments.items() if k != "labels"}
@@ -277,6 +288,8 @@ class Given:
                 found = self.of_trainer.outputs(self.module, inputs)
             else:
                 found = self.module(*inputs.values()) if self._listed or len(inputs) == 1 else self.module(**inputs)
+        except InputError:
+            raise
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
             raise InputError(
                 f"the module fails on these rows: {type(error).__name__}: {first_line(error, 300)}"
@@ -296,8 +309,21 @@ class Given:
             raise InputError(f"classes: {len(classes)} names, and the module gives {count} logits")
         top = count if count else 0 if table.labels is None else int(table.labels.max()) + 1
         model.classes = tuple(map(str, classes)) or _names(module, top)
-        model.scores_function = lambda _, rows, size: self._scores(model, rows, size, bool(count))
+        figures = self._trainers_figures(model, table)
+        model.scores_function = lambda _, rows, size: scores_of(self, model, rows, size, count, figures)
         return model
+
+    def _trainers_figures(self, model: WrappedModel, table: Table) -> TrainersFigures | None:
+        """What computes the Trainer's own figures; None if it has none."""
+        if self.trainer is None or self.trainer.compute_metrics is None:
+            return None
+        from fedfm.models.user.trainer_figures import TrainersFigures
+
+        figures = TrainersFigures(self, model)
+        with torch.random.fork_rng(devices=[]), model.evaluating():
+            used, notices = figures.try_on(self.rows.take(table.rows("test")))
+        model.notices += notices
+        return figures if used else None
 
     def _trial(self, model: WrappedModel, table: Table) -> int:
         """Compute the loss of the first rows as a trial; return a classifier's number of logits, else 0.
@@ -307,10 +333,10 @@ class Given:
         """
 
         def run_step(size: int) -> tuple[Tensor, Any]:
-            batch = _batch(model, self.rows, range(size))
+            batch = batch_of(model, self.rows, range(size))
             return with_graph(lambda: self.outcome(self.module, batch))
 
-        most = self._at_once(min(_PROBE, len(self.rows)))
+        most = self.at_once(min(_PROBE, len(self.rows)))
         try:
             with torch.random.fork_rng(devices=[]), model.evaluating(), record_calls(self.module) as layers:
                 (loss, logits), _ = in_halves(most, run_step, warn)
@@ -328,15 +354,15 @@ class Given:
         model.notices += gradients.idle(
             model,
             reach(loss, model.live()),
-            lambda: self.loss(self.module, _batch(model, self.rows, first)),
+            lambda: self.loss(self.module, batch_of(model, self.rows, first)),
         )
-        model.notices += seen_targets.refuse(model, _batch(model, self.rows, range(1)), self._alias)
+        model.notices += seen_targets.refuse(model, batch_of(model, self.rows, range(1)), self._alias)
         model.ends = find_ends(self.module) or layers.ends(logits)
         self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
         return int(logits.shape[1]) if fits and table.labels is not None else 0
 
-    def _at_once(self, most: int) -> int:
+    def at_once(self, most: int) -> int:
         """Number of rows of a batch without gradients, which a Trainer's setting limits."""
         return most if self.trainer is None else min(most, int(self.trainer.args.eval_batch_size))
 
@@ -346,7 +372,7 @@ class Given:
             return
         with torch.random.fork_rng(devices=[]), model.evaluating():
             start = max(min(self._nan, len(self.rows) - _PROBE), 0)
-            batch = _batch(model, self.rows, range(start, min(start + _PROBE, len(self.rows))))
+            batch = batch_of(model, self.rows, range(start, min(start + _PROBE, len(self.rows))))
             if bool(torch.isfinite(self.outcome(self.module, batch)[0])):
                 return
         row = self._nan
@@ -356,37 +382,11 @@ class Given:
                 raise InputError(f"{where}, row {row} holds NaN, and its loss is NaN: fill the gap, or drop the row")
             row -= len(data)
 
-    def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
-        """Scores as in :func:`fedfm.models.metrics.evaluate`, with the user's loss, which is a mean over rows."""
-        if not len(rows):
-            return nothing()
 
-        def sums(size: int) -> tuple[float, list[Tensor], list[Tensor]]:
-            total, outputs, targets = 0.0, [], []
-            for start in range(0, len(rows), size):
-                index = range(start, min(start + size, len(rows)))
-                batch = _batch(model, rows, index)
-                loss, logits = self.outcome(self.module, batch)
-                total += float(loss) * len(index)
-                if classifier:
-                    outputs.append(logits.float().cpu())
-                    targets.append(batch["labels"].cpu().long())
-            return total, outputs, targets
-
-        with torch.random.fork_rng(devices=[]), model.evaluating():
-            (total, outputs, targets), _ = in_halves(self._at_once(min(size, len(rows))), sums, warn)
-        found = scores(torch.cat(outputs), torch.cat(targets)) if classifier else nothing(len(rows))
-        known = np.isfinite(total)
-        return found | {
-            "loss": total / len(rows) if known else None,
-            "rows": len(rows),
-            "loss_of_rows": total if known else None,
-        }
-
-
-def _batch(model: WrappedModel, rows: Rows, index: range) -> Batch:
-    """The rows as a batch on the model's device."""
-    return {k: move(x, model.device) for k, x in rows.batch(index).items()}
+def _are_rows(batch: Any, rows: list[Any]) -> bool:
+    """Whether the user's collate function returns a list with a dict for each row."""
+    listed = isinstance(batch, list) and len(batch) == len(rows) > 0 and all(isinstance(x, Mapping) for x in batch)
+    return listed and not (isinstance(rows[0], tuple | list) and all(isinstance(x, Mapping) for x in rows[0]))
 
 
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:
