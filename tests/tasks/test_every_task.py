@@ -249,9 +249,9 @@ def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(na
     readme = (tmp_path / "torch" / "README.md").read_text()
     for figure in ("loss", *(name for name in task.figures if name not in task.lists)):
         assert f"| {figure.replace('_', ' ')} | " in readme
+    assert asked == {name}
     found = predict(out, path)
     json.dumps(found)
-    assert asked == {name}
     kind = tasks.find(name).own_kind
     lists = [value for key, value in found.items() if isinstance(value, list) and key not in ("classes", "warnings")]
     rows_of = len(load_table(DataSpec(path=str(path)), seed=0, task=name))
