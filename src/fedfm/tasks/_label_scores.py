@@ -247,7 +247,7 @@ def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, d
     return {"threshold": {name: 0.5 if p is None else p for name, p in zip(classes, best, strict=True)}}
 
 
-def checked(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
+def check_thresholds(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
     """The thresholds of a server's choice.
 
     Raises:
