@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedfm.core import tasks
 from fedfm.core.client import ClientData
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Excluded
@@ -23,7 +24,7 @@ LINKS: list[LocalLink] = []  # ended after each test
 class Quadratic:
     """One trainable scalar w; the loss of a row a is (w - a)^2 / 2."""
 
-    task, classes, kernels = "regression", (), "exact"
+    task, classes, kernels = tasks.find("regression"), (), "exact"
 
     def __init__(self, w: float = 1.0) -> None:
         self.module = nn.ParameterDict({"w": nn.Parameter(torch.tensor([w]))})

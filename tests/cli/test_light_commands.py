@@ -11,6 +11,7 @@ import fedfm
 import small
 from fedfm.cli.parser import build
 from fedfm.core.toml_text import to_toml
+from fedfm.tasks import DEFAULT, INTERFACE
 
 LATE = (
     "sklearn",
@@ -182,6 +183,12 @@ def unused(modules):
     return {kind: names for kind, names in {**found, "other methods": methods}.items() if names}
 
 
+def tasks_among(modules):
+    """The tasks whose file is among these modules."""
+    found = {name.removeprefix("fedfm.tasks.") for name in modules if name.startswith("fedfm.tasks.")}
+    return {name for name in found if not name.startswith("_")} - {INTERFACE}
+
+
 def own_lines(modules):
     """How many lines of our own code these modules have."""
     places = [SOURCE.joinpath(*name.split(".")[1:]) for name in modules if name.partition(".")[0] == "fedfm"]
@@ -205,6 +212,7 @@ def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
         if words[0] == "run":
             assert not unused(found), words
             assert own_lines(found) <= MOST
+            assert tasks_among(found) == {DEFAULT}
         assert ("transformers" in found) == (words[0] in ("check", "run")), words
 
 

@@ -23,7 +23,7 @@ from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import key_of
 from fedfm.core import capabilities
 from fedfm.core.method import Method
-from fedfm.core.open_settings import complete
+from fedfm.core.open_settings import complete_class
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.errors import InputError
@@ -123,7 +123,7 @@ def test_the_check_sees_what_is_wrong():
 
 def keys(cls):
     """Of a table and the tables in it, dotted."""
-    cls = complete(cls)
+    cls = complete_class(cls)
     hints, out = typing.get_type_hints(cls), set()
     for f in dataclasses.fields(cls):
         key = key_of(f.name)

@@ -28,7 +28,7 @@ from fedfm.models.model import Model
 from fedfm.models.multiply_accumulates import per_sample
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.tasks._contrastive import contrastive
+from fedfm.tasks.zero_shot import contrastive
 from fedfm.training import packed
 from tiny_clip import places, tokenizer
 

@@ -18,7 +18,7 @@ from fedfm.models.adapters.lora import shift_weights
 from fedfm.models.language import next_token
 from fedfm.models.multiply_accumulates import per_sample
 from fedfm.models.spec import AdaptationSpec
-from fedfm.tasks._answers import REFERENCE
+from fedfm.tasks.preference import REFERENCE
 from fedfm.training import SGD, loop, row_gradients
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client

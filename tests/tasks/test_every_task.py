@@ -20,7 +20,7 @@ from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
 from fedfm.audits import fedbip_view
 from fedfm.core import tasks
-from fedfm.core.fields import key_of, settings_of
+from fedfm.core.fields import bounds_of, key_of, settings_of, types_of
 from fedfm.core.row_kinds import SHARED
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
@@ -57,6 +57,15 @@ def rows(name):
         },
     }[name]
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The names of the tasks that the code under test asks for: only their files would be imported."""
+    found = {}
+    monkeypatch.setattr(tasks, "_imported", found)
+    tasks.available.cache_clear()
+    return found.keys()
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +232,7 @@ def test_an_export_names_the_task_and_its_keys(ready, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_predicts_an_entry_for_each_row(name, place, tmp_path):
+def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(name, place, asked, tmp_path):
     path, folder = place(name)
     out = tmp_path / "run"
     tables = {
@@ -242,6 +251,7 @@ def test_a_run_predicts_an_entry_for_each_row(name, place, tmp_path):
         assert f"| {figure.replace('_', ' ')} | " in readme
     found = predict(out, path)
     json.dumps(found)
+    assert asked == {name}
     kind = tasks.find(name).own_kind
     lists = [value for key, value in found.items() if isinstance(value, list) and key not in ("classes", "warnings")]
     rows_of = len(load_table(DataSpec(path=str(path)), seed=0, task=name))
@@ -287,16 +297,18 @@ def test_tasks_that_share_a_column_agree_on_it():
 
 
 def test_a_key_of_a_task_is_its_own():
-    """It has one default, whichever tasks have it, and is refused with any other task."""
+    """It has one default, one type and the same bounds, whichever tasks have it, and is refused with any other task."""
     settings_of_model = tasks.model_settings()
     assert not {f.name for f in fields(ModelSpec)} & settings_of_model.keys()
     assert set(settings_of_model) <= {key for key, _, _ in settings_of(ModelSpec)}
-    for key, (_, of) in settings_of_model.items():
+    for key, (hint, of) in settings_of_model.items():
         for task in tasks.available():
             own = {key_of(f.name): f for f in fields(task)}
             changed = replace(ModelSpec("m"), **{key: "another value"})
             if key in own:
                 assert own[key].default == of.default
+                assert bounds_of(own[key]) == bounds_of(of)
+                assert types_of(type(task))[own[key].name] == hint
                 tasks.check_keys(changed, task)
                 assert getattr(task.of(changed), own[key].name) == "another value"
             else:

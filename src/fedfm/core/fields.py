@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fedfm.core.open_settings import complete
+from fedfm.core.open_settings import complete_class
 from fedfm.errors import Absent, Faults, InputError, close, quote_names
 
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
@@ -161,7 +161,7 @@ def _types_of(cls: type[Any]) -> Mapping[str, Any]:
 
 def settings_of(cls: Any) -> Iterator[tuple[str, Field[Any], Any]]:
     """(key, field, type) of each field that a table may set."""
-    cls = complete(cls)
+    cls = complete_class(cls)
     hints = types_of(cls)
     return ((key_of(f.name), f, hints[f.name]) for f in fields(cls) if f.init)
 

@@ -18,14 +18,14 @@ class _ByValues(type):
     if not TYPE_CHECKING:
 
         def __call__(cls, *args, **values):
-            common = cls.common()
+            common = cls.common_class()
             given = dict(zip(_names(common), args, strict=False)) | values
             own = common.own_keys(given)
             others = {key: of for key, of in common.other_keys(given, own).items() if of is not None}
             needed = {key: of for key, of in others.items() if given[key] != of[1].default}
             for key in others.keys() - needed.keys():
                 del values[key]
-            return type.__call__(common.having(own | needed), *args, **values)
+            return type.__call__(common.with_keys(own | needed), *args, **values)
 
 
 class OpenSettings(metaclass=_ByValues):
@@ -54,7 +54,7 @@ class OpenSettings(metaclass=_ByValues):
         raise NotImplementedError
 
     @classmethod
-    def common(cls) -> type[OpenSettings]:
+    def common_class(cls) -> type[OpenSettings]:
         """The class of the common keys."""
         found: type[OpenSettings] = vars(cls).get("_common", cls)
         return found
@@ -62,13 +62,13 @@ class OpenSettings(metaclass=_ByValues):
     @classmethod
     def other_keys(cls, values: Mapping[str, Any], own: Mapping[str, Setting]) -> dict[str, Setting | None]:
         """The keys of ``values`` that are neither common nor ``own``."""
-        known = {*_names(cls.common()), *own}
+        known = {*_names(cls.common_class()), *own}
         return {key: cls.setting_of(key) for key in sorted(values.keys() - known)}
 
     @classmethod
-    def having(cls, keys: Mapping[str, Setting]) -> type[OpenSettings]:
+    def with_keys(cls, keys: Mapping[str, Setting]) -> type[OpenSettings]:
         """The class of the common keys and of these."""
-        common = cls.common()
+        common = cls.common_class()
         at = common, tuple(keys)
         if keys and at not in _made:
             some = [(key, hint, of) for key, (hint, of) in keys.items()]
@@ -77,9 +77,9 @@ class OpenSettings(metaclass=_ByValues):
         return _made[at] if keys else common
 
     @classmethod
-    def added(cls) -> tuple[str, ...]:
+    def added_keys(cls) -> tuple[str, ...]:
         """The keys of this class that are not common."""
-        return tuple(name for name in _names(cls) if name not in _names(cls.common()))
+        return tuple(name for name in _names(cls) if name not in _names(cls.common_class()))
 
     if not TYPE_CHECKING:
 
@@ -97,9 +97,9 @@ def _names(cls: Any) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
-def complete(cls: type[Any]) -> type[Any]:
+def complete_class(cls: type[Any]) -> type[Any]:
     """The class with all keys that a table may have."""
-    return cls.having(cls.all_keys()) if issubclass(cls, OpenSettings) else cls
+    return cls.with_keys(cls.all_keys()) if issubclass(cls, OpenSettings) else cls
 
 
 def class_for(cls: type[Any], table: Mapping[str, Any]) -> type[Any]:
@@ -110,6 +110,6 @@ def class_for(cls: type[Any], table: Mapping[str, Any]) -> type[Any]:
     found: dict[str, Setting] = {}
     for key, of in cls.other_keys(table, own).items():
         if of is None:
-            return complete(cls)
+            return complete_class(cls)
         found[key] = of
-    return cls.having(own | found)
+    return cls.with_keys(own | found)

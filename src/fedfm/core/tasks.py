@@ -201,7 +201,7 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
         InputError: such a key has another value than its default; the message names the tasks that have the key.
     """
     own = set() if task is None else {key_of(f.name) for f in fields(task)}
-    for key in (key for key in spec.added() if key not in own):
+    for key in (key for key in spec.added_keys() if key not in own):
         owners = [other for other in available() if key in {key_of(f.name) for f in fields(other)}]
         if getattr(spec, key) == model_settings(owners[0])[key][1].default:
             continue
@@ -218,7 +218,7 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
 
 def lists_columns(data: Any) -> tuple[str, ...]:
     """The keys of a [data] table that are set and whose value is a list of columns."""
-    return tuple(key for key in data.added() if isinstance(getattr(data, key), tuple))
+    return tuple(key for key in data.added_keys() if isinstance(getattr(data, key), tuple))
 
 
 def sums_to_tell(task: TaskFacts) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ class DataSpec(OpenSettings):
         return str(vars(self)[key]) if key in vars(self) else tasks.column_name(key)
 
     def listed_columns(self, key: str) -> tuple[str, ...]:
-        """The names of the columns that a key of the [data] table lists, e.g. the key ``targets``; () if it is not set."""
+        """The names of the columns that a key of the [data] table lists, e.g. the key ``targets``; () if not set."""
         found: tuple[str, ...] = vars(self).get(key, ())
         return found
 

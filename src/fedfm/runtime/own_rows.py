@@ -51,7 +51,7 @@ class OwnRows:
 
 def columns_of(settings: OpenSettings) -> dict[str, Any]:
     """The names of the columns in a [data] table or in a silo's file; keys of single tasks only if they are set."""
-    keys = (*_COLUMNS, *(key for key in settings.added() if key in tasks.columns()))
+    keys = (*_COLUMNS, *(key for key in settings.added_keys() if key in tasks.columns()))
     return {key: getattr(settings, key) for key in keys}
 
 

@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.preprocessors import Tools
 
-SECOND = "second"  # tensor of preferences, (n,): where the second of a row's two texts begins
-REFERENCE = "reference"  # tensor of preferences, (n, 2): log pi_ref of the two answers
-AT_ONCE = 32  # number of preferences (of two texts each) that are computed at once
-ASKED = (  # columns of instructions, which preferences may have instead of prompts
+INSTRUCTIONS = (  # columns of instructions, which preferences may have instead of prompts
     Column("instruction", 'instruction column of task "instruction"'),
     Column("input", 'column of inputs of task "instruction": each is written below its instruction'),
 )
-MORE = (  # columns that a prompt may have in addition
+ADDITIONS = (  # columns that a prompt may have in addition
     Column("system", "column of system messages: text before an instruction, a conversation or a prompt"),
     Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or its JSON text"),
 )

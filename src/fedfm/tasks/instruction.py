@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.tasks._answers import ASKED, MESSAGES, MORE, AnswerTask
+from fedfm.tasks._answers import ADDITIONS, INSTRUCTIONS, MESSAGES, AnswerTask
 from fedfm.tasks._language import LanguageTask
 from fedfm.tasks.task import Column, Reading, RowKind, Scores, Sums
 
@@ -30,10 +30,10 @@ class Instruction(AnswerTask):
     own_kind: ClassVar[RowKind | None] = RowKind("instruction", "instructions", answered=True)
     implied_by: ClassVar[tuple[str, ...]] = ("instruction",)
     columns: ClassVar[tuple[Column, ...]] = (
-        *ASKED,
+        *INSTRUCTIONS,
         Column("output", 'output column of task "instruction"'),
         MESSAGES,
-        *MORE,
+        *ADDITIONS,
     )
     means_over_tokens: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True

@@ -12,13 +12,13 @@ never changes. Its log-probabilities are computed once for each row and stored w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks._answers import ASKED, AT_ONCE, MESSAGES, MORE, REFERENCE, SECOND, AnswerTask
+from fedfm.tasks._answers import ADDITIONS, INSTRUCTIONS, MESSAGES, AnswerTask
 from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
+
+SECOND = "second"  # tensor (n,): where the second of a row's two texts begins
+REFERENCE = "reference"  # tensor (n, 2): log pi_ref of the two answers
+AT_ONCE = 32  # number of rows (of two texts each) that are computed at once
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Preference(AnswerTask):
         Column("prompt", 'column of prompts, task "preference": text, or a list of { role, content }'),
         Column("chosen", 'column of the better answers, task "preference"'),
         Column("rejected", 'column of the worse answers, task "preference"'),
-        *ASKED,
+        *INSTRUCTIONS,
         MESSAGES,
-        *MORE,
+        *ADDITIONS,
     )
     no_pretraining: ClassVar[str] = "it trains an adapter against its frozen base; expected another task"
     adaptations: ClassVar[tuple[str, ...]] = LORA
@@ -98,10 +102,9 @@ class Preference(AnswerTask):
         if SECOND not in rows.tensors or REFERENCE in rows.tensors:
             return rows
         from fedfm.models.adapters.base_alone import base_alone
-        from fedfm.tasks._preferences import by_batches, log_probabilities
 
         with base_alone(model.module):
-            found = by_batches(model, rows, lambda batch: log_probabilities(model, batch))
+            found = _by_batches(model, rows, lambda batch: log_probabilities(model, batch))
         return replace(rows, tensors=rows.tensors | {REFERENCE: found})
 
     def logits(self, model: Network, batch: Batch) -> Tensor:
@@ -114,7 +117,6 @@ class Preference(AnswerTask):
         import torch
 
         from fedfm.models.adapters.base_alone import base_alone
-        from fedfm.tasks._preferences import log_probabilities
 
         reference = batch.get(REFERENCE)
         if reference is None:
@@ -137,24 +139,18 @@ class Preference(AnswerTask):
         """Equation 7, a scalar: the mean over these rows."""
         if SECOND not in batch:
             return super().loss(model, batch)
-        from fedfm.tasks._preferences import losses
-
         return losses(model.logits(batch)).mean()
 
     def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
         """The rewards (n, 2) of all rows, float32 on the CPU."""
         if len(rows) and SECOND not in rows.tensors:
             return super().predict(model, rows, min(batch_size, AT_ONCE))
-        from fedfm.tasks._preferences import by_batches
-
-        return by_batches(model, self.encode(model, rows), model.logits, min(batch_size, AT_ONCE))
+        return _by_batches(model, self.encode(model, rows), model.logits, min(batch_size, AT_ONCE))
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
         return self.count_of(model, rows, model.predict(rows, AT_ONCE))
 
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
-        from fedfm.tasks._preferences import losses
-
         margin = (logits[:, 0] - logits[:, 1]).double()
         return {
             "rows": len(rows),
@@ -179,3 +175,66 @@ class Preference(AnswerTask):
         starts = rows.tensors["answer_start"][:, 0].tolist()
         asked = Tokens.of([ids[:start] for ids, start in zip(rows.tokens, starts, strict=True)])
         return super().prompts(Rows(tokens=asked, pad=rows.pad))
+
+
+def losses(rewards: Tensor) -> Tensor:
+    """-log sigma(r_w - r_l) of each row of rewards (b, 2)."""
+    import torch.nn.functional as F
+
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+
+
+def log_probabilities(model: Network, batch: Batch) -> Tensor:
+    """Log pi of the two answers of each row, (b, 2): sums over their tokens."""
+    import torch
+    import torch.nn.functional as F
+
+    from fedfm.models.language.encoding import next_tokens
+    from fedfm.models.language.next_token import logits_and_targets
+    from fedfm.models.preprocessing import IGNORE
+
+    texts = _texts(model, batch)
+    logits, targets = logits_and_targets(model, texts)
+    each = -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")  # 0 for ignored targets
+    counts = next_tokens(texts).to(each.device) != IGNORE  # (2 b, L - 1)
+    if len(each) != counts.numel():  # only tokens of answers were computed
+        each = torch.zeros(counts.shape, device=each.device).masked_scatter(counts, each)
+    return each.reshape(counts.shape).sum(1).reshape(2, -1).T
+
+
+def _texts(model: Network, batch: Batch) -> Batch:
+    """A batch (2 b, L) with the texts of the first answers of all rows, then those of the second answers."""
+    import torch
+
+    from fedfm.core.rows import Rows
+    from fedfm.core.tokens import Tokens
+
+    ids, second = batch["input_ids"], batch[SECOND]
+    ends = batch["attention_mask"].sum(1) if "attention_mask" in batch else torch.full_like(second, ids.shape[1])
+    parts = [row[:at] for row, at in zip(ids, second.tolist(), strict=True)]
+    parts += [row[a:b] for row, a, b in zip(ids, second.tolist(), ends.tolist(), strict=True)]
+    starts = batch["answer_start"].T.reshape(-1)
+    both = Rows({"answer_start": starts}, tokens=Tokens.of(parts), pad=model.tools.tokenizer.pad_token_id or 0)
+    own = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
+    others = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items() if name not in own}
+    padded = {name: tensor.to(ids.device) for name, tensor in both.batch(range(len(parts))).items()}
+    return padded | others
+
+
+def _by_batches(model: Network, rows: Rows, of: Callable[[Batch], Tensor], most: int = AT_ONCE) -> Tensor:
+    """Compute two numbers for each row, (n, 2) float32 on the CPU; rows of similar length share a batch."""
+    import torch
+
+    from fedfm.models.language.next_token import rows_at_once
+    from fedfm.models.memory_budget import in_halves, warn
+
+    lengths = [len(ids) for ids in rows.tokens] if rows.tokens is not None else [0] * len(rows)
+    order = torch.argsort(torch.tensor(lengths, dtype=torch.int64), stable=True)
+    sorted_rows = rows.take(order)
+
+    def by(size: int) -> list[Tensor]:
+        with model.evaluating():
+            return [of(batch).float().cpu() for batch in sorted_rows.batches(size)]
+
+    done, _ = in_halves(rows_at_once(model, rows, most), by, warn)
+    return torch.cat(done)[torch.argsort(order)] if done else torch.zeros(0, 2)

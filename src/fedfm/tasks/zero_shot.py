@@ -70,8 +70,20 @@ class ZeroShotTask(OneClassTask):
             )
 
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if not self.mixes_rows:
-            return super().objective(logits, targets)
-        from fedfm.tasks._contrastive import contrastive
+        return contrastive(logits, targets) if self.mixes_rows else super().objective(logits, targets)
 
-        return contrastive(logits, targets)
+
+def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
+    """CLIP's loss of a batch (Radford et al., Figure 3): each image is classified among the batch's texts, and each
+    text among the batch's images. Images of one class share their text: the targets are uniform over equal labels.
+
+    Args:
+        logits: (b, C), the scaled similarities s <V, T> of the images and the texts of all classes.
+        labels: (b,).
+    """
+    import torch.nn.functional as F
+
+    pairs = logits[:, labels]  # (b, b)
+    same = (labels[:, None] == labels).to(pairs.dtype)
+    targets = same / same.sum(1, keepdim=True)
+    return (F.cross_entropy(pairs, targets) + F.cross_entropy(pairs.T, targets)) / 2
