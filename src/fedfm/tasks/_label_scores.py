@@ -268,6 +268,18 @@ def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, d
     return {"threshold": {name: 0.5 if p is None else p for name, p in zip(classes, best, strict=True)}}
 
 
+def check_thresholds(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
+    """The thresholds of a server's choice.
+
+    Raises:
+        ClientFault: with E_FIELD if it is no threshold from 0 to 1 for each label.
+    """
+    found = chosen.get("threshold", {})
+    if set(chosen) != {"threshold"} or set(found) != set(classes) or not all(0 <= p <= 1 for p in found.values()):
+        raise ClientFault(E_FIELD, "chosen: expected a threshold from 0 to 1 for each label, and nothing else")
+    return {name: found[name] for name in classes}
+
+
 def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's binary cross-entropy, averaged over labels (b,), and a 1 for each row; from logits, targets (b, C)."""
     losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(1)
@@ -298,15 +310,3 @@ def answer(logits: Tensor, thresholds: Mapping[str, float]) -> dict[str, Any]:
         "labels": [[name for name, p in row.items() if p >= thresholds[name]] for row in shares],
         "probabilities": [{name: round(p, 6) for name, p in row.items()} for row in shares],
     }
-
-
-def checked(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
-    """The thresholds of a server's choice.
-
-    Raises:
-        ClientFault: with E_FIELD if it is no threshold from 0 to 1 for each label.
-    """
-    found = chosen.get("threshold", {})
-    if set(chosen) != {"threshold"} or set(found) != set(classes) or not all(0 <= p <= 1 for p in found.values()):
-        raise ClientFault(E_FIELD, "chosen: expected a threshold from 0 to 1 for each label, and nothing else")
-    return {name: found[name] for name in classes}

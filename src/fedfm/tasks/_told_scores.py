@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from fedfm.core.metric_names import ACCURACY, BALANCED_ACCURACY, MACRO_F1
 from fedfm.errors import E_FIELD, ClientFault
-
-if TYPE_CHECKING:
-    from fedfm.tasks.task import Task
 
 _MOST = 10**9  # rows of a client
 _SLACK = 1e-3  # a rounded share may exceed 1 by as much
 
 
-def check(task: Task, told: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """See :meth:`fedfm.tasks.task.Task.check_told`; a value that is absent or None is not checked."""
+def check_numbers(told: Mapping[str, Any], sizes: Mapping[str, int], sums: Iterable[str]) -> None:
+    """Check n, the lengths of lists, and that sums are not negative; an absent value is not checked.
+
+    Args:
+        sizes: list -> its number of entries.
+        sums: names of the sums that are never negative.
+
+    Raises:
+        ClientFault: with E_FIELD if not.
+    """
     if not 0 <= told.get("n", 0) <= _MOST:
         raise ClientFault(E_FIELD, f"n is {told['n']:g}: expected a number of rows")
-    for name, size in task.list_sizes(classes).items():
+    for name, size in sizes.items():
         found = told.get(name)
         if found is not None and len(found) != size:
             raise ClientFault(E_FIELD, f"{name} has {len(found)} entries: expected {size}")
-    signed = task.row_means.values()  # their means may have any sign
-    for name in (name for name in task.sums if name not in signed):
+    for name in sums:
         found = told.get(name)
         if isinstance(found, int | float) and found < 0:
             raise ClientFault(E_FIELD, f"{name} is {found:g}: expected a sum that is not negative")
-    sums = {name: told.get(name) for name in task.sums}
-    known = sums if any(value is not None for value in sums.values()) else {}
-    for figures in (told, task.figures_of(known) if known else {}):
-        for name in (ACCURACY, BALANCED_ACCURACY, MACRO_F1, *task.drawn):
+
+
+def check_shares(
+    told: Mapping[str, Any],
+    drawn: Iterable[str],
+    sums: Iterable[str],
+    figures_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> None:
+    """Check that shares are from 0 to 1: those that were told, and those that follow from the sums.
+
+    Args:
+        drawn: names of the task's own shares.
+        sums: names of all sums.
+        figures_of: the scores that follow from sums.
+
+    Raises:
+        ClientFault: with E_FIELD if not.
+    """
+    known = {name: told.get(name) for name in sums}
+    every = [told]
+    if any(value is not None for value in known.values()):
+        # Of no words none is right: the sums count with a 1 for each 0, so that a part without words is checked, too.
+        every += [figures_of(known), figures_of({name: 1 if value == 0 else value for name, value in known.items()})]
+    for figures in every:
+        for name in (ACCURACY, BALANCED_ACCURACY, MACRO_F1, *drawn):
             share = figures.get(name)
             if share is not None and not 0 <= share <= 1 + _SLACK:
                 raise ClientFault(E_FIELD, f"{name} is {share:g}: expected a number from 0 to 1")

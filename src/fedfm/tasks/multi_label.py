@@ -90,7 +90,8 @@ class MultiLabel(OwnTargetsTask):
             return super().with_chosen(chosen, classes)
         from fedfm.tasks import _label_scores
 
-        return replace(self, threshold=_label_scores.checked(chosen, classes))
+        keys: dict[str, Any] = {"threshold": _label_scores.check_thresholds(chosen, classes)}
+        return replace(self, **keys)
 
     def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
         return {name: size for name, size in super().list_sizes(classes).items() if name != "ranks"}

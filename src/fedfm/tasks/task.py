@@ -421,7 +421,9 @@ class Task:
         """
         from fedfm.tasks import _told_scores
 
-        _told_scores.check(self, told, classes)
+        signed = self.row_means.values()  # their means may have any sign
+        _told_scores.check_numbers(told, self.list_sizes(classes), [name for name in self.sums if name not in signed])
+        _told_scores.check_shares(told, self.drawn, self.sums, self.figures_of)
 
     def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """The scores and sums of a silo, with no more detail in its lists than the pooled scores need."""
