@@ -1,0 +1,163 @@
+"""Rows of pairs: read columns of texts or images, and prepare them for an encoder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fedfm.core.attachments import Attachment
+from fedfm.data.pictures import Pictured, look
+from fedfm.data.sources._attachments import attachment
+from fedfm.data.sources._files import column
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+from fedfm.tasks.task import Reading
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedfm.core.rows import Rows
+    from fedfm.models.preprocessors import Tools
+
+Cell = str | Attachment
+
+NAMES = ("anchor", "positive", "negative")
+IMAGES = ("anchor_pixels", "positive_pixels", "negative_pixels")  # names of the images in rows and batches
+ENDS, IDS = "ends", "ids"  # (n, 2 or 3): where the texts of a row end; a number for the content of each cell
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
+    """Rows (anchor, positive) or (anchor, positive, negative); rows to predict may be single texts or images."""
+    names = [spec.column(key) for key in NAMES]
+    if labelled:
+        for key, name in zip(NAMES[:2], names, strict=False):
+            column(sheet.columns, name, f"data.{key}", source)
+        names = [name for name in names if name in sheet.columns]
+    elif names[0] in sheet.columns:
+        names = [name for name in names[:2] if name in sheet.columns]
+    else:
+        names = [name for name in (spec.text, spec.image) if name in sheet.columns][:1]
+        if not names:
+            column(sheet.columns, spec.column("anchor"), "data.anchor", source)
+    holds_images = {name: _holds_images(sheet.columns[name]) for name in names}
+    if len({*holds_images.values()}) > 1:
+        (one, of), *rest = holds_images.items()
+        other = next(name for name, others in rest if others != of)
+        pair = (one, other) if of else (other, one)
+        raise InputError(
+            f'{source}: column "{pair[0]}" holds images and "{pair[1]}" texts: the columns of pairs hold texts only, or '
+            'images only; for images with texts of classes there is model.task = "zero_shot"'
+        )
+    images = holds_images[names[0]]
+    cells = [_cells(sheet, name, source, images) for name in names]
+    notices: tuple[str, ...] = ()
+    if images and not all(isinstance(sheet.columns[name], Pictured) for name in names):
+        listed = " and ".join(f'"{name}"' for name in names)
+        notices = (f"{source}: the cells of {listed} are read as files of images",)
+    return Reading("pairs", list(zip(*cells, strict=True)), frozenset(names), notices)
+
+
+def _holds_images(values: Sequence[Any]) -> bool:
+    """Whether the first filled cell of a column is an image: content, or a path with the ending of an image."""
+    if isinstance(values, Pictured):
+        return True
+    first = next((value for value in values if value), None)
+    if isinstance(first, str):
+        return first.strip().lower().endswith(_SUFFIXES) and "\n" not in first
+    return isinstance(first, bytes) or (isinstance(first, Mapping) and ("bytes" in first or "path" in first))
+
+
+def _cells(sheet: Sheet, name: str, source: str, images: bool) -> list[Cell]:
+    found: list[Cell] = []
+    for row, value in enumerate(sheet.columns[name]):
+        place = sheet.at(row)
+        if images:
+            file = attachment(value, name, place, source, "an image")
+            if (fault := look(file.source).fault) is not None:
+                raise InputError(f'{place}: column "{name}": {file}: {fault}')
+            found.append(file)
+        elif value is None or (isinstance(value, str) and not value.strip()):
+            raise InputError(f'{place}: column "{name}" is empty: fill it, or remove the row')
+        elif not isinstance(value, str):
+            raise InputError(f'{place}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected')
+        else:
+            found.append(value)
+    return found
+
+
+def number_of(cell: Cell) -> int:
+    """64 bits of the SHA-256 of a cell's content, as a signed integer."""
+    digest = bytes.fromhex(cell.sha256) if isinstance(cell, Attachment) else _sha256(cell)
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def to_rows(part: Table, tools: Tools) -> Rows:
+    """Rows for an encoder: the tokens of a row's texts one after the other, or images.
+
+    Raises:
+        InputError: the model does not read such cells, or only some rows have a negative.
+    """
+    import torch
+
+    from fedfm.core.rows import Rows
+    from fedfm.core.tokens import Tokens
+    from fedfm.models import preprocessing
+    from fedfm.models.images import Pictures
+    from fedfm.tasks import _pair_candidates
+
+    widths = {len(row) for row in part.inputs}
+    if len(widths) > 1:
+        raise InputError(f"{part.source or 'the data'}: some rows have a negative and some have none: fill or drop it")
+    columns: list[tuple[Cell, ...]] = list(zip(*part.inputs, strict=True))
+    _check_readable(part, tools)
+    tensors = {IDS: torch.tensor([[number_of(cell) for cell in row] for row in part.inputs], dtype=torch.int64)}
+    rows = Rows(tensors)
+    if columns and isinstance(columns[0][0], Attachment):
+        deferred, assert_image = {}, tools.image
+        for name, cells in zip(IMAGES, columns, strict=False):
+            files = [cell.source for cell in cells if isinstance(cell, Attachment)]
+            import numpy as np
+
+            pictures = Pictures(files, np.arange(len(files)), assert_image)
+            if pictures.exceed(None):
+                deferred[name] = pictures
+            else:
+                tensors[name] = pictures.compute()
+        rows = Rows(tensors, deferred=deferred)
+    elif columns:
+        pieces = [preprocessing.encode([str(c) for c in cells], tools.tokenizer, tools.max_length) for cells in columns]
+        tensors[ENDS] = torch.tensor([of.length for of, _ in pieces]).T.cumsum(1)
+
+        def joined(parts: Sequence[Tokens]) -> Tokens:
+            return Tokens.of([torch.cat([of[i] for of in parts]) for i in range(len(part))])
+
+        more = {name: joined([other[name] for _, other in pieces]) for name in pieces[0][1]}
+        pad = int(tools.tokenizer.pad_token_id or 0)
+        rows = Rows(tensors, tokens=joined([of for of, _ in pieces]), pad=pad, token_arguments=more)
+    return _pair_candidates.with_sets(rows, part, tools)
+
+
+def _check_readable(part: Table, tools: Tools) -> None:
+    if not len(part):
+        return
+    images, source = isinstance(part.inputs[0][0], Attachment), part.source or "the data"
+    if images and tools.image is None:
+        raise InputError(f"{source} holds pairs of images, and the model of model.name reads texts", key="model.name")
+    if not images and tools.tokenizer is None:
+        raise InputError(f"{source} holds pairs of texts, and the model of model.name reads images", key="model.name")
+
+
+def shuffle(rows: Table, rng: np.random.Generator) -> Table:
+    """The rows, with the positives randomly permuted."""
+    order = rng.permutation(len(rows))
+    inputs = [(row[0], rows.inputs[j][1], *row[2:]) for row, j in zip(rows.inputs, order.tolist(), strict=True)]
+    return replace(rows, inputs=inputs)
