@@ -26,7 +26,8 @@ def unreadable(run: Run) -> str | None:
         return "the model stays at the server, and only clients read their rows"
     if task is not None and not tasks.find(task).compared_by_row:
         known = ", ".join(tasks.names(lambda task: task.compared_by_row))
-        return f"it compares rows of the tasks {known}, but this run's task is {task}"
+        why = f": {reason}" if (reason := tasks.find(task).mixes_rows) else ""
+        return f"it compares rows of the tasks {known}, but this run's task is {task}{why}"
     return None
 
 

@@ -117,6 +117,9 @@ class ModelTask(RowTask, Protocol):
     def about_outputs(self) -> str:
         """A sentence for the reader of an export about the model's outputs."""
 
+    def about_export(self, to: str, folder: Path) -> str:
+        """Sentences for the reader of an export in the format ``to``."""
+
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""
 

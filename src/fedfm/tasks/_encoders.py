@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
 
 MODES = ("mean", "cls", "max", "lasttoken")
-ABOUT = (
-    "The model gives a state for each token or patch. `modules.json` and `1_Pooling/config.json` say how they become "
-    'one vector, as in `fedfm predict`:\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\nencoder '
-    '= SentenceTransformer("FOLDER")\n```\n\n`encoder.encode(texts)` gives the vectors of texts; an encoder of images '
-    "takes Pillow images."
-)
+BASE = "base"  # folder of an adapter's base in an export
 _MODULES, _PARTS = "modules.json", "sentence_transformers.models"
 _LEGACY = {  # keys of 1_Pooling/config.json before sentence-transformers 5
     "pooling_mode_cls_token": "cls",
@@ -100,8 +95,12 @@ def find(path: Path | str, config: Any) -> tuple[Encoder, tuple[str, ...]]:
         raise InputError(f"{kind}, for which transformers has no encoder without a head", key="model.name")
     found, notices = _pooling(path)
     setattr(config, POOLING, asdict(found))
-    arguments = inspect.signature(AutoModel._model_mapping[type(config)].__init__).parameters
-    return Encoder("add_pooling_layer" in arguments), notices
+    return Encoder(_has_pooler(AutoModel._model_mapping[type(config)])), notices
+
+
+def _has_pooler(kind: type) -> bool:
+    """Whether transformers' class can be made without a pooler."""
+    return "add_pooling_layer" in inspect.signature(kind).parameters
 
 
 def _pooling(path: Path | str) -> tuple[Pooling, tuple[str, ...]]:
@@ -159,28 +158,49 @@ def _json(path: Path | str, name: str) -> Any:
 
 
 def add_files(model: Network, to: str, folder: Path) -> None:
-    """Write the files with which sentence-transformers loads an export."""
+    """Write the files with which sentence-transformers loads an export, for an adapter those of its base."""
     pooling, whole = pooling_of(model), unwrap(model.module)
-    for place in (folder, folder / "base"):
+    for place in (folder, folder / BASE):
         _clean(place / "config.json")
-    if to == "torch":
+    home = folder / BASE if to == "peft" else folder
+    if to == "torch" or not home.is_dir():
         return
-    image = model.tools.tokenizer is None
+    if to == "peft":
+        for tool in (model.tools.processor, model.tools.tokenizer):
+            if tool is not None:
+                tool.save_pretrained(str(home))
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] * pooling.normalize)]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"{_PARTS}.{kind}"} for i, (path, kind) in enumerate(parts)
     ]
-    _write(folder / _MODULES, modules)
-    (folder / "1_Pooling").mkdir()
+    _write(home / _MODULES, modules)
+    for path, _ in parts[1:]:
+        (home / path).mkdir()
     width = {"word_embedding_dimension": _width(whole.config)}
-    _write(folder / "1_Pooling" / "config.json", width | {key: pooling.mode == mode for key, mode in _LEGACY.items()})
-    if pooling.normalize:
-        (folder / "2_Normalize").mkdir()
-    of_kind = {"max_seq_length": model.tools.max_length, "do_lower_case": False}
-    if image:
+    _write(home / "1_Pooling" / "config.json", width | {key: pooling.mode == mode for key, mode in _LEGACY.items()})
+    about: dict[str, Any] = {"max_seq_length": model.tools.max_length, "do_lower_case": False}
+    if model.tools.tokenizer is None:
         way = {"method": "forward", "method_output_name": "last_hidden_state"}
-        of_kind = {"modality_config": {"image": way}, "module_output_name": "token_embeddings"}
-    _write(folder / "sentence_bert_config.json", of_kind)
+        about = {"modality_config": {"image": way}, "module_output_name": "token_embeddings"}
+    if _has_pooler(type(whole)):
+        about["model_args"] = {"add_pooling_layer": False}
+    _write(home / "sentence_bert_config.json", about)
+
+
+def about_export(to: str, folder: Path) -> str:
+    """How sentence-transformers loads an export."""
+    text = "The model gives a state for each token or patch, and the vector is pooled from these states."
+    if to == "torch" or not (folder / (BASE if to == "peft" else "") / _MODULES).exists():
+        return text
+    lines = ["from sentence_transformers import SentenceTransformer", "", 'encoder = SentenceTransformer("FOLDER")']
+    if to == "peft":
+        lines[-1:] = [f'encoder = SentenceTransformer("FOLDER/{BASE}")', 'encoder.load_adapter("FOLDER")']
+    code = "\n".join(["```python", *lines, "```"])
+    return (
+        f"{text} sentence-transformers does both:\n\n{code}\n\n`encoder.encode(rows)` gives the vectors of "
+        "`fedfm predict`; an encoder of images takes Pillow images. No vector needs a pooler, which transformers may "
+        "report as new."
+    )
 
 
 def _width(config: Any) -> int:

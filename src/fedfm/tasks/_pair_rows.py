@@ -109,51 +109,61 @@ def to_rows(part: Table, tools: Tools) -> Rows:
     import torch
 
     from fedfm.core.rows import Rows
-    from fedfm.core.tokens import Tokens
-    from fedfm.models import preprocessing
-    from fedfm.models.images import Pictures
     from fedfm.tasks import _pair_candidates
 
-    widths = {len(row) for row in part.inputs}
-    if len(widths) > 1:
-        raise InputError(f"{part.source or 'the data'}: some rows have a negative and some have none: fill or drop it")
-    columns: list[tuple[Cell, ...]] = list(zip(*part.inputs, strict=True))
-    _check_readable(part, tools)
-    tensors = {IDS: torch.tensor([[number_of(cell) for cell in row] for row in part.inputs], dtype=torch.int64)}
-    rows = Rows(tensors)
-    if columns and isinstance(columns[0][0], Attachment):
-        deferred, assert_image = {}, tools.image
-        for name, cells in zip(IMAGES, columns, strict=False):
-            files = [cell.source for cell in cells if isinstance(cell, Attachment)]
-            import numpy as np
-
-            pictures = Pictures(files, np.arange(len(files)), assert_image)
-            if pictures.exceed(None):
-                deferred[name] = pictures
-            else:
-                tensors[name] = pictures.compute()
-        rows = Rows(tensors, deferred=deferred)
-    elif columns:
-        pieces = [preprocessing.encode([str(c) for c in cells], tools.tokenizer, tools.max_length) for cells in columns]
-        tensors[ENDS] = torch.tensor([of.length for of, _ in pieces]).T.cumsum(1)
-
-        def joined(parts: Sequence[Tokens]) -> Tokens:
-            return Tokens.of([torch.cat([of[i] for of in parts]) for i in range(len(part))])
-
-        more = {name: joined([other[name] for _, other in pieces]) for name in pieces[0][1]}
-        pad = int(tools.tokenizer.pad_token_id or 0)
-        rows = Rows(tensors, tokens=joined([of for of, _ in pieces]), pad=pad, token_arguments=more)
-    return _pair_candidates.with_sets(rows, part, tools)
-
-
-def _check_readable(part: Table, tools: Tools) -> None:
-    if not len(part):
-        return
-    images, source = isinstance(part.inputs[0][0], Attachment), part.source or "the data"
+    if len({len(row) for row in part.inputs}) > 1:
+        raise InputError(
+            f"{part.source or 'the data'}: some rows have a negative and others have none: fill the column, or drop it"
+        )
+    columns: list[Sequence[Cell]] = list(zip(*part.inputs, strict=True))
+    rows = Rows({IDS: torch.tensor([[number_of(cell) for cell in row] for row in part.inputs], dtype=torch.int64)})
+    if not columns:
+        return rows
+    images, source = isinstance(columns[0][0], Attachment), part.source or "the data"
     if images and tools.image is None:
         raise InputError(f"{source} holds pairs of images, and the model of model.name reads texts", key="model.name")
     if not images and tools.tokenizer is None:
         raise InputError(f"{source} holds pairs of texts, and the model of model.name reads images", key="model.name")
+    rows = _of_images(rows, columns, tools) if images else _of_texts(rows, columns, tools)
+    return _pair_candidates.with_sets(rows, part, tools)
+
+
+def _of_images(rows: Rows, columns: Sequence[Sequence[Cell]], tools: Tools) -> Rows:
+    """The rows with their images; images that would take too much memory are prepared when a batch is read."""
+    import numpy as np
+
+    from fedfm.models.images import Pictures
+
+    assert tools.image is not None
+    tensors, deferred = dict(rows.tensors), {}
+    for name, cells in zip(IMAGES, columns, strict=False):
+        files = [cell.source for cell in cells if isinstance(cell, Attachment)]
+        pictures = Pictures(files, np.arange(len(files)), tools.image)
+        if pictures.exceed(None):
+            deferred[name] = pictures
+        else:
+            tensors[name] = pictures.compute()
+    return replace(rows, tensors=tensors, deferred=deferred)
+
+
+def _of_texts(rows: Rows, columns: Sequence[Sequence[Cell]], tools: Tools) -> Rows:
+    """The rows with the tokens of their texts, and the positions where the texts end."""
+    import numpy as np
+    import torch
+
+    from fedfm.core.tokens import Tokens
+    from fedfm.models import preprocessing
+
+    pieces = [preprocessing.encode([str(c) for c in cells], tools.tokenizer, tools.max_length) for cells in columns]
+    ends = torch.from_numpy(np.stack([tokens.length for tokens, _ in pieces], axis=1).cumsum(1))  # (n, 2 or 3)
+
+    def joined(parts: Sequence[Tokens]) -> Tokens:
+        return Tokens.of([torch.cat([of[i] for of in parts]) for i in range(len(ends))])
+
+    more = {name: joined([other[name] for _, other in pieces]) for name in pieces[0][1]}
+    pad = int(tools.tokenizer.pad_token_id or 0)
+    tokens = joined([of for of, _ in pieces])
+    return replace(rows, tensors=rows.tensors | {ENDS: ends}, tokens=tokens, pad=pad, token_arguments=more)
 
 
 def shuffle(rows: Table, rng: np.random.Generator) -> Table:

@@ -66,7 +66,10 @@ class Embedding(Task):
     sums: ClassVar[tuple[str, ...]] = ("rows", *dict.fromkeys(row_means.values()))
 
     temperature: float = setting(
-        0.05, "embedding: cosines are divided by it; scale = 1 / temperature in sentence-transformers", gt=0, finite=True
+        0.05,
+        "embedding: cosines are divided by it; scale = 1 / temperature in sentence-transformers",
+        gt=0,
+        finite=True,
     )
     candidates: int = setting(
         100, "embedding: largest number of rows in a set of rows whose positives are ranked together", ge=2
@@ -152,10 +155,10 @@ class Embedding(Task):
 
         return _pair_vectors.answer(trained, table)
 
-    def about_outputs(self) -> str:
+    def about_export(self, to: str, folder: Path) -> str:
         from fedfm.tasks import _encoders
 
-        return _encoders.ABOUT
+        return _encoders.about_export(to, folder)
 
     def add_files(self, model: Network, to: str, folder: Path) -> None:
         from fedfm.tasks import _encoders

@@ -488,6 +488,10 @@ class Task:
         """A sentence for the reader of an export about the model's outputs; empty: there is nothing to say."""
         return ""
 
+    def about_export(self, to: str, folder: Path) -> str:
+        """What the README says after the code that loads the export, by its format; by default the outputs alone."""
+        return self.about_outputs()
+
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """A report's tables of the task's own scores; ``figures`` is ``details`` of the result."""
         return []
