@@ -15,14 +15,12 @@ from fedfm.api.execute import run
 from fedfm.api.predict import export, predict, write
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.data.table import fingerprint
+from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
-from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.tasks import _pair_candidates, _pair_vectors
 from fedfm.tasks._encoders import Pooling
-from fedfm.tasks._pair_rows import number_of
 from fedfm.tasks.embedding import Embedding
 
 TASK = "embedding"
@@ -268,7 +266,7 @@ def test_equal_anchors_and_equal_positives_are_no_negatives(place, tmp_path):
     assert set(map(tuple, torch.nonzero(logits.isinf()).tolist())) == {(0, 1), (1, 0), (2, 3), (3, 2), (5, 4)}
     by_hand = torch.logsumexp(logits, 1) - logits.diagonal()
     assert model.loss(batch).item() == pytest.approx(by_hand.mean().item(), abs=1e-6)
-    (line,) = [text for text in model.task.forewarnings({"training": table, "test": table.take([])}, model.tools)]
+    (line,) = model.task.forewarnings({"training": table, "test": table.take([])}, model.tools)
     assert line.startswith("4 of 6 training rows have the anchor or the positive of another row")
 
 
@@ -329,22 +327,23 @@ def test_a_row_has_the_same_candidates_whoever_evaluates_it(data, n, most, seed)
     made = rows(n, seed, negative=seed % 2 == 0, distinct=False)
     inputs = [tuple(row[key] for key in ("anchor", "positive", "negative") if key in row) for row in made]
     split = np.array([["val", "test"][i % 3 == 0] for i in range(n)])
-    from fedfm.data.table import Table
-
     table = Table("pairs", inputs, None, (), split)
     order = data.draw(st.permutations(range(n)))
-    whole, other = (_pair_candidates.grouping(t, most) for t in (table, table.take(order)))
+    shuffled = table.take(order)
+    whole, other = _pair_candidates.TableSets(table, most), _pair_candidates.TableSets(shuffled, most)
     for at, i in enumerate(order):
-        own = number_of(inputs[i][1])
+        place, same = whole.place(i), other.place(at)
+        cells = list(place.among.cells.values())
+        assert cells[place.own] == inputs[i][1]
+        left_out = {cells[k] for k in place.left_out}
+        assert left_out == {row[1] for row in inputs if row[0] == inputs[i][0]} & {*cells} - {inputs[i][1]}
         if inputs.count(inputs[i]) == 1:
-            assert whole.cells[whole.place[i]] == other.cells[other.place[at]]
-            assert whole.others[i] == other.others[at]
-        assert own in whole.cells[whole.place[i]]
-        assert own not in whole.others[i]
-    for part in ("val", "test"):
-        sizes = np.bincount(whole.place[split == part]) if (split == part).any() else np.zeros(1, int)
-        sizes = sizes[sizes > 0]
-        assert not len(sizes) or (sizes.max() <= most and sizes.max() - sizes.min() <= 1)
+            assert (place.among.cells, place.own, place.left_out) == (same.among.cells, same.own, same.left_out)
+    for name in ("val", "test"):
+        sets = {whole.place(i).among for i in range(n) if split[i] == name}
+        sizes = {among.size for among in sets}
+        assert not sizes or (max(sizes) <= most and max(sizes) - min(sizes) <= 1)
+        assert sum(among.size for among in sets) == (split == name).sum()
 
 
 def test_clients_with_files_of_their_own_have_sets_of_their_own(place, tmp_path):
@@ -352,18 +351,15 @@ def test_clients_with_files_of_their_own_have_sets_of_their_own(place, tmp_path)
         jsonl(tmp_path / f"{name}.jsonl", rows(30, seed))
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("north", "south")}
     table = load_table(DataSpec(clients=files), seed=0, task=TASK)
-    of = _pair_candidates.grouping(table, 100)
-    sets = {(table.columns["client"][i], table.split[i], of.place[i]) for i in range(len(table))}
+    of = _pair_candidates.sets_of(table, 100)
+    sets = {(table.columns["client"][i], table.split[i], id(of.place(i).among)) for i in range(len(table))}
     assert len(sets) == 4
 
 
-def test_ties_and_numbers_that_are_not_finite_are_no_right_answers(place):
-    task, inf, nan = Embedding(), -torch.inf, torch.nan
+def test_ties_and_numbers_that_are_not_finite_are_no_right_answers():
+    inf, nan = -torch.inf, torch.nan
     logits = torch.tensor([[2.0, 1.0, inf], [1.0, 1.0, 0.0], [nan, nan, nan], [0.0, 3.0, 1.0], [1.0, nan, 0.0]])
-    own = {_pair_candidates.OWN: torch.tensor([0, 0, 0, 2, 0])}
-    from fedfm.core.rows import Rows
-
-    found = task.scores_of(None, Rows(own), logits)
+    found = Embedding().figures_of(_pair_candidates.sums(logits, torch.tensor([0, 0, 0, 2, 0])))
     ranks = np.array([1, 2, 3, 2, 2])
     assert found["recall_at_1"] == pytest.approx((ranks == 1).mean())
     assert found["recall_at_5"] == 1
@@ -427,15 +423,16 @@ def test_models_of_other_forms_are_refused(place, vit, tmp_path):
     for name, words in (("t5", "an encoder-decoder"), ("clip", "an encoder of texts and one of images")):
         with pytest.raises(InputError, match=words):
             model_of(tmp_path / name, weights="random")
-    with pytest.raises(InputError, match="holds pairs of images, and the model of model.name reads texts"):
+    with pytest.raises(InputError, match=r"holds pairs of images, and the model of model\.name reads texts"):
         model_of(place / "bert").prepare(load(vit.parent / "pictures.jsonl"), [0])
-    with pytest.raises(InputError, match="holds pairs of texts, and the model of model.name reads images"):
+    with pytest.raises(InputError, match=r"holds pairs of texts, and the model of model\.name reads images"):
         model_of(vit).prepare(load(place / "rows.jsonl"), [0])
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 @pytest.mark.parametrize(("source", "adaptation"), [("bert", "full"), ("st", "lora")])
 def test_an_export_gives_the_same_vectors_in_sentence_transformers(source, adaptation, place, tmp_path):
     pytest.importorskip("sentence_transformers")
@@ -457,10 +454,9 @@ def test_an_export_gives_the_same_vectors_in_sentence_transformers(source, adapt
         encoder = SentenceTransformer(str(tmp_path / "peft" / "base"), device="cpu")
         encoder.load_adapter(str(tmp_path / "peft"))
         np.testing.assert_allclose(encoder.encode(texts), vectors, atol=1e-5)
-        with peft_alone():
-            from peft import AutoPeftModelForFeatureExtraction
+        from peft import AutoPeftModelForFeatureExtraction
 
-            assert AutoPeftModelForFeatureExtraction.from_pretrained(tmp_path / "peft")
+        assert AutoPeftModelForFeatureExtraction.from_pretrained(tmp_path / "peft")
         assert 'encoder.load_adapter("FOLDER")' in (tmp_path / "peft" / "README.md").read_text()
 
 

@@ -16,9 +16,9 @@ def to_npz(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
     """The content of an npz with an array (n, ...) for each key of the rows: float32 for numbers with a fraction.
 
     Raises:
-        InputError: the values of a key are no array, because their lengths differ, or they are neither numbers nor texts.
+        InputError: the values of a key are no array: their lengths differ, or they are neither numbers nor texts.
     """
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for key in rows[0] if rows else ():
         try:
             array = np.array([row[key] for row in rows])

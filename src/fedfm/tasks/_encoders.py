@@ -204,8 +204,9 @@ def about_export(to: str, folder: Path) -> str:
 
 
 def _width(config: Any) -> int:
-    sizes = getattr(config, "hidden_sizes", None)  # of the stages of a convolutional network
-    return int(getattr(config, "hidden_size", None) or sizes[-1])
+    if (size := getattr(config, "hidden_size", None)) is not None:
+        return int(size)
+    return int(config.hidden_sizes[-1])  # of the last stage of a convolutional network
 
 
 def _clean(path: Path) -> None:

@@ -1,9 +1,11 @@
 """Ranks of positives among fixed sets of candidates, so that ranks of single rows can be added over clients.
 
-The rows of one file (with ``data.clients``: of one client's file) and one split are put in the order of their hashes and
-cut into sets of at most ``model.candidates`` rows, as equal in size as possible. The candidates of a set are the
+The rows of one file (with ``data.clients``: of one client's file) and one split are put in the order of their hashes
+and cut into sets of at most ``model.candidates`` rows, as equal in size as possible. The candidates of a set are the
 positives and the negatives of its rows, each content once. A row's positive is ranked among the candidates of its set,
 whoever evaluates the row. Candidates that are positives of the same anchor, or equal to the anchor, are left out.
+
+The sets of a split are made when a row of the split is scored, so that training rows take no time and no memory.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -33,37 +35,33 @@ if TYPE_CHECKING:
 
 _FIRST = 5  # recall is also counted among so many first candidates
 _CUT = 10  # nDCG is cut after so many candidates
-SET, OWN, LEFT_OUT = "candidate_set", "own_candidate", "left_out"
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """The sets of a table.
-
-    Attributes:
-        place: (N,) the set of each row.
-        cells: the candidates of each set, by the number of their content.
-        others: for each row the numbers of candidates of its set that are left out.
-    """
-
-    place: np.ndarray
-    cells: tuple[dict[int, Cell], ...]
-    others: tuple[frozenset[int], ...]
+_PLACE = "row_of_table"  # tensor of rows (n,): their indexes in the table
 
 
 @dataclass(frozen=True)
 class PairTable(Table):
-    """Rows with the sets to which they belong."""
+    """Rows ``index`` of the table ``whole``, in which their candidates are."""
 
-    grouping: Grouping | None = None
+    whole: Table | None = None
     index: np.ndarray | None = None
+    most: int = 0
 
 
 @dataclass(frozen=True)
 class PairRows(Rows):
-    """Rows with their sets of candidates; ``candidate_set`` (n,) of the tensors is an index into ``sets``."""
+    """Prepared rows of the table ``whole``, in which their candidates are."""
 
-    sets: tuple[CandidateSet, ...] = ()
+    whole: Table | None = None
+    tools: Tools | None = None
+    most: int = 0
+
+    @property
+    def places(self) -> list[Place]:
+        """For each row the place of its candidates."""
+        if self.whole is None:
+            raise TypeError("these rows have no table, hence no candidates")
+        sets = sets_of(self.whole, self.most)
+        return [sets.place(i) for i in self.tensors[_PLACE].tolist()]
 
 
 @dataclass(eq=False)
@@ -71,122 +69,122 @@ class CandidateSet:
     """The candidates of a set of rows.
 
     Attributes:
-        cells: texts or images, each content once.
-        tools: the model's preprocessing.
-        known: the candidates' vectors, and the hash of the weights that computed them.
+        cells: texts or images by the number of their content, in the order of the numbers.
+        size: number of rows in the set.
+        known: the candidates' unit vectors, with the hash of the weights that computed them.
     """
 
-    cells: tuple[Cell, ...]
-    tools: Tools
-    known: tuple[str, Tensor] | None = field(default=None, repr=False)
+    cells: dict[int, Cell]
+    size: int
+    known: tuple[str, Tensor] | None = None
 
-    def vectors(self, weights: str, compute: Callable[[Rows], Tensor]) -> Tensor:
+    def vectors(self, weights: str, tools: Tools, compute: Callable[[Rows], Tensor]) -> Tensor:
         """Unit vectors (K, d) under the weights of this hash. Clients with rows of one set compute them once."""
         if self.known is None or self.known[0] != weights:
             from fedfm.tasks._pair_rows import to_rows
             from fedfm.tasks._pair_vectors import singles
 
-            table = Table("pairs", [(cell,) for cell in self.cells], None, (), np.full(len(self.cells), "test"))
-            self.known = weights, F.normalize(compute(singles(to_rows(table, self.tools))), dim=-1)
+            rows = [(cell,) for cell in self.cells.values()]
+            table = Table("pairs", rows, None, (), np.full(len(rows), "test"))
+            self.known = weights, F.normalize(compute(singles(to_rows(table, tools))), dim=-1)
         return self.known[1]
 
 
-_grouped: list[tuple[weakref.ref[Table], int, Grouping]] = []  # of the last table
-_sets: weakref.WeakValueDictionary[tuple[object, ...], CandidateSet] = weakref.WeakValueDictionary()
+class Place(NamedTuple):
+    """The candidates of one row: its set, the index of its own positive there, and the indexes that are left out."""
+
+    among: CandidateSet
+    own: int
+    left_out: tuple[int, ...]
+
+
+class TableSets:
+    """The sets of a table's rows, of at most ``most`` rows each."""
+
+    def __init__(self, table: Table, most: int) -> None:
+        self._table, self.most = weakref.ref(table), most
+        self._places: dict[int, Place] = {}
+
+    def of(self, table: Table, most: int) -> bool:
+        """Whether these are the sets of this table."""
+        return self._table() is table and self.most == most
+
+    def place(self, i: int) -> Place:
+        """The candidates of row i."""
+        if i not in self._places:
+            table = self._table()
+            if table is None:
+                raise RuntimeError("the table of these sets is gone")
+            self._make(table, np.flatnonzero(table.split == table.split[i]).tolist())
+        return self._places[i]
+
+    def _make(self, table: Table, rows: Sequence[int]) -> None:
+        owners = table.columns.get(CLIENT)
+        groups: dict[str, list[int]] = defaultdict(list)
+        for i in rows:
+            groups["" if owners is None else str(owners[i])].append(i)
+        for group in groups.values():
+            ids = {i: tuple(map(number_of, table.inputs[i])) for i in group}
+            positives: dict[int, set[int]] = defaultdict(set)
+            for anchor, positive, *_ in ids.values():
+                positives[anchor].add(positive)
+            ordered = sorted(group, key=lambda i: hashlib.sha256(repr(ids[i]).encode()).digest())
+            for some in np.array_split(ordered, -(-len(ordered) // self.most)):
+                mine: list[int] = some.tolist()
+                cells = {n: cell for i in mine for n, cell in zip(ids[i][1:], table.inputs[i][1:], strict=True)}
+                among = CandidateSet(dict(sorted(cells.items())), len(mine))
+                code = {number: k for k, number in enumerate(among.cells)}
+                for i in mine:
+                    anchor, positive = ids[i][:2]
+                    known = (positives[anchor] | {anchor}) & code.keys() - {positive}
+                    self._places[i] = Place(among, code[positive], tuple(sorted(code[number] for number in known)))
+
+
+_last: list[TableSets] = []  # those of the last table
+
+
+def sets_of(table: Table, most: int) -> TableSets:
+    """The sets of a table; those of the last table are kept."""
+    if not _last or not _last[0].of(table, most):
+        _last[:] = [TableSets(table, most)]
+    return _last[0]
 
 
 def part(table: Table, index: np.ndarray, most: int) -> Table:
-    """The rows ``index``, which know the sets of the whole table."""
-    taken = table.take(index)
-    if not len(table) or len(table.inputs[0]) < 2:
-        return taken
-    if not _grouped or _grouped[0][0]() is not table or _grouped[0][1] != most:
-        _grouped[:] = [(weakref.ref(table), most, grouping(table, most))]
-    own = {f.name: getattr(taken, f.name) for f in fields(Table)}
-    return PairTable(**own, grouping=_grouped[0][2], index=np.asarray(index, dtype=np.int64))
+    """The rows ``index``, which know the whole table."""
+    own = {f.name: getattr(taken, f.name) for taken in (table.take(index),) for f in fields(Table)}
+    return PairTable(**own, whole=table, index=np.asarray(index, dtype=np.int64), most=most)
 
 
-def grouping(table: Table, most: int) -> Grouping:
-    """The sets of a table's rows, of at most ``most`` rows each."""
-    ids = [tuple(number_of(cell) for cell in row) for row in table.inputs]
-    owners = table.columns[CLIENT].tolist() if CLIENT in table.columns else [""] * len(table)
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for i, key in enumerate(zip(owners, table.split.tolist(), strict=True)):
-        groups[key].append(i)
-    place, others = np.zeros(len(table), dtype=np.int64), [frozenset[int]()] * len(table)
-    sets: list[dict[int, Cell]] = []
-    for group in groups.values():
-        positives: dict[int, set[int]] = defaultdict(set)
-        for i in group:
-            positives[ids[i][0]].add(ids[i][1])
-        ordered = sorted(group, key=lambda i: _order(ids[i]))
-        for some in np.array_split(ordered, -(-len(ordered) // most)):
-            cells = {number: cell for i in some for number, cell in zip(ids[i][1:], table.inputs[i][1:], strict=True)}
-            for i in some.tolist():
-                known = (positives[ids[i][0]] | {ids[i][0]}) & cells.keys()
-                others[i] = frozenset(known - {ids[i][1]})
-            place[some] = len(sets)
-            sets.append(dict(sorted(cells.items())))
-    return Grouping(place, tuple(sets), tuple(others))
-
-
-def _order(ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(repr(tuple(ids)).encode()).digest()
-
-
-def with_sets(rows: Rows, table: Table, tools: Tools) -> Rows:
-    """The rows with their sets, if the table knows them."""
-    if not isinstance(table, PairTable) or table.grouping is None or table.index is None or not len(table):
+def with_table(rows: Rows, part: Table, tools: Tools) -> Rows:
+    """The rows with their table, if the part knows it."""
+    if not isinstance(part, PairTable) or part.index is None:
         return rows
-    of, index = table.grouping, table.index
-    used, place = np.unique(of.place[index], return_inverse=True)
-    numbers = {int(s): {number: k for k, number in enumerate(of.cells[s])} for s in used}
-    mine = [numbers[int(of.place[i])] for i in index]
-    own = [code[number_of(row[1])] for code, row in zip(mine, table.inputs, strict=True)]
-    omitted = [[code[number] for number in of.others[i]] for code, i in zip(mine, index, strict=True)]
-    left_out = torch.full((len(index), max(map(len, omitted), default=0)), -1)
-    for row, places in enumerate(omitted):
-        left_out[row, : len(places)] = torch.tensor(places, dtype=torch.int64)
-    more = {SET: torch.from_numpy(place.reshape(-1)), OWN: torch.tensor(own), LEFT_OUT: left_out}
     plain = {f.name: getattr(rows, f.name) for f in fields(Rows)}
-    sets = tuple(_set_of(of.cells[s], tools) for s in used)
-    return PairRows(**plain | {"tensors": rows.tensors | more}, sets=sets)
-
-
-def _set_of(cells: dict[int, Cell], tools: Tools) -> CandidateSet:
-    """The set of these cells; equal sets of one model are one object."""
-    key = tuple(cells), id(tools.tokenizer), id(tools.image), tools.max_length
-    found = _sets.get(key)
-    if found is None:
-        found = _sets[key] = CandidateSet(tuple(cells.values()), tools)
-    return found
+    plain["tensors"] = rows.tensors | {_PLACE: torch.from_numpy(part.index)}
+    return PairRows(**plain, whole=part.whole, tools=tools, most=part.most)
 
 
 def similarities(model: Network, rows: Rows, batch_size: int, temperature: float) -> Tensor:
     """The scaled cosines (n, K) of each row's anchor with the candidates of its set; -infinity for those left out."""
-    from fedfm.tasks._pair_vectors import of_rows, singles
+    from fedfm.tasks._pair_vectors import singles
 
-    if not isinstance(rows, PairRows) or not len(rows):
+    if not isinstance(rows, PairRows) or rows.tools is None or not len(rows):
         return torch.zeros(0, 1)
 
     def compute(some: Rows) -> Tensor:
-        return of_rows(model, some, batch_size)
+        return model.in_batches(some, batch_size)
 
-    weights, anchors = _sha256_of(model), F.normalize(compute(singles(rows)), dim=-1)
-    found = torch.full((len(rows), max(len(of.cells) for of in rows.sets)), -torch.inf)
-    for s, mine in _by_set(rows):
-        cosines = anchors[mine] @ rows.sets[s].vectors(weights, compute).T
-        found[mine, : cosines.shape[1]] = cosines / temperature
-    places = rows.tensors[LEFT_OUT]
-    row, at = torch.nonzero(places >= 0, as_tuple=True)
-    found[row, places[row, at]] = -torch.inf
+    weights, anchors, places = _sha256_of(model), F.normalize(compute(singles(rows)), dim=-1), rows.places
+    of_set: dict[CandidateSet, list[int]] = defaultdict(list)
+    for i, place in enumerate(places):
+        of_set[place.among].append(i)
+    found = torch.full((len(rows), max(len(among.cells) for among in of_set)), -torch.inf)
+    for among, mine in of_set.items():
+        found[mine, : len(among.cells)] = anchors[mine] @ among.vectors(weights, rows.tools, compute).T / temperature
+    for i, place in enumerate(places):
+        found[i, list(place.left_out)] = -torch.inf
     return found
-
-
-def _by_set(rows: PairRows) -> Iterator[tuple[int, Tensor]]:
-    """Each set that rows are in, and the indexes of its rows."""
-    of = rows.tensors[SET]
-    return ((int(s), torch.nonzero(of == s)[:, 0]) for s in torch.unique(of))
 
 
 def _sha256_of(model: Network) -> str:
@@ -200,18 +198,24 @@ def _sha256_of(model: Network) -> str:
 
 
 def count(logits: Tensor, rows: Rows) -> Sums:
-    """The sums of the scores, from :func:`similarities`. A candidate as similar as the positive counts as nearer."""
-    if not len(rows):
-        return dict.fromkeys(("rows", "right", "in_first_5", "reciprocal_ranks", "gains", "loss_of_rows"), 0)
-    logits = logits.double()
-    own = logits.gather(1, rows.tensors[OWN][:, None])  # (n, 1)
-    ranks = (~(logits < own)).sum(1).double()  # the row's own candidate counts as one; NaN is no right answer
+    """The sums of the scores, from :func:`similarities`."""
+    own = [place.own for place in rows.places] if isinstance(rows, PairRows) and len(rows) else []
+    return sums(logits[: len(own)], torch.tensor(own, dtype=torch.int64))
+
+
+def sums(logits: Tensor, own: Tensor) -> Sums:
+    """The sums of the scores of rows whose positives are the candidates ``own`` (n,).
+
+    A candidate as similar as the positive counts as nearer, and so does NaN.
+    """
+    right = logits.double().gather(1, own[:, None])  # (n, 1)
+    ranks = (~(logits.double() < right)).sum(1).double()  # the positive itself counts as one
     gains = torch.where(ranks <= _CUT, 1 / torch.log2(1 + ranks), 0.0)
     return {
-        "rows": len(rows),
+        "rows": len(own),
         "right": int((ranks == 1).sum()),
         "in_first_5": int((ranks <= _FIRST).sum()),
         "reciprocal_ranks": float((1 / ranks).sum()),
         "gains": float(gains.sum()),
-        "loss_of_rows": float((torch.logsumexp(logits, 1) - own[:, 0]).sum()),
+        "loss_of_rows": float((torch.logsumexp(logits.double(), 1) - right[:, 0]).sum()),
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedfm.core.attachments import Attachment
 from fedfm.data.table import Table
-from fedfm.tasks._pair_candidates import grouping
+from fedfm.tasks._pair_candidates import sets_of
 from fedfm.tasks._pair_rows import number_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def _repeated(part: Table) -> list[str]:
 def _of_sets(part: Table, most: int) -> list[str]:
     if not len(part):
         return []
-    sizes = Counter(grouping(part, most).place.tolist()).values()
+    sets = sets_of(part, most)
+    sizes = {sets.place(i).among.size for i in range(len(part))}
     said = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     few = "; among few candidates every model has a high recall" if min(sizes) < _FEW else ""
     return [f"a test row's positive is ranked among those of {said} test rows (model.candidates = {most}){few}"]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fedfm.core.rows import Rows
+    from fedfm.core.tokens import Tokens
+    from fedfm.models.images import Preprocess
     from fedfm.models.preprocessors import Tools
 
 Cell = str | Attachment
@@ -50,8 +52,8 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
         other = next(name for name, others in rest if others != of)
         pair = (one, other) if of else (other, one)
         raise InputError(
-            f'{source}: column "{pair[0]}" holds images and "{pair[1]}" texts: the columns of pairs hold texts only, or '
-            'images only; for images with texts of classes there is model.task = "zero_shot"'
+            f'{source}: column "{pair[0]}" holds images and "{pair[1]}" texts: the columns of pairs hold only texts or '
+            'only images; for images with texts of classes there is model.task = "zero_shot"'
         )
     images = holds_images[names[0]]
     cells = [_cells(sheet, name, source, images) for name in names]
@@ -119,26 +121,31 @@ def to_rows(part: Table, tools: Tools) -> Rows:
     rows = Rows({IDS: torch.tensor([[number_of(cell) for cell in row] for row in part.inputs], dtype=torch.int64)})
     if not columns:
         return rows
-    images, source = isinstance(columns[0][0], Attachment), part.source or "the data"
-    if images and tools.image is None:
-        raise InputError(f"{source} holds pairs of images, and the model of model.name reads texts", key="model.name")
-    if not images and tools.tokenizer is None:
+    source = part.source or "the data"
+    if isinstance(columns[0][0], Attachment):
+        if tools.image is None:
+            raise InputError(
+                f"{source} holds pairs of images, and the model of model.name reads texts", key="model.name"
+            )
+        rows = _of_images(rows, columns, tools.image)
+    elif tools.tokenizer is None:
         raise InputError(f"{source} holds pairs of texts, and the model of model.name reads images", key="model.name")
-    rows = _of_images(rows, columns, tools) if images else _of_texts(rows, columns, tools)
-    return _pair_candidates.with_sets(rows, part, tools)
+    else:
+        rows = _of_texts(rows, columns, tools)
+    return _pair_candidates.with_table(rows, part, tools)
 
 
-def _of_images(rows: Rows, columns: Sequence[Sequence[Cell]], tools: Tools) -> Rows:
+def _of_images(rows: Rows, columns: Sequence[Sequence[Cell]], image: Preprocess) -> Rows:
     """The rows with their images; images that would take too much memory are prepared when a batch is read."""
     import numpy as np
 
+    from fedfm.core.deferred import Deferred
     from fedfm.models.images import Pictures
 
-    assert tools.image is not None
-    tensors, deferred = dict(rows.tensors), {}
+    tensors, deferred = dict(rows.tensors), dict[str, Deferred]()
     for name, cells in zip(IMAGES, columns, strict=False):
         files = [cell.source for cell in cells if isinstance(cell, Attachment)]
-        pictures = Pictures(files, np.arange(len(files)), tools.image)
+        pictures = Pictures(files, np.arange(len(files)), image)
         if pictures.exceed(None):
             deferred[name] = pictures
         else:

@@ -29,8 +29,8 @@ def logits(model: Network, batch: Batch, temperature: float) -> Tensor:
 
         L_i = -log(exp(cos(a_i, p_i) / t) / sum_j exp(cos(a_i, c_j) / t)),
 
-    over the candidates c_j: all positives, then all negatives. A candidate that is equal to the row's own positive or to
-    its anchor, or belongs to an equal anchor, is no negative: its logit is -infinity.
+    over the candidates c_j: all positives, then all negatives. A candidate that is equal to the row's own positive or
+    to its anchor, or belongs to an equal anchor, is no negative: its logit is -infinity.
     """
     if IDS not in batch:
         return vectors(model, batch)
@@ -107,17 +107,12 @@ def singles(rows: Rows, column: int = 0) -> Rows:
     return Rows(tokens=cut(rows.tokens), pad=rows.pad, token_arguments=more)
 
 
-def of_rows(model: Network, rows: Rows, batch_size: int) -> Tensor:
-    """Vectors (n, d) of single texts or images, without gradients, on the CPU."""
-    return model.in_batches(rows, batch_size)
-
-
 def answer(trained: Trained, table: Table) -> dict[str, Any]:
     """The vectors of the rows' anchors, and the cosines with their positives if they have any."""
     model, paired = trained.model, bool(len(table)) and len(table.inputs[0]) > 1
     rows, pooling = model.prepare(table, range(len(table))), pooling_of(model)
     with trained.apply(rows) as applied:
-        found = [of_rows(model, singles(applied, column), 64) for column in range(2 if paired else 1)]
+        found = [model.in_batches(singles(applied, column)) for column in range(2 if paired else 1)]
     units = [F.normalize(vector, dim=-1) for vector in found]
     embeddings = units[0] if pooling.normalize else found[0]
     answers: dict[str, Any] = {"embeddings": [_shorten(row) for row in embeddings.tolist()]}

@@ -1,8 +1,8 @@
 """Embedding: pairs of texts or of images that belong together get vectors with a large cosine.
 
-The loss is the MultipleNegativesRankingLoss of sentence-transformers: each anchor is classified among the positives (and
-negatives) of its batch. :mod:`fedfm.tasks._pair_rows` reads the rows, :mod:`fedfm.tasks._pair_vectors` computes vectors
-and the loss, and :mod:`fedfm.tasks._pair_candidates` ranks.
+The loss is the MultipleNegativesRankingLoss of sentence-transformers: each anchor is classified among the positives
+(and negatives) of its batch. :mod:`fedfm.tasks._pair_rows` reads the rows, :mod:`fedfm.tasks._pair_vectors` computes
+vectors and the loss, and :mod:`fedfm.tasks._pair_candidates` ranks.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def fits(model: Model) -> None:
         )
     if reason := getattr(model, "mixes_rows", ""):
         raise InputError(
-            f'privacy.mechanism = "dp_sgd": {reason}, so that no gradient belongs to one row; noise on a client\'s update '
-            'has privacy.unit = "client"',
+            f'privacy.mechanism = "dp_sgd": {reason}, so that no gradient belongs to one row; privacy.unit = "client" '
+            "puts noise on a client's update instead",
             key="privacy.mechanism",
         )
 
