@@ -8,7 +8,7 @@ vectors and the loss, and :mod:`fedfm.tasks._pair_candidates` ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -164,6 +164,11 @@ class Embedding(Task):
         from fedfm.tasks import _encoders
 
         _encoders.add_files(model, to, folder)
+
+    def describe(self, model: Network) -> dict[str, Any]:
+        from fedfm.tasks._encoders import pooling_of
+
+        return {"task": self.name, "pooling": asdict(pooling_of(model))}
 
     def pipeline(self, kind: str) -> str | None:
         return "feature-extraction"
