@@ -514,3 +514,39 @@ def test_what_does_not_fit_is_refused(changes, words, place, tmp_path):
         made[table] = value if not name else {**made[table], name: value}
     with pytest.raises(InputError, match=words):
         run(made, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method__name": "ditto"},
+        {"method__name": "centralised"},
+        {"privacy": {"aggregator": "secagg"}, "data__partition": {"name": "iid", "clients": 3}},
+        {"privacy": {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}},
+        {"attack": {"name": "label_shuffle", "fraction": 0.5}},
+        {"data__val_fraction": 0.25, "run__patience": 1, "method__rounds": 3},
+        {"data__partition": {"name": "by_column", "column": "who"}},
+    ],
+    ids=str,
+)
+def test_runs_of_all_kinds(changes, place, tmp_path):
+    made = tables(place)
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        made[table] = value if not name else {**made.get(table, {}), name: value}
+    result = run(made, tmp_path / "run")
+    if result["epsilon"] is None:
+        assert result["details"]["local_mrr"] > 0
+    if "run__patience" in changes:
+        assert result["details"]["model_of_round"] <= 3
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "Recall at 1" in html or "privacy" in changes
+
+
+def test_audits_of_rows_are_refused_with_the_reason(place, tmp_path):
+    from fedfm.runtime.run_directory import Run
+
+    run(tables(place), tmp_path / "run")
+    from fedfm.audits.row_evidence import unreadable
+
+    assert "a contrastive loss compares the rows of a batch" in str(unreadable(Run.open(tmp_path / "run")))
