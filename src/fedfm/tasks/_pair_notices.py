@@ -56,4 +56,7 @@ def _of_sets(part: Table, most: int) -> list[str]:
     sizes = {sets.place(i).among.size for i in range(len(part))}
     said = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     few = "; among few candidates every model has a high recall" if min(sizes) < _FEW else ""
-    return [f"a test row's positive is ranked among those of {said} test rows (model.candidates = {most}){few}"]
+    return [
+        "scores: each test row's positive is ranked, by the cosine with its anchor, among the positives and negatives "
+        f"of a fixed set of {said} test rows (model.candidates = {most}){few}"
+    ]

@@ -149,6 +149,10 @@ class Embedding(Task):
 
         return _pair_candidates.count(logits, rows)
 
+    def remarks(self, figures: Mapping[str, Any]) -> list[str]:
+        rows = f"a fixed set of at most {self.candidates} rows of its file (model.candidates)"
+        return [f"recall, MRR and nDCG rank each row's positive among the positives and negatives of {rows}"]
+
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         from fedfm.tasks import _pair_vectors
