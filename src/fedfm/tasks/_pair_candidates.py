@@ -3,7 +3,8 @@
 The rows of one file (with ``data.clients``: of one client's file) and one split are put in the order of their hashes
 and cut into sets of at most ``model.candidates`` rows, as equal in size as possible. The candidates of a set are the
 positives and the negatives of its rows, each content once. A row's positive is ranked among the candidates of its set,
-whoever evaluates the row. Candidates that are positives of the same anchor, or equal to the anchor, are left out.
+at every client and at the server. Candidates that are positives of the same anchor, or equal to the anchor, are left
+out.
 
 The sets of a split are made when a row of the split is scored, so that training rows take no time and no memory.
 """
