@@ -182,7 +182,7 @@ def add_files(model: Network, to: str, folder: Path) -> None:
     if model.tools.tokenizer is None:
         way = {"method": "forward", "method_output_name": "last_hidden_state"}
         about = {"modality_config": {"image": way}, "module_output_name": "token_embeddings"}
-    if _has_pooler(type(whole)):
+    if to == "hf" and _has_pooler(type(whole)):  # the base of an adapter keeps the files' own pooler
         about["model_args"] = {"add_pooling_layer": False}
     _write(home / "sentence_bert_config.json", about)
 
