@@ -19,10 +19,10 @@ _FEW = 20  # recall at 5 among fewer rows says little
 
 def forewarnings(parts: Mapping[str, Table], tools: Tools, most: int) -> list[str]:
     """Notices about the training rows and the test rows."""
-    return [*_cut(parts, tools), *_repeated(parts["training"]), *_of_sets(parts["test"], most)]
+    return [*_cut_texts(parts, tools), *_repetitions(parts["training"]), *_of_sets(parts["test"], most)]
 
 
-def _cut(parts: Mapping[str, Table], tools: Tools) -> list[str]:
+def _cut_texts(parts: Mapping[str, Table], tools: Tools) -> list[str]:
     texts = [cell for part in parts.values() for row in part.inputs for cell in row if not isinstance(cell, Attachment)]
     if not texts or tools.tokenizer is None:
         return []
@@ -35,7 +35,7 @@ def _cut(parts: Mapping[str, Table], tools: Tools) -> list[str]:
     return [f"{cut} of {len(texts)} texts of the pairs are cut to {tools.max_length} tokens (model.max_length)"]
 
 
-def _repeated(part: Table) -> list[str]:
+def _repetitions(part: Table) -> list[str]:
     ids = [tuple(map(number_of, row)) for row in part.inputs]
     found = []
     anchors, positives = Counter(row[0] for row in ids), Counter(row[1] for row in ids)

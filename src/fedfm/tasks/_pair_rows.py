@@ -164,12 +164,12 @@ def _of_texts(rows: Rows, columns: Sequence[Sequence[Cell]], tools: Tools) -> Ro
     pieces = [preprocessing.encode([str(c) for c in cells], tools.tokenizer, tools.max_length) for cells in columns]
     ends = torch.from_numpy(np.stack([tokens.length for tokens, _ in pieces], axis=1).cumsum(1))  # (n, 2 or 3)
 
-    def joined(parts: Sequence[Tokens]) -> Tokens:
+    def join(parts: Sequence[Tokens]) -> Tokens:
         return Tokens.of([torch.cat([of[i] for of in parts]) for i in range(len(ends))])
 
-    more = {name: joined([other[name] for _, other in pieces]) for name in pieces[0][1]}
+    more = {name: join([other[name] for _, other in pieces]) for name in pieces[0][1]}
     pad = int(tools.tokenizer.pad_token_id or 0)
-    tokens = joined([of for of, _ in pieces])
+    tokens = join([of for of, _ in pieces])
     return replace(rows, tensors=rows.tensors | {ENDS: ends}, tokens=tokens, pad=pad, token_arguments=more)
 
 
