@@ -180,7 +180,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         ]
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
-    if text := model.task.for_export(model, model.params())[0].about_outputs():
+    if text := model.task.for_export(model, model.params())[0].about_export(to, out):
         words += ["", text]
     if text := left_out(model):
         words += ["", f"{text[0].upper()}{text[1:]}."]

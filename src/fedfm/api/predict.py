@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _ID = "id"  # column of the file with a name for each row
 _SEVERAL, _SURE = 5, 0.9995  # least number of rows for a warning; smallest probability that is shown as 1.000
 _NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
-FORMATS = (".json", ".jsonl", ".csv")
+FORMATS = (".json", ".jsonl", ".csv", ".npz")
 
 
 def load(path: str | Path, client: str | None = None, *, last: bool = False) -> tuple[Run, Any, Params]:
@@ -149,6 +149,8 @@ def predict(
         - for several labels per row: ``labels``, ``probabilities`` by label, and ``thresholds``: for each label,
           the least probability at which a row gets it;
         - for numbers: ``values``; with several targets, each value is a dict by target;
+        - for pairs: ``embeddings``, the vectors of the anchors, or of the rows' texts or images; with positives also
+          ``similarities``, the cosines of anchors and positives;
         - for words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - for running text: ``loss`` and ``perplexity``;
@@ -252,10 +254,11 @@ def check_out(out: Path) -> None:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """Write the result of :func:`predict`: completely as ``.json``, or one line per row as ``.jsonl`` or ``.csv``.
+    """Write the result of :func:`predict`: completely as ``.json``; one line per row as ``.jsonl`` or ``.csv``; or one
+    array per column as ``.npz``.
 
     Raises:
-        InputError: another process has written the file since.
+        InputError: another process has written the file since, or a column is no array.
         RunError: the file cannot be written.
     """
     rows, text = _lines(result), io.StringIO(newline="")
@@ -264,11 +267,17 @@ def write(result: Mapping[str, Any], out: Path) -> None:
         table = csv.DictWriter(text, list(rows[0]) if rows else [])
         table.writeheader()
         table.writerows(rows)
-    else:
+    elif out.suffix != ".npz":
         things = [result] if out.suffix == ".json" else rows
         text.writelines(f"{to_json(thing)}\n" for thing in things)
+    if out.suffix == ".npz":
+        from fedfm.api.prediction_arrays import to_npz
+
+        content = to_npz(rows, out)
+    else:
+        content = text.getvalue().encode("utf-8", "backslashreplace")
     try:
-        storage.write_new(out, text.getvalue().encode("utf-8", "backslashreplace"))
+        storage.write_new(out, content)
     except FileExistsError:
         raise InputError(f"--out {out} exists; give another") from None
     except OSError as error:

@@ -21,12 +21,14 @@ BATCH = 16  # number of texts that are computed at once
 
 def unreadable(run: Run) -> str | None:
     """Why no attacker can compare single rows of this run; None if an attacker can."""
-    method, task = run.experiment.method, run.experiment.model.task
+    method, kind = run.experiment.method, (run.manifest.get("model") or {}).get("kind")
+    task = run.experiment.model.task or (tasks.implied_task(kind).name if kind else None)
     if method.needs.model == "server":
         return "the model stays at the server, and only clients read their rows"
     if task is not None and not tasks.find(task).compared_by_row:
         known = ", ".join(tasks.names(lambda task: task.compared_by_row))
-        return f"it compares rows of the tasks {known}, but this run's task is {task}"
+        why = f": {reason}" if (reason := tasks.find(task).mixes_rows) else ""
+        return f"it compares rows of the tasks {known}, but this run's task is {task}{why}"
     return None
 
 

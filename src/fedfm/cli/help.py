@@ -129,7 +129,7 @@ that `fedfm sign` makes for you. Other keys do not count, since anyone who chang
   fedfm predict runs/mine new.csv                      print a class and its probability for each row
   fedfm predict runs/mine pictures/ --format json | tail -1
   fedfm predict runs/mine new.csv --client north       use the client's own model, if every client has its own
-  fedfm predict runs/mine new.csv --out labels.csv     write a file: .csv or .jsonl (one line per row), or .json
+  fedfm predict runs/mine new.csv --out labels.csv     write a file: .csv or .jsonl (one line per row), .json or .npz
 
 For a model that follows instructions, the command prints one line per answer; if the file has a column of outputs, it
 prints the perplexity, too.

@@ -181,7 +181,10 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="deployment: encrypt the rows at a SuperNode, so that the server does not see them (blindfed) [local]",
     )
     predict.add_argument(
-        "--out", type=Path, metavar="FILE", help="file for the result: .jsonl or .csv, one line per row, or .json"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file for the result: .jsonl or .csv, one line per row; .json; or .npz, arrays",
     )
 
     export = command("export", "commands:export", "write a run's model for other libraries", run=True)

@@ -114,6 +114,7 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))
     _save_tools(model, Path(out))
+    model.task.add_files(model, to, Path(out))
     return Path(out)
 
 

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedfm.errors import InputError
-from fedfm.models import (
-    configuration,
-    derived_modules,
-    devices,
-    weights,
-)
+from fedfm.models import configuration, derived_modules, devices, weights
 from fedfm.models.hub_tools import Loaded, tools_of
 from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.quantised_maps import of_folder
@@ -43,13 +38,11 @@ def load_pretrained(
     Args:
         hollow: see :func:`fedfm.models.load.load_model`.
     """
-    import transformers
-
     with quiet():
         config = configuration.read(path, spec)
         if config.model_type in _TWO_HEADS:
             config.architectures = []  # transformers then takes its first class, which has one head
-        _check_kind(config, spec.name, kind, task)
+        kind = _input_of(config, spec.name, kind, task)
         if getattr(config, "is_encoder_decoder", False):
             from fedfm.models import encoder_decoder
 
@@ -64,7 +57,7 @@ def load_pretrained(
         tools = tools_of(path, spec, config, kind, task)
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
-        auto_class = getattr(transformers, f"AutoModelFor{task.auto_class(kind)}")
+        auto_class, guesses = task.model_class(kind, path, config)
         about = config.to_diff_dict()
         configuration.keep_weights(config)
         shape: tuple[weights.Read, Mapping[str, Tensor]] | None = None
@@ -104,7 +97,7 @@ def load_pretrained(
         stored,
         placed,
         hollow=shape is not None,
-        notices=(*read.notices, *unread),
+        notices=(*guesses, *read.notices, *unread),
         outputs=outputs,
     )
 
@@ -139,14 +132,15 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     return config
 
 
-def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
-    """Refuse an image model for text, a text model for images, and a masked model for running text."""
+def _input_of(config: Any, name: str, kind: str, task: ModelTask) -> str:
+    """The kind of input that the model reads for rows of this kind; an InputError for a model that does not read it."""
     import transformers
 
     reads = {
         "image": type(config) in transformers.AutoModelForImageClassification._model_mapping,
         "text": any(type(config) in getattr(transformers, f"AutoModelFor{h}")._model_mapping for h in _TEXT_HEADS),
     }
+    kind = task.input_kind(kind, text=reads["text"])
     needs, other = ("image", "text") if kind == "image" else ("text", "image")
     if reads[other] and not reads[needs]:
         words = {"image": "images", "text": "text"}
@@ -162,3 +156,4 @@ def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
             f'model.task = "{task}" needs a causal model, such as a llama or a gpt2',
             key="model.name",
         )
+    return kind

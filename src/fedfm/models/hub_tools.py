@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
-from fedfm.models import (
-    preprocessing,
-    refusals,
-)
+from fedfm.models import preprocessing, refusals
 from fedfm.models.locate import BUILT_IN, stored_file
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet

@@ -353,7 +353,7 @@ class Model:
         given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}
         with reduced_precision(self.spec.dtype, device):
             out = self.module(**given, **fixed)
-        return out if isinstance(out, Tensor) else out.logits
+        return out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out.last_hidden_state
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from fedfm.data.task_rows import RowTask
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
     from torch import Tensor
 
     from fedfm.core.row_targets import FigureTable
@@ -27,6 +30,9 @@ class ModelTask(RowTask, Protocol):
     def of(cls, spec: ModelSpec) -> Self:
         """The task with the values of its keys in a [model] table."""
 
+    def part(self, table: Table, index: np.ndarray) -> Table:
+        """The rows with these indexes, with what :meth:`rows` needs of the others."""
+
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
         """Rows as tensors and tokens, with their targets."""
 
@@ -35,6 +41,12 @@ class ModelTask(RowTask, Protocol):
 
     def auto_class(self, kind: str) -> str:
         """The last part of the name of transformers' class ``AutoModelFor...``."""
+
+    def input_kind(self, kind: str, *, text: bool) -> str:
+        """The kind of input that the model reads for rows of this kind."""
+
+    def model_class(self, kind: str, path: Path | str, config: Any) -> tuple[Any, tuple[str, ...]]:
+        """Transformers' class that loads the model, and lines for the user."""
 
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
@@ -108,8 +120,14 @@ class ModelTask(RowTask, Protocol):
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         """The task and the weights of an export."""
 
+    def add_files(self, model: Network, to: str, folder: Path) -> None:
+        """Add files of other libraries to an export."""
+
     def about_outputs(self) -> str:
         """A sentence for the reader of an export about the model's outputs."""
+
+    def about_export(self, to: str, folder: Path) -> str:
+        """Sentences for the reader of an export in the format ``to``."""
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""

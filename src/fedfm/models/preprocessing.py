@@ -83,14 +83,14 @@ def prepare(
         if found.exceed(most):
             return Rows(targets, deferred={"pixel_values": found}, labels=labels)
         return Rows({"pixel_values": found.compute(), **targets}, labels=labels)
-    part = table.take(index)
+    reader = reader_of(table.kind, task)
+    part = reader.part(table, index)
     if table.kind == "features":
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
         return Rows({"features": x, **targets_of(part, classes, task)}, labels=labels_of(part, classes))
-    if tokenizer is None:
+    if tokenizer is None and (image is None or tasks.row_kind(table.kind) is None):
         raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
-    reader = reader_of(table.kind, task)
-    tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
+    tools = Tools(image=image, tokenizer=tokenizer, max_length=max_length, template=template)
     rows = reader.rows(part, tools, classes)
     if rows.tokens is not None:
         check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block has no index

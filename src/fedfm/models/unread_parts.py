@@ -23,6 +23,7 @@ from fedfm.models.spec import ModelSpec
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
 _OF_NUMBERS = ("F", "BF")  # beginnings of the names of floating-point dtypes in safetensors
+POOLING = "sentence_pooling"  # key of a configuration if the task computes these parts
 _PARTS = "modules.json"  # lists the parts of a sentence-transformers model: transformer, pooling, further maps
 
 
@@ -49,7 +50,7 @@ def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = F
         _refuse_twice(path)
         if quantised_maps.settings(config) is None:
             _refuse_whole_numbers(path)
-        found += [*_other_weights(path), *_adapters(path), *_parts_behind(path)]
+        found += [*_other_weights(path), *_adapters(path), *_parts_behind(path, config)]
     return [f"model.name: {path} {text}" for text in found]
 
 
@@ -86,13 +87,13 @@ def _adapters(path: Path) -> list[str]:
     return [f"has adapters of PEFT in folders inside ({some(places)}), which are not read"] if places else []
 
 
-def _parts_behind(path: Path) -> list[str]:
+def _parts_behind(path: Path, config: Any) -> list[str]:
     try:
         parts = json.loads((path / _PARTS).read_text(encoding="utf-8"))
         kinds = [str(part["type"]).rpartition(".")[2] for part in parts]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    behind = [kind for kind in kinds if kind != "Transformer"]
+    behind = [] if hasattr(config, POOLING) else [kind for kind in kinds if kind != "Transformer"]
     if not behind:
         return []
     return [f"is of sentence-transformers: parts after the model in its {_PARTS} are not read ({some(behind)})"]

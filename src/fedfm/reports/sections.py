@@ -15,6 +15,7 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
+_ABBREVIATIONS = ("f1", "auroc", "mrr", "ndcg")  # words in the names of scores
 MOST_BARS = 40  # largest number of clients with one bar each; if there are more, a bar is the mean of a group
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # largest number of cells in the table of class counts
@@ -46,7 +47,7 @@ def curves(run: RunFiles) -> str:
     for key in run.task.drawn:
         where = {key: "on the global test rows", f"local_{key}": "on the clients' test rows"}
         if some := {k: v for k, v in where.items() if _any(rounds, k)}:
-            title = " ".join({"f1": "F1", "auroc": "AUROC"}.get(word, word) for word in key.split("_"))
+            title = " ".join(word.upper() if word in _ABBREVIATIONS else word for word in key.split("_"))
             out.append(f"<h3>{esc(title[:1].upper() + title[1:])}</h3>" + _plot(rounds, some, percent))
     losses = {"loss": "loss, global test rows", "train_loss": "training loss, mean of the cohort"}
     losses["val_loss"] = "loss on the clients' validation rows"

@@ -11,7 +11,6 @@ import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
-from fedfm.core import tasks
 from fedfm.core.open_settings import OpenSettings
 from fedfm.core.text import listing
 from fedfm.data.spec import WITHHELD, DataSpec

@@ -252,6 +252,10 @@ class Task:
             raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle', key="attack.name")
         return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
 
+    def part(self, table: Table, index: np.ndarray) -> Table:
+        """The rows ``index`` of the table, with what :meth:`rows` needs to know of the other rows."""
+        return table.take(index)
+
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
         """Rows of texts, or of the task's own kind, as tensors and tokens, with their targets.
 
@@ -280,6 +284,26 @@ class Task:
     def auto_class(self, kind: str) -> str:
         """Name of transformers' class for rows of this kind, without ``AutoModelFor``."""
         return "CausalLM"
+
+    def input_kind(self, kind: str, *, text: bool) -> str:
+        """What a model reads of rows of this kind: "image" for images; every other kind is read as tokens.
+
+        Args:
+            text: whether the architecture reads texts.
+        """
+        return kind
+
+    def model_class(self, kind: str, path: Path | str, config: Any) -> tuple[Any, tuple[str, ...]]:
+        """Transformers' class that loads the model from ``path``, and notices for the user.
+
+        The method may complete the configuration; the model's fingerprint covers what it adds.
+
+        Raises:
+            InputError: the architecture does not fit the task.
+        """
+        import transformers
+
+        return getattr(transformers, f"AutoModelFor{self.auto_class(kind)}"), ()
 
     def peft_type(self, kind: str) -> str | None:
         """PEFT's task type in an adapter's file, for rows of this kind; None if there is none."""
@@ -490,9 +514,16 @@ class Task:
         """The task and the weights for an export; they differ from the run's if other programs need other weights."""
         return self, w
 
+    def add_files(self, model: Network, to: str, folder: Path) -> None:
+        """Add the files of other libraries to an export in the format ``to``, so that they load it."""
+
     def about_outputs(self) -> str:
         """A sentence for the reader of an export about the model's outputs; empty: there is nothing to say."""
         return ""
+
+    def about_export(self, to: str, folder: Path) -> str:
+        """What the README says after the code that loads the export, by its format; by default the outputs alone."""
+        return self.about_outputs()
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """A report's tables of the task's own scores; ``figures`` is ``details`` of the result."""

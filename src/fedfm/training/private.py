@@ -65,7 +65,8 @@ def fits(model: Model) -> None:
     """Refuse a model for which the gradients of single rows cannot be computed.
 
     Raises:
-        InputError: the model has batch norm in training mode, gradient checkpointing or compiled blocks.
+        InputError: the model has batch norm in training mode, gradient checkpointing or compiled blocks, or a loss that
+            compares the rows of a batch.
     """
     for key in ("gradient_checkpointing", "compile"):
         if getattr(model.spec, key):
@@ -77,6 +78,12 @@ def fits(model: Model) -> None:
         raise InputError(
             'privacy.mechanism = "dp_sgd": the statistics of batch norm mix the rows of a batch, so that no gradient '
             "belongs to one row; expected a model with group or layer norm, or adaptation head or lora",
+            key="privacy.mechanism",
+        )
+    if reason := getattr(model, "mixes_rows", ""):
+        raise InputError(
+            f'privacy.mechanism = "dp_sgd": {reason}, so that no gradient belongs to one row; privacy.unit = "client" '
+            "puts noise on a client's update instead",
             key="privacy.mechanism",
         )
 
