@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from fedfm.data.task_rows import RowTask
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from fedfm.core.row_targets import FigureTable
@@ -35,6 +37,12 @@ class ModelTask(RowTask, Protocol):
 
     def auto_class(self, kind: str) -> str:
         """The last part of the name of transformers' class ``AutoModelFor...``."""
+
+    def model_class(self, kind: str, config: Any) -> Any:
+        """Transformers' class of the model."""
+
+    def complete_tools(self, tools: Tools, path: Path | str, config: Any) -> Tools:
+        """The tools with further preprocessors from the model's folder."""
 
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
@@ -96,6 +104,9 @@ class ModelTask(RowTask, Protocol):
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The predictions that ``fedfm predict`` writes for the rows."""
 
+    def generation_settings(self, model: Network) -> dict[str, Any]:
+        """Values for the generation settings of an export."""
+
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         """The task and the weights of an export."""
 
@@ -105,7 +116,7 @@ class ModelTask(RowTask, Protocol):
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""
 
-    def pipeline(self, kind: str) -> str | None:
+    def pipeline_of(self, model: Network, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""
 
     def describe(self, model: Network) -> dict[str, Any]:
