@@ -30,9 +30,9 @@ class Instruction(AnswerTask):
     own_kind: ClassVar[RowKind | None] = RowKind("instruction", "instructions", answered=True)
     implied_by: ClassVar[tuple[str, ...]] = ("instruction",)
     columns: ClassVar[tuple[Column, ...]] = (
-        Column("instruction", 'instruction column of task "instruction"'),
+        Column("instruction", 'column of instructions, or of the input texts of task "sequence_to_sequence"'),
         Column("input", 'column of inputs of task "instruction": each is written below its instruction'),
-        Column("output", 'output column of task "instruction"'),
+        Column("output", 'column of the answers to instructions, or of the outputs of task "sequence_to_sequence"'),
         Column(
             "messages",
             'conversations of task "instruction": lists of { role, content }, instead of instruction and output',
