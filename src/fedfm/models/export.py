@@ -100,7 +100,7 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             )
         _without_added_bias(model, module)
         if settings := model.task.generation_settings(model):
-            module.generation_config.update(**settings)
+            vars(module.generation_config).update(settings)  # update() drops settings of single families
             module.generation_config._from_model_config = False
         with quiet():
             if is_lora(model):

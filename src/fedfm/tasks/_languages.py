@@ -195,6 +195,7 @@ def _translated(tokenizer: Any, source: str | None, target: str | None) -> None:
                 key=f"model.{key}",
             )
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
+    tokenizer.init_kwargs = {**tokenizer.init_kwargs, "src_lang": source, "tgt_lang": target}  # for an export
 
 
 def _some(codes: list[str]) -> str:

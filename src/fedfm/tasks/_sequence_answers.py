@@ -21,6 +21,7 @@ from fedfm.models.memory_budget import by_tokens, in_halves, warn
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
+from fedfm.models.quiet import quiet
 from fedfm.models.text_metrics import Answer, compare_texts, of_answers, of_tokens
 from fedfm.models.trained import Scores, Trained
 from fedfm.tasks import _languages
@@ -37,8 +38,8 @@ def _jiwer() -> Any:
         return importlib.import_module("jiwer")
     except ImportError:
         raise MissingExtra(
-            'the word error rate needs jiwer: pip install "fedfm[seq2seq]"; without it set model.answer_tokens = 0, and '
-            "test rows give only the loss"
+            'the word error rate needs jiwer: pip install "fedfm[seq2seq]"; without it set model.answer_tokens = 0: '
+            "then test rows give only the loss"
         ) from None
 
 
@@ -125,6 +126,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     lengths = [0] * len(rows) if rows.tokens is None else rows.tokens.length.tolist()
     order = sorted(range(len(rows)), key=lengths.__getitem__)
     out = [Answer((), "", False)] * len(rows)
+    most = 1 + config.max_new_tokens if config.forced_eos_token_id is not None else 0
     given = ("input_ids", "attention_mask", "input_features", *rows.token_arguments)
 
     def answer(some: list[int], size: int) -> None:
@@ -135,23 +137,34 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
             inputs = _languages.on(model, {name: of for name, of in batch.items() if name in given})
             said = generate(**inputs, generation_config=config)
             for i, ids in zip(part, said.tolist(), strict=True):
-                out[i] = _answer(ids, ends, model)
+                out[i] = _answer(ids, ends, model, most)
 
     longest = max(rows.longest, _frames(rows), _languages.limit(model))
-    size = by_tokens(longest, batch_size)
-    with torch.no_grad(), model.evaluating(), reduced_precision(model.spec.dtype, model.device):
+    size = 1 if _reads_padding(config) else by_tokens(longest, batch_size)
+    with quiet(), torch.no_grad(), model.evaluating(), reduced_precision(model.spec.dtype, model.device):
         for at in range(0, len(order), size):
             in_halves(size, partial(answer, order[at : at + size]), warn)
     model.share = None
     return out
 
 
-def _answer(ids: Sequence[int], ends: set[int], model: Network) -> Answer:
-    """One generated sequence: the tokens after the decoder's start, up to the first end token."""
-    at = next((i for i, token in enumerate(ids) if i and token in ends), None)
+def _reads_padding(config: Any) -> bool:
+    """Whether a setting counts the padding of inputs as a part of the inputs, so that a batch may have one row."""
+    penalty, size = config.encoder_repetition_penalty, config.encoder_no_repeat_ngram_size
+    return penalty not in (None, 1) or bool(size)
+
+
+def _answer(ids: Sequence[int], ends: set[int], model: Network, most: int) -> Answer:
+    """One generated sequence: the decoder's tokens up to the first end token.
+
+    Args:
+        most: number of tokens of a sequence whose end the model's settings force; 0 if they force none.
+    """
+    start = model.tools.processor is None  # a Whisper leaves out the tokens before the first one that it generates
+    at = next((i for i, token in enumerate(ids) if i >= start and token in ends), None)
     kept = tuple(ids[: len(ids) if at is None else at + 1])
     text = model.tools.tokenizer.decode(kept, skip_special_tokens=True)
-    return Answer(kept, text, cut=at is None)
+    return Answer(kept, text, cut=at is None or len(kept) == most)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def shift(module: Any, targets: Tensor) -> Tensor:
     if own is not None:
         found: Tensor = own(labels=targets)
         return found
-    config = base.config.get_text_config(decoder=True)
+    config = base.config
     start = torch.full_like(targets[:, :1], config.decoder_start_token_id)
     before = targets[:, :-1].masked_fill(targets[:, :-1] == IGNORE, config.pad_token_id)
     return torch.cat([start, before], 1)
