@@ -16,7 +16,7 @@ from fedfm.api.predict import export, predict
 from fedfm.core import tasks
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.errors import FedfmError, InputError, MissingExtra
+from fedfm.errors import InputError, MissingExtra
 from fedfm.models.families import unwrap
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -166,7 +166,7 @@ def test_a_text_has_room_for_its_end(model_of, tmp_path):
     assert all(row[row != -100][-1] == 2 for row in rows.tensors["targets"])
     assert rows.tensors["targets"].shape[1] <= 3
     notices = model.task.forewarnings({"training": table}, model.tools)
-    assert any("inputs of 22 of 32 training rows have more than 3 tokens" in line for line in notices)
+    assert any("inputs of 21 of 32 training rows have more than 3 tokens" in line for line in notices)
     assert not any("outputs" in line for line in notices)
     long = tiny.write(tmp_path / "long.jsonl", [{"instruction": "say red", "output": "red red red"}])
     found = model.task.forewarnings({"test": load(long)}, model.tools)
@@ -267,7 +267,7 @@ def test_wrong_rows_are_refused_with_their_place(what, tmp_path):
     [
         ("mbart50", {"source_language": None}, r"model\.source_language: .* name both by their codes"),
         ("mbart50", {"target_language": None}, r"model\.target_language: .* name both by their codes"),
-        ("mbart50", {"target_language": "ro_RX"}, r'model\.target_language = "ro_RX": .* did you mean "?ro_RO'),
+        ("mbart50", {"target_language": "ro_RX"}, r'model\.target_language = "ro_RX": .* did you mean "ro_RO"'),
         ("mbart", {"source_language": "english"}, r'model\.source_language = "english": .* has no such code'),
         ("t5", {"source_language": "en_XX"}, r"model\.source_language: .* has no codes of languages"),
         ("whisper", {"target_language": "en"}, r"model\.target_language: this Whisper knows one language"),
@@ -311,21 +311,21 @@ def tables(place, name="t5", data="texts.jsonl", **changed):
     }
     for key, value in changed.items():
         table, _, inner = key.partition("__")
-        made.setdefault(table, {})[inner] = value
+        made[table] = {**made.get(table, {}), inner: value} if inner else value
     return made
 
 
 @pytest.mark.parametrize("method", ["fedpft", "fedncm", "ccvr"])
 def test_methods_of_one_class_a_row_are_refused(place, model_of, method, tmp_path):
     model_of("t5")
-    with pytest.raises(FedfmError, match=TASK):
+    with pytest.raises(InputError, match=TASK):
         run(tables(place, method={"name": method}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_partitions_by_class_are_refused(place, model_of, tmp_path):
     model_of("t5")
-    with pytest.raises(InputError, match="class"):
+    with pytest.raises(InputError, match=r'"dirichlet" needs labels'):
         run(tables(place, data__partition={"name": "dirichlet", "alpha": 0.5, "clients": 2}), tmp_path / "run")
 
 
@@ -356,6 +356,7 @@ def test_runs_under_protection_and_attack(place, model_of, changed, tmp_path):
     assert result["loss"] is not None
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 def test_exports_give_the_run_s_answers(place, model_of, tmp_path):
     from peft import AutoPeftModelForSeq2SeqLM
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
