@@ -211,6 +211,7 @@ def test_a_whisper_learns_tones_and_exports_give_its_answers(place, tmp_path):
     assert result["accuracy"] > 0.5
     asked = tiny.write(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(4)])
     found = predict(tmp_path / "run", asked)
+    assert not found["cut"]
     export(tmp_path / "run", "hf", tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "pipeline_tag: automatic-speech-recognition" in card

@@ -21,7 +21,7 @@ from fedfm.models.families import unwrap
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.text_metrics import Answer
-from fedfm.tasks import _sequence_answers, _sequence_rows
+from fedfm.tasks import _languages, _sequence_answers, _sequence_rows
 
 TASK = "sequence_to_sequence"
 LANGUAGES = {"source_language": "en_XX", "target_language": "ro_RO"}
@@ -144,7 +144,7 @@ def test_answers_are_the_likeliest_tokens_after_the_start_of_training(model_of, 
     rows = model.prepare(table, range(4))
     said = _sequence_answers.answers(model, rows)
     assert said == [_sequence_answers.answers(model, rows.take([i]))[0] for i in range(4)]  # in a batch and alone
-    tokenizer, ends = model.tools.tokenizer, model.task.generation_settings(model)["eos_token_id"]
+    tokenizer, ends = model.tools.tokenizer, _languages.ends(model)
     first = {"mbart50": 2, "whisper_of_languages": len(getattr(tokenizer, "prefix_tokens", ()))}.get(name, 1)
     begin = _sequence_rows.shift(model.module, _sequence_rows.outputs(["red"], model.tools).to_padded(0))[0, :first]
     room = len(begin) + 6 if name == "whisper_of_languages" else 7  # a Whisper's first tokens do not count

@@ -229,7 +229,7 @@ def generation_settings(model: Network, source: str | None, target: str | None) 
     answer = _sequence_rows.outputs(["a"], model.tools).to_padded(0)  # (1, L)
     found: dict[str, Any] = {
         "decoder_start_token_id": int(_sequence_rows.shift(module, answer.to(model.device))[0, 0]),
-        "eos_token_id": sorted(_ends(own, tokenizer)) or None,
+        "eos_token_id": (sorted(ends(model)) if len(ends(model)) > 1 else next(iter(ends(model)), None)),
         "pad_token_id": tokenizer.pad_token_id,
         "max_length": None,
         "max_new_tokens": limit(model),
@@ -268,11 +268,12 @@ def _id(tokenizer: Any, token: str) -> int | None:
     return None if found is None else int(found)
 
 
-def _ends(own: Any, tokenizer: Any) -> set[int]:
+def ends(model: Network) -> set[int]:
     """The tokens that end an answer."""
-    stated = own.eos_token_id
+    module: Any = unwrap(model.module)
+    stated, own = module.generation_config.eos_token_id, model.tools.tokenizer.eos_token_id
     listed: Iterable[int] = [stated] if isinstance(stated, int) else stated or ()
-    return {*listed, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    return {*listed, *([] if own is None else [own])}
 
 
 def configured(model: Network, settings: dict[str, Any]) -> Any:

@@ -120,13 +120,12 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     logits up to rounding.
     """
     settings = model.task.generation_settings(model)  # type: ignore[attr-defined]
-    config, ends = _languages.configured(model, settings), set(settings["eos_token_id"] or ())
+    config, ends = _languages.configured(model, settings), _languages.ends(model)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only generating models have)
     share = rows.tensors.get(LOCAL_SHARE)
     lengths = [0] * len(rows) if rows.tokens is None else rows.tokens.length.tolist()
     order = sorted(range(len(rows)), key=lengths.__getitem__)
     out = [Answer((), "", False)] * len(rows)
-    most = 1 + config.max_new_tokens if config.forced_eos_token_id is not None else 0
     given = ("input_ids", "attention_mask", "input_features", *rows.token_arguments)
 
     def answer(some: list[int], size: int) -> None:
@@ -137,7 +136,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
             inputs = _languages.on(model, {name: of for name, of in batch.items() if name in given})
             said = generate(**inputs, generation_config=config)
             for i, ids in zip(part, said.tolist(), strict=True):
-                out[i] = _answer(ids, ends, model, most)
+                out[i] = _answer(ids, ends, model, config)
 
     longest = max(rows.longest, _frames(rows), _languages.limit(model))
     size = 1 if _reads_padding(config) else by_tokens(longest, batch_size)
@@ -154,17 +153,18 @@ def _reads_padding(config: Any) -> bool:
     return penalty not in (None, 1) or bool(size)
 
 
-def _answer(ids: Sequence[int], ends: set[int], model: Network, most: int) -> Answer:
-    """One generated sequence: the decoder's tokens up to the first end token.
+def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> Answer:
+    """One generated sequence up to its end.
 
-    Args:
-        most: number of tokens of a sequence whose end the model's settings force; 0 if they force none.
+    The first token starts the decoder, and is no part of the answer. A Whisper leaves out the tokens before the answer
+    and the end token. If the settings force an end at the limit, an answer that has it there is cut.
     """
-    start = model.tools.processor is None  # a Whisper leaves out the tokens before the first one that it generates
-    at = next((i for i, token in enumerate(ids) if i >= start and token in ends), None)
-    kept = tuple(ids[: len(ids) if at is None else at + 1])
-    text = model.tools.tokenizer.decode(kept, skip_special_tokens=True)
-    return Answer(kept, text, cut=at is None or len(kept) == most)
+    spoken = model.tools.processor is not None
+    begin, stops = (0, {*ends, config.pad_token_id}) if spoken else (1, ends)
+    at = next((i for i, token in enumerate(ids) if i >= begin and token in stops), len(ids))
+    limit = config.max_new_tokens if spoken or config.forced_eos_token_id is not None else len(ids)
+    text = model.tools.tokenizer.decode(ids[begin:at], skip_special_tokens=True)
+    return Answer(tuple(ids[: at + 1]), text, cut=at >= limit)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
