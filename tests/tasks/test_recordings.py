@@ -205,7 +205,7 @@ def test_a_whisper_learns_tones_and_exports_give_its_answers(place, tmp_path):
     from transformers import pipeline
 
     made = tables(place, method__rounds=6, model__adaptation={"name": "full"})
-    made["method"]["local"]["epochs"] = 2
+    made["method"]["local"]["epochs"] = 6
     result = run(made, tmp_path / "run")
     assert result["details"]["wer"] < 0.5
     assert result["accuracy"] > 0.5

@@ -267,7 +267,7 @@ def test_wrong_rows_are_refused_with_their_place(what, tmp_path):
     [
         ("mbart50", {"source_language": None}, r"model\.source_language: .* name both by their codes"),
         ("mbart50", {"target_language": None}, r"model\.target_language: .* name both by their codes"),
-        ("mbart50", {"target_language": "ro_RX"}, r'model\.target_language = "ro_RX": .* did you mean "ro_RO"'),
+        ("mbart50", {"target_language": "ro_RX"}, r'model\.target_language = "ro_RX": .*\(did you mean "ro_RO"'),
         ("mbart", {"source_language": "english"}, r'model\.source_language = "english": .* has no such code'),
         ("t5", {"source_language": "en_XX"}, r"model\.source_language: .* has no codes of languages"),
         ("whisper", {"target_language": "en"}, r"model\.target_language: this Whisper knows one language"),
@@ -315,12 +315,23 @@ def tables(place, name="t5", data="texts.jsonl", **changed):
     return made
 
 
-@pytest.mark.parametrize("method", ["fedpft", "fedncm", "ccvr"])
+@pytest.mark.parametrize("method", ["fedpft", "fedncm", "ccvr", "fedkt", "kd"])
 def test_methods_of_one_class_a_row_are_refused(place, model_of, method, tmp_path):
     model_of("t5")
-    with pytest.raises(InputError, match=TASK):
-        run(tables(place, method={"name": method}), tmp_path / "run")
+    made = tables(place, method={"name": method})
+    with pytest.raises(InputError, match=r"\"head\"") as refusal:  # this task has no such adaptation, see below
+        run(made, tmp_path / "run")
+    assert "\n" not in str(refusal.value)
+    del made["model"]["adaptation"]
+    with pytest.raises(InputError):
+        run(made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_there_is_no_new_head_to_train_alone(place, model_of, tmp_path):
+    model_of("t5")
+    with pytest.raises(InputError, match="head"):
+        run(tables(place, model__adaptation={"name": "head"}), tmp_path / "run")
 
 
 def test_partitions_by_class_are_refused(place, model_of, tmp_path):
