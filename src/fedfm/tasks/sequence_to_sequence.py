@@ -47,7 +47,7 @@ class SequenceToSequence(Task):
     compared_by_row: ClassVar[bool] = True
     no_pretraining: ClassVar[str] = "it makes causal models, and this task needs an encoder and a decoder"
     figures: ClassVar[tuple[str, ...]] = ("rouge_1", "wer", "answers_cut")
-    drawn: ClassVar[tuple[str, ...]] = ("rouge_1",)
+    drawn: ClassVar[tuple[str, ...]] = ("rouge_1", "wer")
     sums: ClassVar[tuple[str, ...]] = (
         *("tokens", "right_tokens", "loss_of_tokens"),
         *("answers", "exact_answers", "rouge_of_answers", "cut_answers", "word_errors", "reference_words"),
@@ -170,6 +170,12 @@ class SequenceToSequence(Task):
         from fedfm.tasks import _sequence_answers
 
         return _sequence_answers.answer(trained, table)
+
+    def about_outputs(self) -> str:
+        return (
+            "`model.generate` gives the answers of `fedfm predict` by the settings in `generation_config.json`, and "
+            "`tokenizer.batch_decode(..., skip_special_tokens=True)` turns them into texts."
+        )
 
     def pipeline_of(self, model: Network, kind: str) -> str | None:
         return "text2text-generation" if model.tools.processor is None else "automatic-speech-recognition"
