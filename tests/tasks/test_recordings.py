@@ -122,7 +122,7 @@ def test_a_data_set_of_the_hub_keeps_its_files(tmp_path):
     assert fingerprint(table) == fingerprint(load(tiny.write(tmp_path / "rows.jsonl", made), test_fraction=0))
 
 
-def broken(folder):
+def wrong_files(folder):
     """Wrong recordings by name, with the words of the refusal."""
     (folder / "text.wav").write_text("this is no sound")
     tiny.tone(folder / "good.wav", (300.0,))
@@ -139,7 +139,7 @@ def broken(folder):
 
 
 def test_wrong_recordings_are_refused_with_their_place(tmp_path):
-    for what, (name, words) in broken(tmp_path).items():
+    for what, (name, words) in wrong_files(tmp_path).items():
         rows = [row("good.wav"), {"audio": name, "output": "red"}]
         with pytest.raises(InputError, match=f"line 2: .*({words})") as refusal:
             load(tiny.write(tmp_path / "rows.jsonl", rows))

@@ -58,10 +58,10 @@ def complete(tools: Tools, path: Path | str, config: Any, source: str | None, ta
     if config.model_type in _SPEECH:
         extractor, more = _extractor(path, config)
         notices += more
-        _spoken(tokenizer, _is_multilingual(path, tokenizer), source, target)
+        _set_spoken_language(tokenizer, _is_multilingual(path, tokenizer), source, target)
         tools = dataclasses.replace(tools, processor=extractor)
     elif hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang"):
-        _translated(tokenizer, source, target)
+        _set_languages(tokenizer, source, target)
     elif source or target:
         key = "source_language" if source else "target_language"
         raise InputError(
@@ -123,7 +123,7 @@ def _is_multilingual(path: Path | str, tokenizer: Any) -> bool:
     return known
 
 
-def _spoken(tokenizer: Any, multilingual: bool, source: str | None, target: str | None) -> None:
+def _set_spoken_language(tokenizer: Any, multilingual: bool, source: str | None, target: str | None) -> None:
     """Set the tokens before an output that name language and task to a Whisper."""
     if not multilingual:
         if source or target:
@@ -173,7 +173,7 @@ def _whisper_task(source: str, target: str | None) -> str:
 # --- translations -----------------------------------------------------------------------------------------------------
 
 
-def _translated(tokenizer: Any, source: str | None, target: str | None) -> None:
+def _set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
     """Set the languages of a tokenizer that writes their codes, such as mBART's.
 
     Raises:
@@ -226,10 +226,11 @@ def generation_settings(model: Network, source: str | None, target: str | None) 
     """
     tokenizer, module = model.tools.tokenizer, unwrap(model.module)
     own: Any = module.generation_config
+    stops = sorted(ends(model))
     answer = _sequence_rows.outputs(["a"], model.tools).to_padded(0)  # (1, L)
     found: dict[str, Any] = {
         "decoder_start_token_id": int(_sequence_rows.shift(module, answer.to(model.device))[0, 0]),
-        "eos_token_id": (sorted(ends(model)) if len(ends(model)) > 1 else next(iter(ends(model)), None)),
+        "eos_token_id": stops if len(stops) > 1 else next(iter(stops), None),
         "pad_token_id": tokenizer.pad_token_id,
         "max_length": None,
         "max_new_tokens": limit(model),
@@ -276,7 +277,7 @@ def ends(model: Network) -> set[int]:
     return {*listed, *([] if own is None else [own])}
 
 
-def configured(model: Network, settings: dict[str, Any]) -> Any:
+def greedy_settings(model: Network, settings: dict[str, Any]) -> Any:
     """A copy of the model's generation settings, greedy, with ``settings``."""
     import copy
 
@@ -289,6 +290,6 @@ def configured(model: Network, settings: dict[str, Any]) -> Any:
     return config
 
 
-def on(model: Network, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_device(model: Network, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the model's device."""
     return {name: tensor.to(model.device) for name, tensor in tensors.items()}

@@ -55,7 +55,7 @@ def look(recording: Attachment, where: str) -> Look:
     try:
         found = soundfile.info(_file(recording))
     except (RuntimeError, TypeError) as error:  # soundfile's own errors are RuntimeErrors
-        raise InputError(f"{where}: {recording} is no recording ({_first(error)}); {_FORMATS}") from None
+        raise InputError(f"{where}: {recording} is no recording ({_first_line(error)}); {_FORMATS}") from None
     if not found.frames:
         raise InputError(f"{where}: {recording} is an empty recording: remove the row")
     return Look(int(found.samplerate), int(found.channels), found.frames / found.samplerate)
@@ -78,7 +78,7 @@ def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
             own = int(file.samplerate)
             found = file.read(int(np.ceil(seconds * own)), dtype="float32", always_2d=True)  # (samples, channels)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"{recording} cannot be decoded ({_first(error)}); {_FORMATS}") from None
+        raise InputError(f"{recording} cannot be decoded ({_first_line(error)}); {_FORMATS}") from None
     if not len(found) or not np.isfinite(found).all():
         raise InputError(f"{recording} holds {'numbers that are not finite' if len(found) else 'no sound'}")
     mono = found.mean(1, dtype=np.float32)
@@ -92,7 +92,7 @@ def _file(recording: Attachment) -> Any:
     return io.BytesIO(recording.source) if isinstance(recording.source, bytes) else recording.source
 
 
-def _first(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(getattr(error, "error_string", error)).splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 

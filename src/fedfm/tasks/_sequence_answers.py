@@ -120,7 +120,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     logits up to rounding.
     """
     settings = model.task.generation_settings(model)  # type: ignore[attr-defined]
-    config, ends = _languages.configured(model, settings), _languages.ends(model)
+    config, ends = _languages.greedy_settings(model, settings), _languages.ends(model)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only generating models have)
     share = rows.tensors.get(LOCAL_SHARE)
     lengths = [0] * len(rows) if rows.tokens is None else rows.tokens.length.tolist()
@@ -133,7 +133,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
             part = some[at : at + size]
             batch = rows.batch(part)
             model.share = None if share is None else share[part]
-            inputs = _languages.on(model, {name: of for name, of in batch.items() if name in given})
+            inputs = _languages.to_device(model, {name: of for name, of in batch.items() if name in given})
             said = generate(**inputs, generation_config=config)
             for i, ids in zip(part, said.tolist(), strict=True):
                 out[i] = _answer(ids, ends, model, config)

@@ -121,10 +121,10 @@ def outputs(texts: Sequence[str], tools: Tools) -> Tokens:
 
     The token with which the decoder starts is not among them, as in transformers' examples.
     """
-    return Tokens.gather(_encoded(texts[at : at + CHUNK], tools) for at in range(0, len(texts), CHUNK))
+    return Tokens.gather(_encode(texts[at : at + CHUNK], tools) for at in range(0, len(texts), CHUNK))
 
 
-def _encoded(texts: Sequence[str], tools: Tools, *, whole: bool = False) -> list[list[int]]:
+def _encode(texts: Sequence[str], tools: Tools, *, whole: bool = False) -> list[list[int]]:
     """As :func:`outputs`; ``whole``: without a limit of tokens."""
     tokenizer, start = tools.tokenizer, first_token(tools.tokenizer)
     adds = not ends_texts(tokenizer)
@@ -179,12 +179,12 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
     cut_inputs, cut_outputs = list[str](), list[str]()
     for words, part in parts.items():
         given, said = [source for source, _ in part.inputs], [output for _, output in part.inputs]
-        if not holds_recordings(part) and (n := _longer(given, tools.tokenizer, tools.max_length)):
+        if not holds_recordings(part) and (n := _count_longer(given, tools.tokenizer, tools.max_length)):
             cut_inputs.append(f"{n} of {len(part)} {words} rows")
         long = (
             len(ids) > tools.max_length
             for at in range(0, len(said), CHUNK)
-            for ids in _encoded(said[at : at + CHUNK], tools, whole=True)
+            for ids in _encode(said[at : at + CHUNK], tools, whole=True)
         )
         if n := sum(long):
             cut_outputs.append(f"{n} of {len(part)} {words} rows")
@@ -203,7 +203,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
     return found
 
 
-def _longer(texts: Sequence[str], tokenizer: Any, most: int) -> int:
+def _count_longer(texts: Sequence[str], tokenizer: Any, most: int) -> int:
     """The number of texts with more tokens than ``most``."""
     with quiet():
         return sum(
