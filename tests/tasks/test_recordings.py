@@ -200,9 +200,13 @@ def tables(place, **changed):
     return made
 
 
-def test_a_whisper_learns_tones_and_exports_give_its_answers(place, tmp_path):
-    """Full fine-tuning learns the four words; transformers' pipeline gives the same answers from the export."""
-    from transformers import pipeline
+def sounds_of(place, count):
+    """The first recordings, at the rate of a Whisper."""
+    return [_recordings.sound(Attachment(str(place / f"wav/{i}.wav")), 16_000, 1) for i in range(count)]
+
+
+def test_a_whisper_learns_tones_and_an_export_gives_its_answers(place, tmp_path):
+    from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
 
     made = tables(place, method__rounds=6, model__adaptation={"name": "full"})
     made["method"]["local"]["epochs"] = 6
@@ -216,9 +220,23 @@ def test_a_whisper_learns_tones_and_exports_give_its_answers(place, tmp_path):
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "pipeline_tag: automatic-speech-recognition" in card
     assert "AutoFeatureExtractor" in card
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "hf")
+    extractor, tokenizer = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoFeatureExtractor, AutoTokenizer))
+    said = model.generate(**extractor(sounds_of(place, 4), sampling_rate=16_000, return_tensors="pt"))
+    assert tokenizer.batch_decode(said, skip_special_tokens=True) == found["answers"]
+
+
+def test_the_pipeline_of_transformers_gives_the_answers_of_a_whisper_of_languages(place, tmp_path):
+    from transformers import pipeline
+
+    tiny.save_whisper(place / "languages", languages=True)
+    made = tables(place, model__name=str(place / "languages"), model__source_language="german", model__answer_tokens=5)
+    run(made, tmp_path / "run")
+    asked = tiny.write(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(4)])
+    found = predict(tmp_path / "run", asked)
+    export(tmp_path / "run", "hf", tmp_path / "hf")
     recognise = pipeline("automatic-speech-recognition", model=str(tmp_path / "hf"), device="cpu")
-    sounds = [_recordings.sound(Attachment(str(place / f"wav/{i}.wav")), 16_000, 1) for i in range(4)]
-    assert [recognise(sound)["text"] for sound in sounds] == found["answers"]
+    assert [recognise(sound)["text"] for sound in sounds_of(place, 4)] == found["answers"]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
@@ -236,8 +254,7 @@ def test_an_adapter_of_a_whisper_loads_by_peft(place, tmp_path):
 
     extractor = AutoFeatureExtractor.from_pretrained(tmp_path / "peft")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "peft")
-    sounds = [_recordings.sound(Attachment(str(place / f"wav/{i}.wav")), 16_000, 1) for i in range(3)]
-    features = extractor(sounds, sampling_rate=16_000, return_tensors="pt").input_features
+    features = extractor(sounds_of(place, 3), sampling_rate=16_000, return_tensors="pt").input_features
     said = theirs.generate(input_features=features)
     assert tokenizer.batch_decode(said, skip_special_tokens=True) == found["answers"]
 
