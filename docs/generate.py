@@ -108,6 +108,8 @@ EXTRAS = {  # what each is for
     "tensorboard": '`run.track = ["tensorboard"]`',
     "mlflow": '`run.track = ["mlflow"]`',
     "wandb": '`run.track = ["wandb"]`',
+    "seq2seq": '`model.task = "sequence_to_sequence"`: the word error rate',
+    "audio": "recordings as rows, and what `seq2seq` brings",
     "bench": "`make bench`",
     "docs": "`make site`",
     "dev": "`make test`, `make lint type`",

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny_clip
+import tiny_seq2seq
 import tiny_text
 from fedfm.api.execute import run
 from fedfm.api.predict import export as export_run
@@ -38,6 +39,9 @@ SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
 NAMES = tuple(task.name for task in tasks.available())
 WORDS = ("small grey fish", "old bird under sky", "leaf and root", "the quiet river", "a wing near water")
 
+MODELS = {"sequence_to_sequence": "t5"}  # of tasks that neither a LLaMA nor a BERT learns
+SAVE = {"llama": tiny_text.save_llama, "bert": tiny_text.save_bert, "t5": tiny_seq2seq.save_t5}
+
 
 def rows(name):
     """Rows of a task as an experiment reads them."""
@@ -56,6 +60,7 @@ def rows(name):
             "tokens": text.split(),
             "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
         },
+        "sequence_to_sequence": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
     }[name]
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
 
@@ -77,14 +82,14 @@ def place(tmp_path_factory):
     def get(name):
         if name not in made:
             task, path = tasks.find(name), folder / f"{name}.jsonl"
-            model = folder / ("llama" if task.is_language_model else "bert")
+            model = folder / ("llama" if task.is_language_model else MODELS.get(name, "bert"))
             if task.two_encoders:
                 path, model = tiny_clip.pictures(folder / "pictures.npz"), folder / "clip"
                 tiny_clip.save("clip", model)
             else:
                 path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
             if not model.exists():
-                (tiny_text.save_llama if task.is_language_model else tiny_text.save_bert)(model)
+                SAVE[model.name](model)
             made[name] = path, model
         return made[name]
 

@@ -42,6 +42,8 @@ _PROCESSOR = [  # "pil" as in the run; "torchvision" gives slightly different pi
     "",
     'processor = AutoImageProcessor.from_pretrained("FOLDER", backend="pil")',
 ]
+_EXTRACTOR = ["", "from transformers import AutoFeatureExtractor", ""]
+_EXTRACTOR += ['processor = AutoFeatureExtractor.from_pretrained("FOLDER")']
 _MOST = 50  # largest number of classes that are named
 _EXPERTS = (
     "The run stored the base and its experts in 4 bits, but bitsandbytes cannot load experts in 4 bits. So `base/` has "
@@ -116,7 +118,7 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
     if name not in BUILT_IN and "/" in name and not is_own(model) and not Path(name).exists():
         lines.append(f"base_model: {json.dumps(name)}")
     kind = str(mapping(run.manifest.get("model")).get("kind"))
-    tag = model.task.pipeline(kind)
+    tag = model.task.pipeline_of(model, kind)
     lines += [f"pipeline_tag: {tag}"] if tag else []
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in ("federated-learning", "fedfm", run.method))]
     return "\n".join(["---", *lines, "---", ""])
@@ -146,7 +148,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
             auto = model.tools.tokenizer_class
             lines += ["", f"from transformers import {auto}", "", f'tokenizer = {auto}.from_pretrained("FOLDER")']
         if model.tools.processor is not None:
-            lines += _PROCESSOR
+            lines += _EXTRACTOR if model.tools.image is None else _PROCESSOR
         if isinstance(module, DualEncoder):
             lines += _prompts(model, module, mixed=bool(mixture))
         lines += ["", *mixture] if mixture else []

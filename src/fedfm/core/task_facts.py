@@ -84,5 +84,9 @@ class TaskFacts(Protocol):
         """Kinds of rows that are read for this task."""
 
     @property
+    def generates(self) -> bool:
+        """Whether its models generate texts."""
+
+    @property
     def answers(self) -> bool:
         """Whether its rows are prompts with answers."""

@@ -1,4 +1,4 @@
-"""Encoder-decoder models: they may classify texts, but they are not causal language models."""
+"""Encoder-decoder models: they may classify texts or write outputs, but they are not causal language models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
 
 _START = "decoder_start_token_id"
+_BY_LANGUAGE = ("mbart", "plbart")  # the decoder starts with the code of a language, which the row names
 
 
 def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
@@ -26,7 +27,7 @@ def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
             f'{what}, whose decoder needs its encoder\'s output: model.task = "{task}" needs a causal '
             "model, such as a llama or a gpt2"
         )
-    if getattr(config, _START, None) is not None:
+    if getattr(config, _START, None) is not None or (task.generates and config.model_type in _BY_LANGUAGE):
         return
     file = Path(path) / "generation_config.json"
     start = json.loads(file.read_text(encoding="utf-8")).get(_START) if file.is_file() else None

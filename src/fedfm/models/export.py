@@ -99,8 +99,8 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 "torch and compute it yourself"
             )
         _without_added_bias(model, module)
-        if model.task.answers:
-            module.generation_config.update(**export_base.end_answers(model))
+        if settings := model.task.generation_settings(model):
+            vars(module.generation_config).update(settings)  # update() drops settings of single families
             module.generation_config._from_model_config = False
         with quiet():
             if is_lora(model):

@@ -27,7 +27,6 @@ from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES, locate
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
-from fedfm.models.text_metrics import end_tokens
 
 BASE, CONFIG, BITS = "base", "adapter_config.json", "quantization.json"
 _GENERATION = "generation_config.json"
@@ -67,8 +66,8 @@ def complete(model: Model, folder: Path) -> bool:
         _link_all(files, folder / BASE, _shapes_of_new(model, module))
     elif in_bits:
         _write_numbers(model, folder / BASE)
-    if (files or in_bits) and model.task.answers:
-        _write_generation(model, module, folder / BASE / _GENERATION)
+    if (files or in_bits) and (settings := model.task.generation_settings(model)):
+        _write_generation(settings, module, folder / BASE / _GENERATION)
     if files or in_bits:
         about["base_model_name_or_path"] = str((folder / BASE).resolve())
     for path in (folder / CONFIG, folder / GLOBAL / CONFIG, folder / LOCAL / CONFIG):
@@ -87,23 +86,14 @@ def _write_numbers(model: Model, folder: Path) -> None:
         base.cpu().save_pretrained(str(folder))
 
 
-def end_answers(model: Model) -> dict[str, Any]:
-    """The generation settings with which an export's answers end where the answers of ``fedfm predict`` end.
-
-    A chat template can end an answer with a token that the base's own settings do not list.
-    """
-    ends = sorted(end_tokens(model, called=True))
-    return {"eos_token_id": ends or None, "pad_token_id": model.tools.tokenizer.pad_token_id}
-
-
-def _write_generation(model: Model, module: Any, path: Path) -> None:
-    """Write the base's generation settings with :func:`end_answers`; a link to the base's own file is replaced."""
+def _write_generation(settings: dict[str, Any], module: Any, path: Path) -> None:
+    """Write the base's generation settings, changed by ``settings``; a link to the base's own file is replaced."""
     own = module.generation_config.to_dict()
     if path.exists():
         own = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
     own.pop("_from_model_config", None)  # with this key, transformers may replace the settings by config.json's
-    path.write_text(to_json(own | end_answers(model), indent=2) + "\n", encoding="utf-8")
+    path.write_text(to_json(own | settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:

@@ -54,7 +54,7 @@ def load_pretrained(
         outputs = configuration.class_names(config)
         if task.new_head:
             configuration.name_classes(config, classes, task.problem_type)
-        tools = tools_of(path, spec, config, kind, task)
+        tools = task.complete_tools(tools_of(path, spec, config, kind, task), path, config)
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class, guesses = task.model_class(kind, path, config)
@@ -77,7 +77,7 @@ def load_pretrained(
     if spec.name not in BUILT_IN:
         from fedfm.models import processor_files, unread_parts
 
-        unread = unread_parts.notices(path, config, spec, answers=task.answers)
+        unread = unread_parts.notices(path, config, spec, answers=task.generates)
         if tools.image is not None and spec.weights == "pretrained":
             unread += processor_files.of_other_size(tools.image, module, config, spec.name)
     if tools.tokenizer is not None:

@@ -48,6 +48,9 @@ class ModelTask(RowTask, Protocol):
     def model_class(self, kind: str, path: Path | str, config: Any) -> tuple[Any, tuple[str, ...]]:
         """Transformers' class that loads the model, and lines for the user."""
 
+    def complete_tools(self, tools: Tools, path: Path | str, config: Any) -> Tools:
+        """The tools with further preprocessors from the model's folder."""
+
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
 
@@ -117,6 +120,9 @@ class ModelTask(RowTask, Protocol):
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The predictions that ``fedfm predict`` writes for the rows."""
 
+    def generation_settings(self, model: Network) -> dict[str, Any]:
+        """Values for the generation settings of an export."""
+
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         """The task and the weights of an export."""
 
@@ -132,7 +138,7 @@ class ModelTask(RowTask, Protocol):
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""
 
-    def pipeline(self, kind: str) -> str | None:
+    def pipeline_of(self, model: Network, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""
 
     def describe(self, model: Network) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def embedding(module: nn.Module) -> Any:
 
 def _positions(module: nn.Module, words: Any, config: Any) -> int | None:
     """The number of positions of the model; None if there is no limit."""
-    keys = ("max_position_embeddings", "n_positions")
+    keys = ("max_position_embeddings", "n_positions", "max_target_positions")
     stated = next((n for key in keys if isinstance(n := getattr(config, key, None), int) and n > 0), None)
     if stated is None:  # XLNet states -1, because its positions are relative
         return None

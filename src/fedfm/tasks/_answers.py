@@ -11,6 +11,7 @@ from fedfm.tasks.task import Column, Trained
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
 INSTRUCTIONS = (  # columns of instructions, which preferences may have instead of prompts
@@ -42,8 +43,8 @@ class AnswerTask(LanguageTask):
     )
     answer_tokens: int | None = setting(
         None,
-        "instruction, preference: largest number of tokens of an answer [max_length, at most half of the model's "
-        "positions]; with 0, task instruction generates no answers, and test rows give only the loss",
+        "instruction, preference, sequence_to_sequence: largest number of tokens of an answer [max_length, at most "
+        "half of a causal model's positions]; with 0, none are generated for test rows, which give only the loss",
         ge=0,
     )
 
@@ -71,6 +72,13 @@ class AnswerTask(LanguageTask):
 
     def answer_limit(self, tools: Tools) -> int:
         return self.answer_tokens or super().answer_limit(tools)
+
+    def generation_settings(self, model: Network) -> dict[str, Any]:
+        """The tokens that end answers: a chat template can end an answer with a token that the base does not list."""
+        from fedfm.models.text_metrics import end_tokens
+
+        ends = sorted(end_tokens(model, called=True))
+        return {"eos_token_id": ends or None, "pad_token_id": model.tools.tokenizer.pad_token_id}
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The model's answer to each prompt, and scores that compare it with the row's answer if the row has one."""

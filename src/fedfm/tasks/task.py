@@ -148,6 +148,11 @@ class Task:
         return self.own_kind is not None and self.own_kind.answered
 
     @property
+    def generates(self) -> bool:
+        """Whether its models generate texts, which follow ``generation_config.json``."""
+        return self.answers
+
+    @property
     def class_templates(self) -> tuple[str, ...]:
         """Texts with one {} for a class's name, from which a model of two encoders makes the texts of the classes."""
         return ()
@@ -304,6 +309,14 @@ class Task:
         import transformers
 
         return getattr(transformers, f"AutoModelFor{self.auto_class(kind)}"), ()
+
+    def complete_tools(self, tools: Tools, path: Path | str, config: Any) -> Tools:
+        """The tools with further preprocessors from the model's folder (or hub id), such as one for recordings.
+
+        Raises:
+            InputError: a preprocessor is missing, or cannot be read.
+        """
+        return tools
 
     def peft_type(self, kind: str) -> str | None:
         """PEFT's task type in an adapter's file, for rows of this kind; None if there is none."""
@@ -510,6 +523,10 @@ class Task:
             "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
         }
 
+    def generation_settings(self, model: Network) -> dict[str, Any]:
+        """Values for ``generation_config.json`` of an export, so that it generates what ``fedfm predict`` does."""
+        return {}
+
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         """The task and the weights for an export; they differ from the run's if other programs need other weights."""
         return self, w
@@ -532,6 +549,10 @@ class Task:
     def pipeline(self, kind: str) -> str | None:
         """The hub's pipeline tag of an export for rows of this kind; None if there is none."""
         return {"image": "image-classification", "text": "text-classification"}.get(kind)
+
+    def pipeline_of(self, model: Network, kind: str) -> str | None:
+        """As :meth:`pipeline`, for a task whose models of one kind of rows differ."""
+        return self.pipeline(kind)
 
     def describe(self, model: Network) -> dict[str, Any]:
         """The task's entries in ``fedfm.json`` of an export."""

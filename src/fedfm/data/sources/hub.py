@@ -65,6 +65,9 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         part = parts[name]
         if picture:
             part = part.cast_column(picture, datasets.Image(decode=False))
+        for key, kind in part.features.items():
+            if isinstance(kind, datasets.Audio):  # tasks decode the files of their rows
+                part = part.cast_column(key, datasets.Audio(decode=False))
         for key in features:
             if key not in part.features:
                 raise InputError(f'data.hub: split "{name}" of {hub} has no column "{key}", which another split has')

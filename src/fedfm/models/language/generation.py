@@ -70,7 +70,7 @@ def settings_in_force(model: Model) -> str:
 
 
 def _config(model: Model) -> Any:
-    return getattr(model.module, "generation_config", None) if model.task.answers else None
+    return getattr(model.module, "generation_config", None) if model.task.generates else None
 
 
 def _acts(key: str, value: Any) -> bool:

@@ -1,0 +1,173 @@
+"""Recordings: decodes them by soundfile, mixes them to mono, resamples them by soxr, and computes a model's features.
+
+This is the only module that imports the two libraries; the extra ``audio`` installs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.attachments import Attachment
+from fedfm.data.table import Table
+from fedfm.errors import InputError, MissingExtra
+from fedfm.linalg.out_of_core import limit
+from fedfm.models.images import AT_ONCE
+from fedfm.models.quiet import quiet
+
+_EXTRA = 'pip install "fedfm[audio]"'
+_FORMATS = "wav, flac, ogg and mp3 can be read"
+_NAMED = 3  # number of rates that a notice names
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):  # soundfile raises an OSError without its C library
+        raise MissingExtra(f"recordings need {name}: {_EXTRA}") from None
+
+
+@dataclass(frozen=True)
+class Look:
+    """The header of a recording: its rate in Hz, its number of channels, its length in seconds."""
+
+    rate: int
+    channels: int
+    seconds: float
+
+
+def look(recording: Attachment, where: str) -> Look:
+    """Read the header of a recording; ``where`` begins the message of an error.
+
+    Raises:
+        InputError: it is no recording, or has no sound.
+        MissingExtra: soundfile is not installed.
+    """
+    soundfile = _library("soundfile")
+    try:
+        found = soundfile.info(_file(recording))
+    except (RuntimeError, TypeError) as error:  # soundfile's own errors are RuntimeErrors
+        raise InputError(f"{where}: {recording} is no recording ({_first_line(error)}); {_FORMATS}") from None
+    if not found.frames:
+        raise InputError(f"{where}: {recording} is an empty recording: remove the row")
+    return Look(int(found.samplerate), int(found.channels), found.frames / found.samplerate)
+
+
+def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
+    """The beginning of a recording, mono, float32 (samples,), at this rate.
+
+    Args:
+        rate: in Hz.
+        seconds: the length of the beginning that is decoded.
+
+    Raises:
+        InputError: it cannot be decoded, or holds a number that is not finite.
+        MissingExtra: soundfile or soxr is not installed.
+    """
+    soundfile = _library("soundfile")
+    try:
+        with soundfile.SoundFile(_file(recording)) as file:
+            own = int(file.samplerate)
+            found = file.read(int(np.ceil(seconds * own)), dtype="float32", always_2d=True)  # (samples, channels)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{recording} cannot be decoded ({_first_line(error)}); {_FORMATS}") from None
+    if not len(found) or not np.isfinite(found).all():
+        raise InputError(f"{recording} holds {'numbers that are not finite' if len(found) else 'no sound'}")
+    mono = found.mean(1, dtype=np.float32)
+    if own == rate:
+        return np.ascontiguousarray(mono)
+    made: np.ndarray = _library("soxr").resample(mono, own, rate)
+    return made.astype(np.float32)
+
+
+def _file(recording: Attachment) -> Any:
+    return io.BytesIO(recording.source) if isinstance(recording.source, bytes) else recording.source
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(getattr(error, "error_string", error)).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def window(extractor: Any) -> float:
+    """The length of a recording, in seconds, that a model reads."""
+    return float(extractor.n_samples / extractor.sampling_rate)
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """Features of recordings, computed batch by batch; see :class:`fedfm.core.rows.Deferred`.
+
+    Attributes:
+        recordings: n files.
+        extractor: transformers' feature extractor of the model.
+        loaders: number of processes that compute batches in advance.
+    """
+
+    recordings: Sequence[Attachment]
+    extractor: Any
+    loaders: int = 0
+
+    def __len__(self) -> int:
+        return len(self.recordings)
+
+    def take(self, index: np.ndarray) -> Recordings:
+        """These rows, in this order."""
+        return replace(self, recordings=[self.recordings[int(i)] for i in index])
+
+    def compute(self) -> Tensor:
+        """The features, float32 (n, mel bins, frames); those of a row do not depend on the other rows."""
+        if not self.recordings:
+            return torch.zeros(0, self.extractor.feature_size, self.extractor.nb_max_frames)
+        rate = self.extractor.sampling_rate
+        out = []
+        for recording in self.recordings:
+            samples = sound(recording, rate, window(self.extractor))
+            with quiet():
+                found = self.extractor(samples, sampling_rate=rate, return_tensors="np")
+            out.append(torch.from_numpy(np.ascontiguousarray(found["input_features"][0], dtype=np.float32)))
+        return torch.stack(out)
+
+    def sources(self) -> Iterator[bytes]:
+        """The bytes of each file."""
+        return (recording.content() for recording in self.recordings)
+
+    def exceed(self) -> bool:
+        """Whether the features take too much memory to be computed once and for all."""
+        each = 4 * self.extractor.feature_size * self.extractor.nb_max_frames
+        return len(self) > 1 and each * len(self) > min(AT_ONCE, limit() // 4)
+
+
+def forewarnings(parts: Mapping[str, Table], extractor: Any) -> list[str]:
+    """Notices on recordings that are longer than the model reads, of another rate, or of several channels."""
+    rate, most = int(extractor.sampling_rate), window(extractor)
+    rates: Counter[int] = Counter()
+    long, mixed, n = list[str](), 0, 0
+    for words, part in parts.items():
+        found = [look(recording, f"{part.source}, row {i + 1}") for i, (recording, _) in enumerate(part.inputs)]
+        rates.update(of.rate for of in found if of.rate != rate)
+        mixed += sum(of.channels > 1 for of in found)
+        n += len(found)
+        if count := sum(of.seconds > most for of in found):
+            long.append(f"{count} of {len(found)} {words} rows")
+    notices = []
+    if long:
+        notices.append(
+            f"the recordings of {' and '.join(long)} are longer than the {most:g} s that the model reads: the rest is "
+            "not heard, although the outputs tell it; cut recordings and outputs into shorter ones"
+        )
+    if rates:
+        listed = ", ".join(f"{count} of {own} Hz" for own, count in rates.most_common(_NAMED))
+        more = f" and {len(rates) - _NAMED} further rates" if len(rates) > _NAMED else ""
+        notices.append(f"of {n} recordings, {listed}{more} are resampled to {rate} Hz, the rate of the model")
+    if mixed:
+        notices.append(f"{mixed} of {n} recordings have several channels, which are mixed to one (their mean)")
+    return notices
