@@ -142,10 +142,13 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
             lines += _of_features(model.parts.head, scale, unit=takes == UNIT_NORM)
     else:
         lines = _loading(model, to, out)
-        if model.tools.tokenizer is not None:
+        if hasattr(model.tools.processor, "tokenizer"):
+            lines += ["", "from transformers import AutoProcessor", ""]
+            lines += ['processor = AutoProcessor.from_pretrained("FOLDER", backend="pil")']
+        elif model.tools.tokenizer is not None:
             auto = model.tools.tokenizer_class
             lines += ["", f"from transformers import {auto}", "", f'tokenizer = {auto}.from_pretrained("FOLDER")']
-        if model.tools.processor is not None:
+        if model.tools.image is not None:
             lines += _PROCESSOR
         if isinstance(module, DualEncoder):
             lines += _prompts(model, module, mixed=bool(mixture))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from fedfm.data.task_rows import RowTask
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from fedfm.core.row_targets import FigureTable
@@ -38,6 +40,9 @@ class ModelTask(RowTask, Protocol):
 
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
+
+    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> Any:
+        """An object that prepares rows with this tokenizer; None if the tokenizer is enough."""
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """The template for the tools, and lines for the user."""

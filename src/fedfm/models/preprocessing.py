@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1024  # number of texts tokenised at a time, because a tokenizer's records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
+_NONE = Tools()
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the client's own adapter in a row's output
 
 
@@ -50,10 +51,7 @@ def prepare(
     index: Sequence[int] | np.ndarray,
     *,
     classes: tuple[str, ...],
-    image: Preprocess | None = None,
-    tokenizer: Any = None,
-    max_length: int = 128,
-    template: str | None = None,
+    tools: Tools = _NONE,
     task: TaskFacts | None = None,
     most: float | None = math.inf,
     loaders: int = 0,
@@ -65,6 +63,7 @@ def prepare(
     :func:`fedfm.models.language.encoding.passages`.
 
     Args:
+        tools: the model's preprocessors.
         task: the model's task; None means the task that the kind of the rows implies.
         most: bytes that prepared images may take in memory; if they would take more, the images of a batch are
             prepared when the batch is read. :mod:`.images` explains the value None.
@@ -76,9 +75,9 @@ def prepare(
     """
     index = np.asarray(index, dtype=np.int64)
     if table.kind == "image":
-        if image is None:
+        if tools.image is None:
             raise InputError(f"{_source(table)} holds images, which the model of model.name does not read")
-        labels, found = labels_of(table, classes, index), Pictures(table.inputs, index, image, loaders)
+        labels, found = labels_of(table, classes, index), Pictures(table.inputs, index, tools.image, loaders)
         targets = targets_of(table, classes, task, index)
         if found.exceed(most):
             return Rows(targets, deferred={"pixel_values": found}, labels=labels)
@@ -87,10 +86,9 @@ def prepare(
     if table.kind == "features":
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
         return Rows({"features": x, **targets_of(part, classes, task)}, labels=labels_of(part, classes))
-    if tokenizer is None:
+    if tools.tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
     reader = reader_of(table.kind, task)
-    tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
     rows = reader.rows(part, tools, classes)
     if rows.tokens is not None:
         check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block has no index

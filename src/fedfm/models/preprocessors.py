@@ -16,7 +16,8 @@ class Tools:
 
     Attributes:
         image: a function that maps PIL images to a tensor (n, 3, H, W), or None.
-        processor: the transformers image processor of ``image``, which an export saves, or None.
+        processor: the transformers image processor of ``image``, or the task's own processor of rows, or None. An
+            export saves it.
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.

@@ -20,6 +20,7 @@ from fedfm.encrypted.student.scores import Outputs, outputs
 from fedfm.errors import RunError
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 
 MEASURED = 8192  # number of rows on which intervals are measured
 AT_ONCE = 64  # number of rows in a batch for evaluation
@@ -58,7 +59,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
     """Cut the boxes out of these images, as rows for a model."""
     left, image = iter(boxes), model.tools.image
     cut = None if image is None else lambda pictures: image([next(left).cut(p) for p in pictures])
-    return preprocessing.prepare(table, index, classes=model.classes, image=cut)
+    return preprocessing.prepare(table, index, classes=model.classes, tools=Tools(image=cut))
 
 
 @dataclass(frozen=True)
