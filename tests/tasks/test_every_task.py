@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import tiny_clip
 import tiny_text
+import tiny_vision
 from fedfm.api.execute import run
 from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
@@ -52,6 +53,7 @@ def rows(name):
             "tokens": text.split(),
             "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
         },
+        "visual_instruction": lambda i, text: tiny_vision.one_conversation(i),
     }[name]
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
 
@@ -70,6 +72,9 @@ def place(tmp_path_factory):
                 tiny_clip.save("clip", model)
             else:
                 path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
+            if task.images_in_texts:
+                model = folder / "llava"
+                tiny_vision.save_llava(model)
             if not model.exists():
                 (tiny_text.save_llama if task.is_language_model else tiny_text.save_bert)(model)
             made[name] = path, model

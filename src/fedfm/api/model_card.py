@@ -181,7 +181,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
             f"The head has a bias, `{model.parts.head}.bias`, and {type(model.module).__name__} has none: "
             "add one before you load the weights, or the outputs differ.",
         ]
-    if model.tools.tokenizer is not None:
+    if model.tools.tokenizer is not None and not hasattr(model.tools.processor, "tokenizer"):
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
     if text := model.task.for_export(model, model.params())[0].about_outputs():
         words += ["", text]

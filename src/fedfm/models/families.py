@@ -145,7 +145,7 @@ def find(module: nn.Module, model_type: str, *, images: bool = False) -> Parts:
         if images:
             from fedfm.models import vision_part
 
-            found = vision_part.of(module, found)
+            found = vision_part.mark_vision(module, found)
         return found
     blocks, text_blocks = _blocks(module, prefix, family.blocks), _blocks(module, prefix, (family.text,))
     head = next((h for h in (family.head, "lm_head", "head") if isinstance(_module(module, h), nn.Linear)), "")

@@ -83,7 +83,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         *(f"model.name: {path} {text}" for text in misspelt),
     )
     tokenizer_files.choose_padding(tokenizer, None if task.is_language_model else config)
-    processor = task.processor(path, spec, config, tokenizer)
+    processor, more = task.processor(path, spec, config, tokenizer)
     with quiet():
         template, notices = task.fit_tokenizer(tokenizer)
     if hasattr(processor, "chat_template"):
@@ -94,7 +94,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         tokenizer_class=by,
         max_length=spec.max_length,
         template=template,
-        notices=(*guess, *notices),
+        notices=(*guess, *more, *notices),
     )
 
 

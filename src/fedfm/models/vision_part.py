@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LANGUAGE, VISION = "language", "vision"
 
 
-def of(module: nn.Module, parts: Parts) -> Parts:
+def mark_vision(module: nn.Module, parts: Parts) -> Parts:
     """The parts of a model whose rows have images among their texts: what no text passes is its vision part."""
     inside = ((path, find_blocks(module.get_submodule(path))) for path in parts.unread)
     blocks = tuple((f"{path}.{name}", block) for path, found in inside for name, block in found)

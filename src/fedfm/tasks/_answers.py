@@ -27,18 +27,18 @@ class AnswerTask(LanguageTask):
 
     template: str | None = setting(
         None,
-        "instruction, preference, visual_instruction: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
-        "answer [chat; plain if the tokenizer has no chat template]",
+        "instruction, preference, visual_instruction: plain, alpaca, chat (the tokenizer's own), or a text with "
+        "{instruction} before the answer [chat; plain if the tokenizer has no chat template]",
     )
     chat_template_kwargs: dict[str, Any] | None = setting(
         None,
-        "instruction, preference, visual_instruction: variables of the tokenizer's chat template, e.g. { enable_thinking = false }; "
-        "training, predictions and exports use them",
+        "instruction, preference, visual_instruction: variables of the tokenizer's chat template, e.g. "
+        "{ enable_thinking = false }; training, predictions and exports use them",
     )
     answer_tokens: int | None = setting(
         None,
-        "instruction, preference, visual_instruction: largest number of tokens of an answer [max_length, at most half of the model's "
-        "positions]; with 0, test rows of instructions give only the loss, without answers",
+        "instruction, preference, visual_instruction: largest number of tokens of an answer [max_length, at most half "
+        "of the model's positions]; with 0, test rows of instructions give only the loss, without answers",
         ge=0,
     )
 

@@ -54,9 +54,7 @@ def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Re
     return replace(found, notices=(*notices, *found.notices))
 
 
-def with_system_and_tools(
-    kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str
-) -> Reading:
+def with_system_and_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str) -> Reading:
     """The rows with their system messages, and with the tools that their answers may call."""
     notices: tuple[str, ...] = ()
     if (name := _system.system_column(sheet.columns, spec)) is not None:

@@ -31,7 +31,9 @@ def answers(model: Network, rows: Rows) -> list[text_metrics.Answer]:
             made[name] = torch.zeros(len(some), length, dtype=torch.int64)
             for row, i in enumerate(some):
                 values = found[i][1].get(name, found[i][0][:0])
-                made[name][row, length - len(asked[i]) : length - len(asked[i]) + len(values)] = torch.from_numpy(values)
+                made[name][row, length - len(asked[i]) : length - len(asked[i]) + len(values)] = torch.from_numpy(
+                    values
+                )
         return {name: x.to(model.device) for name, x in made.items()}
 
     return text_metrics.answers(model, rows, asked=asked, more=more)

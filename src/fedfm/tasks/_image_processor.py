@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError, first_line
-from fedfm.models import refusals
+from fedfm.models import preprocessing, processor_files, refusals, unknown_keys
 from fedfm.models.locate import stored_file
 from fedfm.models.quiet import quiet
 
@@ -20,11 +20,14 @@ _TOKENS = (
 )
 
 
-def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> Any:
-    """The processor of a model of texts and images, with this tokenizer; ``name`` names the model in messages.
+def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+    """The processor of a model of texts and images with this tokenizer, and notices about its settings for images.
 
     Images are prepared by Pillow, as for all other tasks, so that pixels do not depend on torchvision. The part for
     videos, which needs torchvision, is left out where torchvision is missing.
+
+    Args:
+        name: the model's name in messages.
 
     Raises:
         InputError: the model does not read texts with images, or has no processor that can be read.
@@ -50,7 +53,9 @@ def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> Any:
     found.image_processor, found.tokenizer = images, tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
         tokenizer.chat_template = _template(found, name)
-    return found
+    scale = preprocessing.check_scale(images, name)
+    told = [*processor_files.notices(path, images), *unknown_keys.of_image_processor(path, images)]
+    return found, (*scale, *(f"model.name: {path} {text}" for text in told))
 
 
 def tokens_of(processor: Any) -> tuple[str, ...]:

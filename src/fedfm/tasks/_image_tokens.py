@@ -111,7 +111,10 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
     options = {"add_special_tokens": special, "return_offsets_mapping": True, "return_text_replacement_offsets": True}
     with quiet():
         found = processor(
-            text=[text], images=[[rgb(file.source) for file in files]] if files else None, return_tensors="pt", **options
+            text=[text],
+            images=[[rgb(file.source) for file in files]] if files else None,
+            return_tensors="pt",
+            **options,
         )
     moved = found.get("text_replacement_offsets", [[]])[0]
     if "offset_mapping" not in found or len(moved) != len(files):

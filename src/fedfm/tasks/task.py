@@ -285,15 +285,16 @@ class Task:
         """PEFT's task type in an adapter's file, for rows of this kind; None if there is none."""
         return None
 
-    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> Any:
-        """An object of the model's files that prepares the rows with this tokenizer; None if the tokenizer is enough.
+    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+        """An object of the model's files that prepares the rows with this tokenizer, and notices for the user.
 
-        It becomes ``processor`` of :class:`fedfm.models.preprocessors.Tools`, and is written into exports.
+        It becomes ``processor`` of :class:`fedfm.models.preprocessors.Tools`, and is written into exports. None: the
+        tokenizer is enough.
 
         Raises:
             InputError: the files have no such object, or the model does not fit the task.
         """
-        return None
+        return None, ()
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """Prepare a tokenizer to encode rows as the task's keys require.

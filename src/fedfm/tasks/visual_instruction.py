@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from fedfm.models.spec import ModelSpec
     from fedfm.models.text_metrics import Answer
 
+_EXAMPLE = """With an image of Pillow as `picture`, this code asks a question about it:
+
+```python
+question = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
+prompt = processor.apply_chat_template(
+    [{"role": "user", "content": question}],
+    add_generation_prompt=True,
+    tokenize=True,
+    return_dict=True,
+    return_tensors="pt",
+)
+said = model.generate(**prompt, do_sample=False)
+print(processor.decode(said[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
+
 
 @dataclass(frozen=True)
 class VisualInstruction(Instruction):
@@ -110,7 +125,7 @@ class VisualInstruction(Instruction):
     def pipeline(self, kind: str) -> str | None:
         return "image-text-to-text"
 
-    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> Any:
+    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
         from fedfm.tasks import _image_processor
 
         return _image_processor.read(path, spec.name, config, tokenizer)
@@ -154,9 +169,4 @@ class VisualInstruction(Instruction):
         return answers(model, rows)
 
     def about_outputs(self) -> str:
-        return (
-            "A prompt with an image is `processor.apply_chat_template([{'role': 'user', 'content': [{'type': 'image', "
-            "'image': picture}, {'type': 'text', 'text': 'What is this?'}]}], add_generation_prompt=True, "
-            "tokenize=True, return_dict=True, return_tensors='pt')`; `model.generate(**prompt)` writes the answer after "
-            "it."
-        )
+        return _EXAMPLE
