@@ -8,7 +8,7 @@ rows, as in all batches: a row's tensor is padded to the largest, and a tensor `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -89,29 +89,46 @@ class Deferred:
 
 
 def of_rows(
-    processor: Any, files: Sequence[tuple[Attachment, ...]], values: Sequence[dict[str, Tensor]]
+    processor: Any, files: Sequence[tuple[Attachment, ...]], values: Iterable[dict[str, Tensor]]
 ) -> tuple[dict[str, Deferred], dict[str, Tensor]]:
     """The arguments for rows with these images, and their shapes as tensors of the rows.
 
     Args:
         values: each row's arguments; they stay in memory if they take at most 1 GB, and a quarter of the memory limit.
     """
-    size = sum(x.nbytes for of in values for x in of.values())
-    source = Source(files, processor, values if size <= min(AT_ONCE, limit() // 4) else None)
-    axes = {name: x.dim() for of in values for name, x in of.items()}
-    index = np.arange(len(files))
+    kept: list[dict[str, Tensor]] | None = []
+    seen: list[dict[str, tuple[int, ...]]] = []
+    size, most = 0, min(AT_ONCE, limit() // 4)
+    for of in values:
+        seen.append({name: tuple(x.shape) for name, x in of.items()})
+        size += sum(x.nbytes for x in of.values())
+        if kept is not None:
+            kept.append(of)
+        kept = kept if size <= most else None
+    source, index = Source(files, processor, kept), np.arange(len(files))
+    axes = {name: len(shape) for shapes in seen for name, shape in shapes.items()}
     shapes = {
-        name + SHAPE: torch.tensor(
-            [tuple(of[name].shape) if name in of else (0,) * count for of in values], dtype=torch.int64
-        ).reshape(len(values), count)
+        name + SHAPE: torch.tensor([row.get(name, (0,) * count) for row in seen], dtype=torch.int64).reshape(-1, count)
         for name, count in axes.items()
     }
     return {name: Deferred(name, source, index, count) for name, count in axes.items()}, shapes
 
 
-def for_model(batch: Batch) -> Batch:
-    """The batch as the model's forward pass expects it: the images of all rows one after the other."""
+def for_model(batch: Batch, takes: Collection[str] | None = None) -> Batch:
+    """The batch as the model's forward pass expects it: the images of all rows one after the other.
+
+    Args:
+        takes: names of the arguments of the forward pass; None: they are not checked.
+
+    Raises:
+        InputError: the processor gives an argument that the forward pass does not take.
+    """
     names = [name.removesuffix(SHAPE) for name in batch if name.endswith(SHAPE)]
+    if takes is not None and (lost := [name for name in names if name not in takes]):
+        raise InputError(
+            f"model.name: the processor gives {', '.join(lost)}, which the model does not take: do both fit?",
+            key="model.name",
+        )
     found = {name: x for name, x in batch.items() if name not in names and not name.endswith(SHAPE)}
     for name in names:
         shapes = batch[name + SHAPE].tolist()

@@ -67,7 +67,9 @@ def encode(row: Row, tools: Tools) -> Encoded:
     said, output, files = row
     try:
         whole = _encode(said, output, files, tools.processor)
-    except (ValueError, TypeError, LookupError, NotImplementedError) as error:
+    except InputError as error:  # of the chat template, or of an image that has changed since it was read
+        raise InputError(f"{_place(row)}: {error}", key=error.key) from None
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise InputError(f"{_place(row)}: the model's processor refuses the row: {first_line(error)}") from None
     _lengths.setdefault(tools.processor, {})[row] = whole.length
     _prompts.setdefault(tools.processor, {})[said, "", files] = (

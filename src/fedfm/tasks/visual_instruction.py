@@ -11,6 +11,7 @@ from fedfm.tasks.instruction import Instruction
 from fedfm.tasks.task import Column, Reading, RowKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import numpy as np
@@ -86,9 +87,16 @@ class VisualInstruction(Instruction):
         files = [images for *_, images in part.inputs]
         if any(files):
             _image_arguments.check(tools.processor, type(tools.processor).__name__)
-        rows = [_image_tokens.encode(row, tools) for row in part.inputs]
+        rows = list[_image_tokens.Encoded]()
+
+        def images() -> Iterator[dict[str, Tensor]]:
+            for row in part.inputs:  # one after the other, since all images may exceed the memory
+                found = _image_tokens.encode(row, tools)
+                rows.append(replace(found, images={}))
+                yield found.images
+
+        deferred, shapes = _image_arguments.of_rows(tools.processor, files, images())
         names = sorted({name for row in rows for name in row.by_token})
-        deferred, shapes = _image_arguments.of_rows(tools.processor, files, [row.images for row in rows])
         return Rows(
             answer_places(rows) | shapes,
             tokens=Tokens.of([row.ids for row in rows]),
@@ -159,9 +167,12 @@ class VisualInstruction(Instruction):
         )
 
     def logits(self, model: Network, batch: Batch) -> Tensor:
+        from inspect import signature
+
+        from fedfm.models.families import unwrap
         from fedfm.tasks._image_arguments import for_model
 
-        return model.outputs(for_model(batch))
+        return model.outputs(for_model(batch, signature(unwrap(model.module).forward).parameters))
 
     def generate(self, model: Network, rows: Rows) -> list[Answer]:
         from fedfm.tasks._image_answers import answers
