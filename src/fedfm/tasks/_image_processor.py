@@ -107,7 +107,8 @@ def _without_video(kind: Any, settings: dict[str, Any]) -> Any:
             return [*found[: (at := kind.get_attributes().index(_VIDEO))], None, *found[at:]]
 
         def to_dict(self) -> dict[str, Any]:
-            return super().to_dict() | ({_VIDEO: settings} if settings else {})
+            found: dict[str, Any] = super().to_dict()
+            return found | ({_VIDEO: settings} if settings else {})
 
     WithoutVideo.__name__ = WithoutVideo.__qualname__ = kind.__name__  # the name goes into files
     return WithoutVideo

@@ -106,8 +106,8 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
     start = render(asked, tokenizer, add_generation_prompt=True)
     pieces = [(start, False)] if blank(output) else chat_templates.pieces_of(turns, tokenizer)
     text, spans = "", []
-    for piece, counts in pieces:
-        spans += [(len(text), len(text) + len(piece))] if counts else []
+    for piece, answers in pieces:
+        spans += [(len(text), len(text) + len(piece))] if answers else []
         text += piece
     special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))  # as transformers decides it
     options = {"add_special_tokens": special, "return_offsets_mapping": True, "return_text_replacement_offsets": True}
