@@ -133,6 +133,24 @@ def test_both_spellings_of_a_place_give_the_same_rows(tmp_path):
         assert [file.sha256 for file in table.inputs[0][2]] == [file.sha256 for file in first[2]]
 
 
+def test_sets_of_the_hub_have_contents_in_place_of_paths(tmp_path, path):
+    import datasets
+
+    images = [[str(path.parent / "0-0.png")], [str(path.parent / name) for name in ("3-0.png", "3-1.png")]]
+    rows = [json.loads(path.read_text().splitlines()[i]) for i in (0, 3)]
+    text = [{"type": "text", "text": "what colour"}]
+    said = [ask([{"type": "image", "text": None}] * len(of) + text, text) for of in images]
+    made = datasets.Dataset.from_dict({"messages": said, "images": images})
+    made = made.cast_column("images", datasets.List(datasets.Image()))
+    made.save_to_disk(str(tmp_path / "set"))
+    made.map(lambda row: row).to_parquet(str(tmp_path / "rows.parquet"))
+    of_hub = load_table(DataSpec(hub=str(tmp_path / "set"), test_fraction=0.0), seed=0, task=TASK)
+    for table in (of_hub, read(tmp_path / "rows.parquet")):
+        found = [[file.content() for file in row[2]] for row in table.inputs]
+        assert found == [[(path.parent / name).read_bytes() for name in row["images"]] for row in rows]
+        assert [row[0][0][1].count(attachments.IMAGE) for row in table.inputs] == [1, 2]
+
+
 def test_images_without_places_stand_first_as_in_trl(tmp_path):
     a, b = picture(tmp_path), picture(tmp_path, "b.png", colour="blue")
     table = read(write(tmp_path, [{"messages": ask("what colour"), "images": [a, b]}]))

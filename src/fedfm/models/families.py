@@ -142,11 +142,11 @@ def find(module: nn.Module, model_type: str, *, images: bool = False) -> Parts:
     family = FAMILIES.get(model_type)
     if family is None:
         found = _guess(module)
-        if images:
-            from fedfm.models import vision_part
-
-            found = vision_part.mark_vision(module, found)
-        return found
+        return (
+            found
+            if not images
+            else replace(found, vision=found.unread, unread=(), vision_blocks=_blocks_in(module, found.unread))
+        )
     blocks, text_blocks = _blocks(module, prefix, family.blocks), _blocks(module, prefix, (family.text,))
     head = next((h for h in (family.head, "lm_head", "head") if isinstance(_module(module, h), nn.Linear)), "")
     if not blocks or not (head or text_blocks):
@@ -156,6 +156,13 @@ def find(module: nn.Module, model_type: str, *, images: bool = False) -> Parts:
         _module(module, _resolve(module, prefix, p)) for p in (family.embedding, family.norm, family.pooler)
     )
     return Parts(embedding, blocks, norm, pooler, head, text_blocks)
+
+
+def _blocks_in(module: nn.Module, paths: Sequence[str]) -> tuple[Place, ...]:
+    from fedfm.models.stages import find_blocks
+
+    inside = ((path, find_blocks(module.get_submodule(path))) for path in paths)
+    return tuple((f"{path}.{name}", block) for path, found in inside for name, block in found)
 
 
 def type_of(module: Any) -> str:

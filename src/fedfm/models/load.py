@@ -210,7 +210,8 @@ def load_model(
     if parts.vision:
         from fedfm.models import vision_part
 
-        vision_part.describe(model)
+        line, seen = vision_part.describe(parts, model.names, model.adaptation)
+        model.notices, model.softmax = (*model.notices, line), model.softmax and not seen
     if spec.compile and not loaded.hollow:
         from fedfm.models import compiled
 

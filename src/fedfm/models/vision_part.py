@@ -8,27 +8,15 @@ adapted. The vision part includes the map from its outputs to the language part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from fedfm.errors import InputError
 from fedfm.models.families import Parts, default_targets
 from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
-from fedfm.models.stages import find_blocks
-
-if TYPE_CHECKING:
-    from fedfm.models.model import Model
 
 LANGUAGE, VISION = "language", "vision"
-
-
-def mark_vision(module: nn.Module, parts: Parts) -> Parts:
-    """The parts of a model whose rows have images among their texts: what no text passes is its vision part."""
-    inside = ((path, find_blocks(module.get_submodule(path))) for path in parts.unread)
-    blocks = tuple((f"{path}.{name}", block) for path, found in inside for name, block in found)
-    return dataclasses.replace(parts, vision=parts.unread, unread=(), vision_blocks=blocks)
 
 
 def with_parts(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: Iterable[str]) -> AdaptationSpec:
@@ -84,22 +72,20 @@ def in_vision(path: str, parts: Parts) -> bool:
     return any(f".{other}." in f".{path}." for other in parts.vision)
 
 
-def describe(model: Model) -> None:
-    """Add a notice about the parts that the adaptation trains.
+def describe(parts: Parts, names: Sequence[str], adaptation: str) -> tuple[str, bool]:
+    """A notice about the parts in which an adaptation trains these tensors, and whether it trains the vision part.
 
-    A trained vision part has images or patches on the first axis of its tensors, not rows. Gradients of single rows are
-    then computed by one pass per row, as for a loss that is no cross-entropy of logits.
+    A trained vision part has images or patches on the first axis of its tensors, not rows, so that gradients of single
+    rows need one pass per row.
     """
-    parts, name = model.parts, model.adaptation
-    seen = sum(in_vision(path, parts) for path in model.names)
-    read, where = len(model.names) - seen, f"the vision part ({', '.join(parts.vision)})"
+    seen = sum(in_vision(path, parts) for path in names)
+    read, where = len(names) - seen, f"the vision part ({', '.join(parts.vision)})"
     if seen and read:
         text = f"{read} tensors of the language part and {seen} of {where}"
     elif seen:
         text = f"{seen} tensors of {where}, and none of the language part"
     else:
         text = f"{read} tensors of the language part; {where} stays as it is"
-        if "lora" in name:
-            text += ', unless targets has "vision"'
-    model.notices = (*model.notices, f'model.adaptation.name = "{name}" trains {text}')
-    model.softmax = model.softmax and not seen
+        if "lora" in adaptation:
+            text += f', unless targets has "{VISION}"'
+    return f'model.adaptation.name = "{adaptation}" trains {text}', bool(seen)

@@ -141,7 +141,7 @@ def for_model(batch: Batch, takes: Collection[str] | None = None) -> Batch:
 def join(rows: Sequence[Tensor]) -> Tensor:
     """Tensors (k, ...) of rows as one tensor (sum of k, ...), as a processor returns it for a batch."""
     most = [max(sizes) for sizes in zip(*(x.shape[1:] for x in rows), strict=True)]
-    return torch.cat([_padded(x, [len(x), *most]) for x in rows])
+    return torch.cat([_pad(x, [len(x), *most]) for x in rows])
 
 
 def arguments(processor: Any, images: Sequence[Any], text: str = "") -> dict[str, Tensor]:
@@ -197,10 +197,10 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _stack(rows: Sequence[Tensor]) -> Tensor:
     most = [max(sizes) for sizes in zip(*(x.shape for x in rows), strict=True)]
     kind = next((x.dtype for x in rows if x.numel()), torch.float32)
-    return torch.stack([_padded(x.to(kind), most) for x in rows]) if rows else torch.zeros(0)
+    return torch.stack([_pad(x.to(kind), most) for x in rows]) if rows else torch.zeros(0)
 
 
-def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
+def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(x.shape) == tuple(shape):
         return x
     out = x.new_zeros(tuple(shape))

@@ -59,7 +59,7 @@ def conversations(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> 
     if not any(files):
         key, more = spec.column("images"), 'for conversations without images set model.task = "instruction"'
         raise InputError(f'{source}: no column "{key}" (data.images), and no image in column "{name}"; {more}')
-    rows, notices = _placed([(*pair, some) for pair, some in zip(inputs, files, strict=True)], name, of, sheet.at)
+    rows, notices = _with_places([(*pair, some) for pair, some in zip(inputs, files, strict=True)], name, of, sheet.at)
     made = with_system_and_tools(KIND, rows, used, sheet, spec, source)
     return Reading(KIND, made.inputs, made.used, (*notices, *_looks(files, sheet.at, source), *made.notices))
 
@@ -127,7 +127,7 @@ def _file(value: Any, at: str) -> Any:
     return value.removeprefix("file://")
 
 
-def _placed(rows: list[Any], name: str, of: str | None, at: At) -> tuple[list[Any], tuple[str, ...]]:
+def _with_places(rows: list[Any], name: str, of: str | None, at: At) -> tuple[list[Any], tuple[str, ...]]:
     """The rows, of which each has as many places as images, and a notice if the places had to be chosen.
 
     If no message of the file has a place, the images stand before the first message of the user, as in TRL.

@@ -123,7 +123,7 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
         raise ValueError("it does not report the places of images and tokens, as those of transformers 5.24 do")
     if any(a < one["span"][0] < b for one in moved for a, b in spans):
         raise ValueError("the chat template writes an image into an answer")
-    spans = [(_moved(a, moved), _moved(b, moved)) for a, b in spans]
+    spans = [(_new_place(a, moved), _new_place(b, moved)) for a, b in spans]
     places = found["offset_mapping"][0].tolist()
     kept = max((i + 1 for i, (a, b) in enumerate(places) if b > a), default=0)  # without special tokens after the text
     ids = found["input_ids"][0].tolist()
@@ -144,7 +144,7 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
     )
 
 
-def _moved(at: int, moved: Sequence[dict[str, Any]]) -> int:
+def _new_place(at: int, moved: Sequence[dict[str, Any]]) -> int:
     """Where the character at this place of the text is after the images are replaced."""
     before = [one for one in moved if one["span"][1] <= at]
     return at + (before[-1]["new_span"][1] - before[-1]["span"][1] if before else 0)

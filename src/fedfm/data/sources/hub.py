@@ -65,7 +65,9 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         part = parts[name]
         if picture:
             part = part.cast_column(picture, datasets.Image(decode=False))
-        for key in features:
+        for key, kind in features.items():
+            if isinstance(getattr(kind, "feature", None), datasets.Image):  # lists of images stay encoded, too
+                part = part.cast_column(key, replace(kind, feature=datasets.Image(decode=False)))
             if key not in part.features:
                 raise InputError(f'data.hub: split "{name}" of {hub} has no column "{key}", which another split has')
             if key not in (picture, lazy):
