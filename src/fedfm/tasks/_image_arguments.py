@@ -165,9 +165,9 @@ def check(processor: Any, name: str) -> None:
     try:
         alone = [_arguments(processor, [row], "") for row in rows]
         both, later = _arguments(processor, rows, ""), _arguments(processor, rows[:1], "a b c ")
-    except (ValueError, TypeError, LookupError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
         raise InputError(
-            f"model.name: the processor of {name!r} refuses images of several sizes: {first_line(error)}",
+            f"model.name: the processor of {name!r} refuses rows with several images: {first_line(error)}",
             key="model.name",
         ) from None
     same = all(of.keys() == both.keys() for of in (*alone, later))
