@@ -3,11 +3,13 @@
 import base64
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.utils import is_torchvision_available
 
 import tiny_vision
 from fedfm.api.execute import run
@@ -286,6 +288,21 @@ def test_a_processor_that_mixes_the_images_of_a_batch_is_refused(saved):
     mixing = Mixing(processor.image_processor, processor.tokenizer, patch_size=8)
     with pytest.raises(InputError, match="row by row"):
         _image_arguments.check(mixing, "some")
+
+
+def test_an_export_keeps_the_settings_for_videos_that_are_not_used(saved, tmp_path):
+    """The part of a processor for videos needs torchvision; other machines may have it."""
+    folder = tmp_path / "qwen"
+    shutil.copytree(saved("qwen"), folder)
+    file = folder / "processor_config.json"
+    settings = {"fps": 2.0, "video_processor_type": "Qwen2VLVideoProcessor"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"video_processor": settings}))
+    if is_torchvision_available():
+        pytest.skip("torchvision is installed, and transformers reads the settings")
+    model = load_model(ModelSpec(str(folder), adaptation=LORA), classes=(), kind=TASK)
+    model.tools.processor.save_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "processor_config.json").read_text())["video_processor"] == settings
+    assert model.identity == load_model(ModelSpec(str(saved("qwen")), adaptation=LORA), classes=(), kind=TASK).identity
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
