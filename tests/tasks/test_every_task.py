@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import tiny_clip
 import tiny_seq2seq
 import tiny_text
+import tiny_vision
 from fedfm.api.execute import run
 from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
@@ -61,6 +62,7 @@ def rows(name):
             "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
         },
         "sequence_to_sequence": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
+        "visual_instruction": lambda i, text: tiny_vision.one_conversation(i),
     }[name]
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
 
@@ -88,6 +90,9 @@ def place(tmp_path_factory):
                 tiny_clip.save("clip", model)
             else:
                 path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
+            if task.images_in_texts:
+                model = folder / "llava"
+                tiny_vision.save_llava(model)
             if not model.exists():
                 SAVE[model.name](model)
             made[name] = path, model

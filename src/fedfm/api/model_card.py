@@ -144,10 +144,13 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
             lines += _of_features(model.parts.head, scale, unit=takes == UNIT_NORM)
     else:
         lines = _loading(model, to, out)
-        if model.tools.tokenizer is not None:
+        if hasattr(model.tools.processor, "tokenizer"):
+            lines += ["", "from transformers import AutoProcessor", ""]
+            lines += ['processor = AutoProcessor.from_pretrained("FOLDER", backend="pil")']
+        elif model.tools.tokenizer is not None:
             auto = model.tools.tokenizer_class
             lines += ["", f"from transformers import {auto}", "", f'tokenizer = {auto}.from_pretrained("FOLDER")']
-        if model.tools.processor is not None:
+        if model.tools.processor is not None and not hasattr(model.tools.processor, "tokenizer"):
             lines += _EXTRACTOR if model.tools.image is None else _PROCESSOR
         if isinstance(module, DualEncoder):
             lines += _prompts(model, module, mixed=bool(mixture))
@@ -180,7 +183,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
             f"The head has a bias, `{model.parts.head}.bias`, and {type(model.module).__name__} has none: "
             "add one before you load the weights, or the outputs differ.",
         ]
-    if model.tools.tokenizer is not None:
+    if model.tools.tokenizer is not None and not hasattr(model.tools.processor, "tokenizer"):
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
     if text := model.task.for_export(model, model.params())[0].about_export(to, out):
         words += ["", text]

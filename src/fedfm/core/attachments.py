@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError
+
+IMAGE = "\ufffc"  # in a message of a conversation, the place of one of the row's images
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,11 @@ class Attachment:
 
     Attributes:
         source: the absolute path of the file, or its content.
+        place: the row that has the file, for messages.
     """
 
     source: str | bytes
+    place: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return "a file of the data" if isinstance(self.source, bytes) else self.source

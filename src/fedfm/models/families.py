@@ -94,6 +94,9 @@ class Parts:
         unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
             under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
+        vision: paths of the part for images, if the rows have images among their texts; else empty. ``blocks`` are then
+            those of the language part.
+        vision_blocks: (path, module) of the blocks of that part.
         side_by_side: the modules of each block, one from each list, for a model that lists each part of its blocks
             separately; else empty.
     """
@@ -107,6 +110,8 @@ class Parts:
     unread: tuple[str, ...] = ()
     whole: nn.Module | None = None
     side_by_side: tuple[tuple[Place, ...], ...] = ()
+    vision: tuple[str, ...] = ()
+    vision_blocks: tuple[tuple[str, nn.Module], ...] = ()
 
     def reads(self, path: str) -> bool:
         """Whether the forward pass uses the module of this path."""
@@ -131,12 +136,17 @@ class Parts:
         return blocks if blocks or self.whole is None else (("", self.whole),)
 
 
-def find(module: nn.Module, model_type: str) -> Parts:
-    """Find the parts of ``module``, which has no adapter yet."""
+def find(module: nn.Module, model_type: str, *, images: bool = False) -> Parts:
+    """Find the parts of ``module``, which has no adapter yet; ``images``: whether rows have images among texts."""
     prefix = getattr(module, "base_model_prefix", "")
     family = FAMILIES.get(model_type)
     if family is None:
-        return _guess(module)
+        found = _guess(module)
+        return (
+            found
+            if not images
+            else replace(found, vision=found.unread, unread=(), vision_blocks=_blocks_in(module, found.unread))
+        )
     blocks, text_blocks = _blocks(module, prefix, family.blocks), _blocks(module, prefix, (family.text,))
     head = next((h for h in (family.head, "lm_head", "head") if isinstance(_module(module, h), nn.Linear)), "")
     if not blocks or not (head or text_blocks):
@@ -146,6 +156,13 @@ def find(module: nn.Module, model_type: str) -> Parts:
         _module(module, _resolve(module, prefix, p)) for p in (family.embedding, family.norm, family.pooler)
     )
     return Parts(embedding, blocks, norm, pooler, head, text_blocks)
+
+
+def _blocks_in(module: nn.Module, paths: Sequence[str]) -> tuple[Place, ...]:
+    from fedfm.models.stages import find_blocks
+
+    inside = ((path, find_blocks(module.get_submodule(path))) for path in paths)
+    return tuple((f"{path}.{name}", block) for path, found in inside for name, block in found)
 
 
 def type_of(module: Any) -> str:

@@ -127,6 +127,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
     """Names of the tensors without a gradient, apart from experts' tensors, since a batch uses only some experts."""
     blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
+    blocks += [path for path, _ in model.parts.vision_blocks]
 
     def place(name: str) -> tuple[str, str]:
         block = next((path for path in blocks if f".{path}." in f".{name}"), "")

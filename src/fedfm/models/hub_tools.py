@@ -80,14 +80,18 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         *(f"model.name: {path} {text}" for text in misspelt),
     )
     tokenizer_files.choose_padding(tokenizer, None if task.is_language_model else config)
+    processor, more = task.processor(path, spec, config, tokenizer)
     with quiet():
         template, notices = task.fit_tokenizer(tokenizer)
+    if hasattr(processor, "chat_template"):
+        processor.chat_template = tokenizer.chat_template  # an export writes both
     return Tools(  # positions.fit later limits max_length to the model's positions
+        processor=processor,
         tokenizer=tokenizer,
         tokenizer_class=by,
         max_length=spec.max_length,
         template=template,
-        notices=(*guess, *notices),
+        notices=(*guess, *more, *notices),
     )
 
 

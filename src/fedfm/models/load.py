@@ -119,7 +119,7 @@ def load_model(
     device = torch.device("cpu") if loaded.hollow else device
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
-    parts = families.find(loaded.module, loaded.model_type)
+    parts = families.find(loaded.module, loaded.model_type, images=task.images_in_texts)
     kept = keep_head and spec.weights == "pretrained" and not any(within(parts.head, path) for path in loaded.new)
     if kept and parts.head:
         from fedfm.models import kept_head
@@ -207,6 +207,11 @@ def load_model(
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
     model.notices = (*_notices(loaded, parts, spec), *drawn, *notices)
+    if parts.vision:
+        from fedfm.models import vision_part
+
+        line, seen = vision_part.describe(parts, model.names, model.adaptation)
+        model.notices, model.softmax = (*model.notices, line), model.softmax and not seen
     if spec.compile and not loaded.hollow:
         from fedfm.models import compiled
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from fedfm.core.attachments import IMAGE
 from fedfm.data.table import inputs_of
 from fedfm.models.quiet import quiet
 
@@ -29,7 +30,7 @@ def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
     if tokenizer is None or not len(index) or table.kind in ("image", "features"):
         return []  # a zero-shot model for images has a tokenizer only for the classes' names
     places = np.unique(np.linspace(0, len(index) - 1, _LOOKED_AT).astype(np.int64))
-    rows = [" ".join(inputs_of(table.kind, table.inputs[int(index[int(i)])])) for i in places]
+    rows = [" ".join(inputs_of(table.kind, table.inputs[int(index[int(i)])])).replace(IMAGE, " ") for i in places]
     # The beginning of a long text is enough: it shows unknown words, and that the text is too long.
     with quiet():
         found = tokenizer([text[: 8 * tools.max_length + 1000] for text in rows], add_special_tokens=False)["input_ids"]

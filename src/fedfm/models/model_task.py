@@ -54,6 +54,9 @@ class ModelTask(RowTask, Protocol):
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
 
+    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+        """An object that prepares rows with this tokenizer, or None, and lines for the user."""
+
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """The template for the tools, and lines for the user."""
 

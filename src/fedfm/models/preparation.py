@@ -22,7 +22,15 @@ _PROBES = (
     "a",
     "",
 )
-_WITHOUT_EFFECT = ("auto_map", "data_format", "device", "input_data_format", "return_tensors", "processor_class")
+_WITHOUT_EFFECT = (
+    "auto_map",
+    "video_processor",
+    "data_format",
+    "device",
+    "input_data_format",
+    "return_tensors",
+    "processor_class",
+)
 
 
 def fingerprint(tools: Tools) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1024  # number of texts tokenised at a time, because a tokenizer's records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
+_NONE = Tools()
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the client's own adapter in a row's output
 
 

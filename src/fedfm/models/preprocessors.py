@@ -16,7 +16,8 @@ class Tools:
 
     Attributes:
         image: a function that maps PIL images to a tensor (n, 3, H, W), or None.
-        processor: the transformers processor that an export saves: that of ``image``, one for recordings, or None.
+        processor: the transformers processor that an export saves: that of ``image``, or the task's own, such as one
+            for recordings; None if there is none.
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
@@ -113,22 +114,33 @@ def answer_limit(model: Network) -> int:
     return cast("ModelTask", model.task).answer_limit(model.tools)
 
 
-def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
+def answers(
+    model: Network,
+    rows: Rows,
+    batch_size: int = 64,
+    asked: Sequence[Tensor] | None = None,
+    more: Callable[[list[int], int], Mapping[str, Tensor]] = lambda some, length: {},
+) -> list[Answer]:
     """The model's greedy answers to instruction rows; they do not depend on the rows' reference answers.
 
     A batch has prompts of similar length with masked padding on the left. Its limits are ``batch_size`` rows and
     :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, such as RWKV, answers one prompt at a
     time; in a batch, transformers (5.24) would also mix the rows' states. A row gets the same answer alone and in
     a batch, unless two tokens have equal logits up to rounding.
+
+    Args:
+        asked: the tokens of the prompts; None if the model's template writes them.
+        more: further arguments of the model for these rows, whose prompts are padded to this length.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window
-    asked = prompts(rows.pairs or (), model.tools.tokenizer, room, model.tools.template)
+    if asked is None:
+        asked = prompts(rows.pairs or (), model.tools.tokenizer, room, model.tools.template)
     share = rows.tensors.get(LOCAL_SHARE)
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
-    called = [has_tools(said) for said, _ in rows.pairs or ()]
+    called = [has_tools(said) for said, *_ in rows.pairs or ()]
     ends = end_tokens(model, any(called))
     alike = generation.reads_padding(getattr(model.module, "generation_config", None))
 
@@ -145,6 +157,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
         said = generate(
             input_ids=batch.to(model.device),
             attention_mask=mask.to(model.device),
+            **more(some, longest),
             max_new_tokens=limit,
             **generation.GREEDY,
             use_cache=True,
@@ -211,7 +224,7 @@ def _until(ids: list[int], ends: set[int]) -> list[int]:
 
 def references(model: Network, rows: Rows) -> list[str]:
     """The uncut reference answers of instruction rows; tool calls are in the form that the model writes."""
-    pairs = rows.pairs or ()
+    pairs = [(said, output) for said, output, *_ in rows.pairs or ()]
     called = any(not isinstance(output, str) for _, output in pairs)
     ends: set[int] = end_tokens(model, True) if called else set()
 

@@ -10,9 +10,11 @@ from fedfm.tasks._language import NO_CLASSES, LanguageTask
 from fedfm.tasks.task import Column, Trained
 
 if TYPE_CHECKING:
+    from fedfm.core.rows import Rows
     from fedfm.data.table import Table
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
+    from fedfm.models.text_metrics import Answer
 
 INSTRUCTIONS = (  # columns of instructions, which preferences may have instead of prompts
     Column("instruction", 'instruction column of task "instruction"'),
@@ -33,17 +35,17 @@ class AnswerTask(LanguageTask):
 
     template: str | None = setting(
         None,
-        "instruction, preference: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
-        "answer [chat; plain if the tokenizer has no chat template]",
+        "instruction, preference, visual_instruction: plain, alpaca, chat (the tokenizer's own), or a text with "
+        "{instruction} before the answer [chat; plain if the tokenizer has no chat template]",
     )
     chat_template_kwargs: dict[str, Any] | None = setting(
         None,
-        "instruction, preference: variables of the tokenizer's chat template, e.g. { enable_thinking = false }; "
-        "training, predictions and exports use them",
+        "instruction, preference, visual_instruction: variables of the tokenizer's chat template, e.g. "
+        "{ enable_thinking = false }; training, predictions and exports use them",
     )
     answer_tokens: int | None = setting(
         None,
-        "instruction, preference, sequence_to_sequence: largest number of tokens of an answer [max_length, at most "
+        "language models, sequence_to_sequence: largest number of tokens of an answer [max_length, at most "
         "half of a causal model's positions]; with 0, none are generated for test rows, which give only the loss",
         ge=0,
     )
@@ -80,16 +82,22 @@ class AnswerTask(LanguageTask):
         ends = sorted(end_tokens(model, called=True))
         return {"eos_token_id": ends or None, "pad_token_id": model.tools.tokenizer.pad_token_id}
 
+    def generate(self, model: Network, rows: Rows) -> list[Answer]:
+        """The model's greedy answers to the prompts of these rows."""
+        from fedfm.models.text_metrics import answers
+
+        return answers(model, rows)
+
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The model's answer to each prompt, and scores that compare it with the row's answer if the row has one."""
         from fedfm.core.rows import blank
-        from fedfm.models.text_metrics import answer_limit, answers, compare_texts, likelihood, of_answers, references
+        from fedfm.models.text_metrics import answer_limit, compare_texts, likelihood, of_answers, references
 
         model = trained.model
-        asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
+        asked = replace(table, inputs=[(row[0], "", *row[2:]) for row in table.inputs])
         with trained.apply(model.prepare(asked, range(len(table)))) as rows:
-            given = answers(model, rows)
-        scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
+            given = self.generate(model, rows)
+        scored = [i for i, row in enumerate(table.inputs) if not blank(row[1])]
         rows = model.prepare(table, scored)
         found = of_answers(compare_texts([given[i] for i in scored], references(model, rows)))
         with trained.apply(rows) as adapted:

@@ -29,7 +29,7 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
         inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
         used = {asked, spec.column("input"), spec.column("output")}
         doubts = _conversations.doubts_of_inputs(columns, spec, source)
-    found = _with_system_and_tools("instruction", inputs, used, sheet, spec, source)
+    found = with_system_and_tools("instruction", inputs, used, sheet, spec, source)
     chosen = {spec.split, spec.partition.column or "", *(spec.where or ())}
     judged = _judged.of_answers(columns, {*found.used, *chosen}, source) if labelled else ()
     return replace(found, notices=(*doubts, *found.notices, *judged))
@@ -50,13 +50,11 @@ def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Re
         inputs = _conversations.prompts(columns, spec, source, at)
     used = {spec.column(key) for key in ("prompt", "input", "chosen", "rejected")}
     kind = "preference" if labelled else "instruction"
-    found = _with_system_and_tools(kind, inputs, used, sheet, spec, source)
+    found = with_system_and_tools(kind, inputs, used, sheet, spec, source)
     return replace(found, notices=(*notices, *found.notices))
 
 
-def _with_system_and_tools(
-    kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str
-) -> Reading:
+def with_system_and_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str) -> Reading:
     """The rows with their system messages, and with the tools that their answers may call."""
     notices: tuple[str, ...] = ()
     if (name := _system.system_column(sheet.columns, spec)) is not None:

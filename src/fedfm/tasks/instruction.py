@@ -44,7 +44,9 @@ class Instruction(AnswerTask):
     )
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
-        return spec.column("instruction") in columns or spec.column("messages") in columns
+        if spec.column("instruction") in columns:
+            return True
+        return spec.column("messages") in columns and spec.column("images") not in columns
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
         from fedfm.tasks import _conversation_rows
@@ -65,9 +67,9 @@ class Instruction(AnswerTask):
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
         """Sums over the answers' tokens, and over the answers that the model generates."""
-        from fedfm.models.text_metrics import answers, compare_texts, references
+        from fedfm.models.text_metrics import compare_texts, references
 
-        said = answers(model, rows) if self.answer_tokens != 0 else []
+        said = self.generate(model, rows) if self.answer_tokens != 0 else []
         return {**super().count(model, rows, batch_size), **compare_texts(said, references(model, rows))}
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:

@@ -65,6 +65,7 @@ class Task:
         absent_target: the value that rows get for a target that their client lacks; None: such rows are refused.
         linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
+        images_in_texts: whether rows have images among their texts, so that the model's part for images is used.
         is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
         means_over_tokens: whether the loss of a row is a mean over tokens.
         compared_by_row: whether audits may compare a model's results for single rows.
@@ -100,6 +101,7 @@ class Task:
     absent_target: ClassVar[float | None] = None
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
+    images_in_texts: ClassVar[bool] = False
     is_language_model: ClassVar[bool] = False
     means_over_tokens: ClassVar[bool] = False
     compared_by_row: ClassVar[bool] = False
@@ -321,6 +323,17 @@ class Task:
     def peft_type(self, kind: str) -> str | None:
         """PEFT's task type in an adapter's file, for rows of this kind; None if there is none."""
         return None
+
+    def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+        """An object of the model's files that prepares the rows with this tokenizer, and notices for the user.
+
+        It becomes ``processor`` of :class:`fedfm.models.preprocessors.Tools`, and is written into exports. None: the
+        tokenizer is enough.
+
+        Raises:
+            InputError: the files have no such object, or the model does not fit the task.
+        """
+        return None, ()
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """Prepare a tokenizer to encode rows as the task's keys require.

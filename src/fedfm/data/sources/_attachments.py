@@ -33,7 +33,7 @@ def attachment(value: Any, name: str, place: str, source: str, holds: str) -> At
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes) and value:
-        return Attachment(value)
+        return Attachment(value, place)
     if not isinstance(value, str) or not value.strip():
         raise InputError(f'{place}: column "{name}" holds {value!r:.40}: the path of {holds} is expected')
     home = Path(source) if Path(source).is_dir() else Path(source).parent
@@ -41,4 +41,4 @@ def attachment(value: Any, name: str, place: str, source: str, holds: str) -> At
     if not path.is_file():
         there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f'{place}: column "{name}": there is no file {path}{close(path.name, there)}')
-    return Attachment(str(path))
+    return Attachment(str(path), place)

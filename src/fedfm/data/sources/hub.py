@@ -65,9 +65,11 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         part = parts[name]
         if picture:
             part = part.cast_column(picture, datasets.Image(decode=False))
-        for key, kind in part.features.items():
-            if isinstance(kind, datasets.Audio):  # tasks decode the files of their rows
+        for key, kind in part.features.items():  # tasks decode the files of their rows
+            if isinstance(kind, datasets.Audio):
                 part = part.cast_column(key, datasets.Audio(decode=False))
+            elif isinstance(getattr(kind, "feature", None), datasets.Image):
+                part = part.cast_column(key, replace(kind, feature=datasets.Image(decode=False)))
         for key in features:
             if key not in part.features:
                 raise InputError(f'data.hub: split "{name}" of {hub} has no column "{key}", which another split has')

@@ -140,6 +140,10 @@ def _lora(
             key="model.adaptation.dora",
         )
     _refuse_changes_of_the_base(spec)
+    if parts.vision:
+        from fedfm.models.vision_part import with_parts
+
+        spec = with_parts(module, spec, parts, new)
     if spec.targets == (ALL_LINEAR,):
         from fedfm.models.adapters.all_linear import all_linear
 

@@ -205,7 +205,7 @@ def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
     """
     if MARKS.search(template_of(tokenizer)):
         return render(turns, tokenizer)
-    return "".join(text for text, _ in _pieces(turns, tokenizer))
+    return "".join(text for text, _ in pieces_of(turns, tokenizer))
 
 
 def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
@@ -221,7 +221,7 @@ def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
     if MARKS.search(template_of(tokenizer)):
         whole = render(turns, tokenizer)
         return not all(whole.startswith(prompt) for prompt in shown)
-    pieces = [text for text, _ in _pieces(turns, tokenizer)]
+    pieces = [text for text, _ in pieces_of(turns, tokenizer)]
     return any("".join(pieces[: 2 * n + 1]) != prompt for n, prompt in enumerate(shown))
 
 
@@ -259,16 +259,16 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each token whether it belongs to an answer; :func:`_pieces` finds the answers."""
+    """The tokens, and for each token whether it belongs to an answer; :func:`pieces_of` finds the answers."""
     spans, size = [], 0
-    pieces = _pieces(turns, tokenizer)
+    pieces = pieces_of(turns, tokenizer)
     for text, counts in pieces:
         spans += [(size, size + len(text))] if counts else []
         size += len(text)
     return _within("".join(text for text, _ in pieces), spans, tokenizer)
 
 
-def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
+def pieces_of(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
     """(piece, whether the loss counts it) for each piece of a row's text; prompts and answers alternate."""
     whole, form = render(turns, tokenizer), form_of(tokenizer)
     pieces: list[tuple[str, bool]] = []

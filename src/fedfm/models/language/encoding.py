@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -52,14 +52,29 @@ def instructions(
     with quiet():
         whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)
         rows = [truncation.cut(row, max_length, tokenizer) for row in whole]
-    tokens = Tokens.of([row.ids for row in rows])
+    return Tokens.of([row.ids for row in rows]), answer_places(rows)
+
+
+class Counted(Protocol):
+    """The tokens of a row, for each whether the loss counts it, and where the last answer begins."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def counts(self) -> list[bool]: ...
+    @property
+    def start(self) -> int: ...
+
+
+def answer_places(rows: Sequence[Counted]) -> dict[str, Tensor]:
+    """The tensors ``answer_start`` and, if needed, ``answer_spans`` of rows, see :func:`instructions`."""
     where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
     spans = [_spans(row.counts) for row in rows]
     if any(of != [(row.start, len(row.ids))] for of, row in zip(spans, rows, strict=True)):
         most = max(map(len, spans))
         padded = [[*of, *[(0, 0)] * (most - len(of))] for of in spans]
         where["answer_spans"] = torch.tensor(padded, dtype=torch.int64).reshape(len(rows), most, 2)
-    return tokens, where
+    return where
 
 
 def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fedfm.core.attachments import IMAGE
 from fedfm.core.rows import TOOLS, Turn
 
 CALLS = "tool_calls"
@@ -30,7 +31,7 @@ def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[lis
         if role == TOOLS:
             tools = json.loads(content)
             continue
-        message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": content}] if parts else content}
+        message: dict[str, Any] = {"role": role, "content": _parts(content) if parts or IMAGE in content else content}
         message |= json.loads(more[0]) if more else {}
         for call in message.get(CALLS, ()):
             of = call["function"]
@@ -40,6 +41,14 @@ def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[lis
                 of["arguments"] = json.dumps(of["arguments"], ensure_ascii=False)
         messages.append(message)
     return messages, tools
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """The content of a message as parts: texts, and an image at each :data:`fedfm.core.attachments.IMAGE`."""
+    if IMAGE not in content:
+        return [{"type": "text", "text": content}]
+    pieces = [piece for text in content.split(IMAGE) for piece in ({"type": "image"}, {"type": "text", "text": text})]
+    return [piece for piece in pieces[1:] if piece.get("text") != ""]
 
 
 def has_calls(turn: Turn) -> bool:

@@ -34,7 +34,7 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
     answer = len(row.ids) - row.start
     reserved = min(longest or answer, max(most - most // 2, most - row.start))
     head = keep_end(row.ids[: row.start], min(row.start, most - reserved), tokenizer)
-    tail = _kept_of_answer(row.ids[row.start :], min(answer, most - len(head)), tokenizer)
+    tail = keep_start(row.ids[row.start :], min(answer, most - len(head)), tokenizer)
     index = [*head, *(row.start + i for i in tail)]
     return Written([row.ids[i] for i in index], [row.counts[i] for i in index], len(head))
 
@@ -48,7 +48,7 @@ def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
     return first + list(range(n - room + len(first), n))
 
 
-def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
+def keep_start(answer: list[int], room: int, tokenizer: Any) -> list[int]:
     """Indexes of the tokens of an answer that are kept: the first tokens, and the answer's end if there is room."""
     n = len(answer)
     if n <= room:

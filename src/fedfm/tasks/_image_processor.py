@@ -1,0 +1,142 @@
+"""Load a model's processor: its tokenizer, its image processor, and the rule that writes images as tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedfm.errors import InputError, first_line
+from fedfm.models import preprocessing, processor_files, refusals, unknown_keys
+from fedfm.models.locate import stored_file
+from fedfm.models.quiet import quiet
+
+_FILE, _VIDEO_FILE = "processor_config.json", "video_preprocessor_config.json"
+_VIDEO = "video_processor"
+# attributes of processors that are tokens for images, in texts or among the expanded tokens
+_TOKENS = (
+    *("image_token", "video_token", "boi_token", "eoi_token", "fake_image_token", "global_image_tag"),
+    *("global_image_token", "image_break_token", "image_end_token", "start_image_token", "end_image_token"),
+)
+
+
+def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+    """The processor of a model of texts and images with this tokenizer, and notices about its settings for images.
+
+    Images are prepared by Pillow, as for all other tasks, so that pixels do not depend on torchvision. The part for
+    videos, which needs torchvision, is left out where torchvision is missing.
+
+    Args:
+        name: the model's name in messages.
+
+    Raises:
+        InputError: the model does not read texts with images, or has no processor that can be read.
+    """
+    import transformers
+
+    if type(config) not in transformers.AutoModelForImageTextToText._model_mapping:
+        raise InputError(
+            f"model.name: {name!r} is of type {config.model_type!r}, which does not read texts with images: expected a "
+            "model such as LLaVA, Qwen-VL, SmolVLM or Gemma 3",
+            key="model.name",
+        )
+    with quiet():
+        try:
+            found = _load(path)
+            images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
+        except ImportError as error:
+            raise _unread(name, f"{refusals.first_of(error)}; install what it names") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unread(name, refusals.first_of(error)) from None
+    if not hasattr(found, "image_processor") or not hasattr(found, "tokenizer"):
+        raise _unread(name, f"{type(found).__name__} does not prepare texts with images")
+    found.image_processor, found.tokenizer = images, tokenizer
+    if getattr(tokenizer, "chat_template", None) is None:
+        tokenizer.chat_template = _template(found, name)
+    scale = preprocessing.check_scale(images, name)
+    told = [*processor_files.notices(path, images), *unknown_keys.of_image_processor(path, images)]
+    return found, (*scale, *(f"model.name: {path} {text}" for text in told))
+
+
+def tokens_of(processor: Any) -> tuple[str, ...]:
+    """The tokens that stand for images; a text with one of them would be read as an image."""
+    found = (getattr(of, key, None) for of in (processor, processor.tokenizer) for key in _TOKENS)
+    more = getattr(processor, "all_special_multimodal_tokens", ())
+    return tuple(dict.fromkeys(str(token) for token in (*found, *more) if token))
+
+
+def _load(path: Path | str) -> Any:
+    from transformers import AutoProcessor
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return AutoProcessor.from_pretrained(path, trust_remote_code=False)
+    kind = _class_of(path)
+    if kind is None or _VIDEO not in kind.get_attributes():
+        return AutoProcessor.from_pretrained(path, trust_remote_code=False)
+    return _without_video(kind, _settings_of_video(path)).from_pretrained(path, trust_remote_code=False)
+
+
+def _class_of(path: Path | str) -> Any:
+    """The processor's class by the model's files; None if they do not name one of transformers."""
+    import transformers
+
+    for file in (_FILE, "tokenizer_config.json", "preprocessor_config.json"):
+        name = _table(path, file).get("processor_class")
+        if isinstance(name, str) and hasattr(transformers, name):
+            return getattr(transformers, name)
+    return None
+
+
+def _settings_of_video(path: Path | str) -> dict[str, Any]:
+    inside = _table(path, _FILE).get(_VIDEO)
+    return inside if isinstance(inside, dict) else _table(path, _VIDEO_FILE)
+
+
+def _without_video(kind: Any, settings: dict[str, Any]) -> Any:
+    """The class of a processor that neither loads nor uses its part for videos, but saves this part's settings."""
+
+    class WithoutVideo(kind):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != _VIDEO]
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **settings: Any) -> list[Any]:
+            found: list[Any] = super()._get_arguments_from_pretrained(*args, **settings)
+            return [*found[: (at := kind.get_attributes().index(_VIDEO))], None, *found[at:]]
+
+        def to_dict(self) -> dict[str, Any]:
+            found: dict[str, Any] = super().to_dict()
+            return found | ({_VIDEO: settings} if settings else {})
+
+    WithoutVideo.__name__ = WithoutVideo.__qualname__ = kind.__name__  # the name goes into files
+    return WithoutVideo
+
+
+def _template(processor: Any, name: str) -> str:
+    """The processor's chat template, where its tokenizer has none."""
+    found = processor.chat_template
+    found = found.get("default") if isinstance(found, dict) else found
+    if not isinstance(found, str):
+        raise InputError(
+            f"model.name: {name!r} has no chat template, which places the images of a conversation: take a model that "
+            "was trained on conversations, or put its chat_template.jinja into the folder",
+            key="model.name",
+        )
+    return found
+
+
+def _table(path: Path | str, name: str) -> dict[str, Any]:
+    try:
+        file = stored_file(path, name)
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    except (OSError, ValueError):
+        return {}  # transformers reports what is wrong with the file
+    return found if isinstance(found, dict) else {}
+
+
+def _unread(name: str, why: str) -> InputError:
+    return InputError(
+        f"model.name: the processor of {name!r} cannot be read: {first_line(ValueError(why))}", key="model.name"
+    )
