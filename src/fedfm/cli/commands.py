@@ -142,7 +142,8 @@ def predict(args: Namespace) -> int:
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)
     else:
-        result = predict(args.run, args.file, args.client, last=args.last)
+        files = None if args.out is None else args.out.with_suffix("")
+        result = predict(args.run, args.file, args.client, last=args.last, files=files)
     lines = [visible(answer) for answer in result.get("answers", ())]
     if "predictions" not in result:
         lines = [
