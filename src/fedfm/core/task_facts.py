@@ -31,6 +31,7 @@ class TaskFacts(Protocol):
     absent_target: ClassVar[float | None]
     linear_head: ClassVar[bool]
     two_encoders: ClassVar[bool]
+    reads_images: ClassVar[bool]
     is_language_model: ClassVar[bool]
     means_over_tokens: ClassVar[bool]
     compared_by_row: ClassVar[bool]

@@ -61,8 +61,9 @@ def load_pretrained(
         outputs = configuration.class_names(config)
         if task.new_head:
             configuration.name_classes(config, classes, task.problem_type)
+        task.fit_config(config, spec.name)
         tools = tools_of(path, spec, config, kind, task)
-        if kind != "image" and getattr(config, "pad_token_id", None) is None:
+        if tools.tokenizer is not None and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class = getattr(transformers, f"AutoModelFor{task.auto_class(kind)}")
         about = config.to_diff_dict()
@@ -91,7 +92,7 @@ def load_pretrained(
         from fedfm.models import positions
 
         tools = positions.fit(tools, spec, module, config)
-        task.check_tools(tools, spec.name)
+    task.check_tools(tools, spec.name)
     new = weights.new_modules(module, config.model_type, read.new) if task.new_head else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(
@@ -147,7 +148,7 @@ def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
         "image": type(config) in transformers.AutoModelForImageClassification._model_mapping,
         "text": any(type(config) in getattr(transformers, f"AutoModelFor{h}")._model_mapping for h in _TEXT_HEADS),
     }
-    needs, other = ("image", "text") if kind == "image" else ("text", "image")
+    needs, other = ("image", "text") if kind == "image" or task.reads_images else ("text", "image")
     if reads[other] and not reads[needs]:
         words = {"image": "images", "text": "text"}
         raise InputError(

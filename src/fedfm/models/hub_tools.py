@@ -58,7 +58,7 @@ class Loaded:
 
 def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: ModelTask) -> Tools:
     """The tokenizer or image processor that prepares rows of this kind for the task."""
-    if kind == "image":
+    if kind == "image" or task.reads_images:
         processor, guess = image_processor(path, spec, config)
         return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
     # From the configuration alone, transformers would create a tokenizer without words.

@@ -42,8 +42,11 @@ class ModelTask(RowTask, Protocol):
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """The template for the tools, and lines for the user."""
 
+    def fit_config(self, config: Any, name: str) -> None:
+        """Set what the task needs in a model's configuration."""
+
     def check_tools(self, tools: Tools, name: str) -> None:
-        """Refuse values of the task's keys that a model has no room for."""
+        """Refuse values of the task's keys, and tools, that do not fit each other."""
 
     def check_single_encoder(self) -> None:
         """Refuse values of the task's keys that need a model of two encoders."""

@@ -87,11 +87,15 @@ def prepare(
     if table.kind == "features":
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
         return Rows({"features": x, **targets_of(part, classes, task)}, labels=labels_of(part, classes))
-    if tokenizer is None:
+    if tokenizer is image is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
     reader = reader_of(table.kind, task)
-    tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
+    tools = Tools(image, tokenizer=tokenizer, max_length=max_length, template=template, loaders=loaders)
     rows = reader.rows(part, tools, classes)
+    if rows.deferred:
+        from fedfm.models import deferred_rows
+
+        rows = deferred_rows.settle(rows, most)
     if rows.tokens is not None:
         check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block has no index
     return rows
@@ -250,7 +254,9 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
 
 def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
     """The task that converts rows of this kind for a model of ``task``: the kind's own task, else the model's task."""
-    return cast("ModelTask", tasks.owner(kind) or task or tasks.implied_task(kind))
+    owner = tasks.owner(kind)
+    own = task is not None and owner is not None and task.name == owner.name  # then its keys have their values
+    return cast("ModelTask", (None if own else owner) or task or tasks.implied_task(kind))
 
 
 def packs(kind: str, task: TaskFacts | None) -> bool:

@@ -170,7 +170,7 @@ def row_notices(population: Partitioned) -> list[str]:
         InputError: for the reason of :func:`template_notices`.
     """
     table, model = population.federated.table, population.model_or_none
-    if model is None or model.tools.tokenizer is None:
+    if model is None or (model.tools.tokenizer is None and tasks.owner(table.kind) is None):
         return []
     from fedfm.models import lost_words
 

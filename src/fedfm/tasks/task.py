@@ -64,6 +64,7 @@ class Task:
         absent_target: the value that rows get for a target that their client lacks; None: such rows are refused.
         linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
+        reads_images: whether the rows of :attr:`own_kind` have images, which the model's image processor prepares.
         is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
         means_over_tokens: whether the loss of a row is a mean over tokens.
         compared_by_row: whether audits may compare a model's results for single rows.
@@ -99,6 +100,7 @@ class Task:
     absent_target: ClassVar[float | None] = None
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = False
     is_language_model: ClassVar[bool] = False
     means_over_tokens: ClassVar[bool] = False
     compared_by_row: ClassVar[bool] = False
@@ -294,8 +296,15 @@ class Task:
         """
         return None, ()
 
+    def fit_config(self, config: Any, name: str) -> None:
+        """Set values in a model's configuration that the task needs; ``name`` names the model in messages.
+
+        Raises:
+            InputError: the model's architecture does not fit the task.
+        """
+
     def check_tools(self, tools: Tools, name: str) -> None:
-        """Refuse values of the task's keys that exceed a model's positions; ``name`` names the model in messages.
+        """Refuse values of the task's keys that exceed a model's positions, or an image processor that does not fit.
 
         Raises:
             InputError: there is such a value; the message says what would be right.

@@ -70,7 +70,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     notices: tuple[str, ...] = ()
     named, targets = tasks.task_named(task), None
     own = named if labelled and named is not None and named.own_targets else None
-    meta = _metadata(path, list(parts), files)
+    meta = metadata(path, list(parts), files)
     if own is not None and not meta:
         raise InputError(
             f'{path}: folders are classes, and task "{own.name}" has none: put a metadata.csv into {path} with the '
@@ -228,7 +228,7 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
     return found
 
 
-def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
+def metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
     """The columns of all metadata files, in the order of ``files``; raises an InputError for an image without a row."""
     rows: dict[Path, dict[str, Any]] = {}
     homes = {path, *folders, *(file.parent for file in files)}
