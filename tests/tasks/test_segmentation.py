@@ -1,4 +1,4 @@
-"""Segmentation: rows of images and masks, scores against scikit-learn, loss and Trainer of transformers, predictions."""
+"""Segmentation: rows of images and masks, scores against scikit-learn, transformers' loss and Trainer, predictions."""
 
 import io
 import json
@@ -223,7 +223,7 @@ def test_other_folders_are_refused_with_the_layout(tmp_path, few):
     with pytest.raises(InputError, match="no folders images and masks: expected train/images, train/masks"):
         load(tmp_path / "other")
     shutil.rmtree(few / "masks")
-    with pytest.raises(InputError, match="there is no folder .*masks"):
+    with pytest.raises(InputError, match=r"there is no folder .*masks"):
         load(few)
 
 

@@ -200,7 +200,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
             raise InputError(
                 f"{file} contains vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"
             )
-        result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
+        result = {"run": str(path)} | model.task.answer(TrainedRun(run.experiment.method, model, w), table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
     greedy = [text for text in (left_out(model), settings_in_force(model)) if text]
@@ -225,7 +225,7 @@ def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class TrainedRun:
     """The run's model with its method, in the form that a task needs for predictions."""
 
     method: Method[Any]

@@ -82,7 +82,12 @@ def report(args: Namespace) -> int:
     from fedfm.runtime.runs_below import each_run
 
     runs = each_run([args.run])
-    pages = [renewal.renew(run) for run in runs]
+    if args.rows is None:
+        pages = [renewal.renew(run) for run in runs]
+    else:
+        from fedfm.api.row_pictures import draw
+
+        pages = [renewal.renew(run, draw(run, args.rows)) for run in runs]
     for run in runs:
         tell_missing(run)
     tell(compare.table(runs).rstrip())

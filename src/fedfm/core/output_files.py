@@ -1,4 +1,4 @@
-"""Files among predictions, such as a mask for each image."""
+"""Files among predictions, such as a mask for each image, and pictures of rows in a report."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ class OutputFile:
 
     name: str
     content: bytes
+
+
+@dataclass(frozen=True)
+class RowPictures:
+    """Pictures of a few rows with their targets and predictions, for a report.
+
+    Attributes:
+        note: what a picture shows.
+        colours: for each class, its colour as #rrggbb; "" if it has none.
+        pictures: (caption, PNG) of each row.
+    """
+
+    note: str
+    colours: Mapping[str, str]
+    pictures: tuple[tuple[str, bytes], ...]
 
 
 def has_files(result: Mapping[str, Any]) -> bool:

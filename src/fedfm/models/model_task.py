@@ -10,6 +10,7 @@ from fedfm.data.task_rows import RowTask
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.table import Table
@@ -107,6 +108,9 @@ class ModelTask(RowTask, Protocol):
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""
+
+    def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
+        """Pictures of rows with their targets and predictions."""
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""

@@ -169,11 +169,12 @@ def _pixels(part: Table, ignored: int) -> Counter[str | None]:
     total: Counter[str | None] = Counter()
     for (_, _, names), (numbers, of) in zip(part.inputs, counts, strict=True):
         for number, n in zip(numbers.tolist(), of.tolist(), strict=True):
-            total[None if number == ignored else _name(number, names)] += n
+            total[None if number == ignored else number_to_name(number, names)] += n
     return total
 
 
-def _name(number: int, names: Sequence[str]) -> str:
+def number_to_name(number: int, names: Sequence[str]) -> str:
+    """The name of the class with this number in a mask."""
     return names[number] if number < len(names) else str(number)
 
 
@@ -251,7 +252,7 @@ class MaskRows:
         code = {name: i for i, name in enumerate(self.classes)}
         found = np.empty(numbers.shape, np.int16)
         for number in np.unique(numbers).tolist():
-            index = IGNORE if number == self.ignored else code.get(_name(number, names))
+            index = IGNORE if number == self.ignored else code.get(number_to_name(number, names))
             if index is None:
                 raise InputError(
                     f"the mask {mask} holds the number {number}, which is no class: pixels that do not count have "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
@@ -143,6 +144,11 @@ class Segmentation(Task):
         from fedfm.tasks import _mask_scores
 
         return _mask_scores.answer(trained, table)
+
+    def pictures(self, trained: Trained, table: Table) -> RowPictures:
+        from fedfm.tasks import _mask_pictures
+
+        return _mask_pictures.pictures(trained, table, self.ignore_index)
 
     def for_export(self, model: Network, w: Params) -> tuple[Segmentation, Params]:
         from fedfm.tasks import _pixel_models

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
@@ -473,6 +474,10 @@ class Task:
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """A report's tables of the task's own scores; ``figures`` is ``details`` of the result."""
         return []
+
+    def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
+        """Pictures of these rows with targets and predictions, for ``fedfm report --rows``; None if there are none."""
+        return None
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's pipeline tag of an export for rows of this kind; None if there is none."""
