@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedfm.models.trained import Trained
 
 _SIDE = 256  # largest width or height of one of the three parts, in pixels
+_LEAST = 128  # smaller images are enlarged by a whole factor
 _GAP = 4
 _TINT = 0.55  # share of a class's colour
 _COLOURS = (  # Okabe and Ito's colours, which people with colour blindness can tell apart; then more
@@ -37,6 +38,8 @@ def pictures(trained: Trained, table: Table, ignored: int) -> RowPictures:
         picture = files.rgb(image.source)
         small = picture.copy()
         small.thumbnail((_SIDE, _SIDE))
+        if (factor := _LEAST // max(small.size)) > 1:
+            small = small.resize((small.width * factor, small.height * factor), resample=0)  # 0 is nearest neighbour
         size = small.height, small.width
         numbers = _mask_files.nearest(_mask_files.read(mask), size)
         right = np.full(size, -1)
