@@ -43,6 +43,7 @@ def checked(text):
 LONG = (
     *("first-experiment", "attacks", "personalise", "own-data", "choose-a-method", "one-round", "instructions"),
     "sequence-to-sequence",
+    "segmentation",
 )
 
 

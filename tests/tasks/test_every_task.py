@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny_clip
+import tiny_segformer
 import tiny_seq2seq
 import tiny_text
 import tiny_vision
@@ -57,6 +58,7 @@ def rows(name):
         },
         "embedding": lambda i, text: {"anchor": f"{text} {WORDS[i % 3]}", "positive": f"old {text} {WORDS[i % 3]}"},
         "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
+        "segmentation": lambda i, text: {"image": f"images/{i:03d}.png", "mask": f"masks/{i:03d}.png"},
         "token_classification": lambda i, text: {
             "tokens": text.split(),
             "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
@@ -88,6 +90,11 @@ def place(tmp_path_factory):
             if task.two_encoders:
                 path, model = tiny_clip.pictures(folder / "pictures.npz"), folder / "clip"
                 tiny_clip.save("clip", model)
+            elif task.reads_images:
+                model = folder / "segformer"
+                tiny_segformer.folder(folder, {"": 20})
+                tiny_segformer.save(model)
+                path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
             else:
                 path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
             if task.images_in_texts:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.api import user_runs
-from fedfm.core import storage
+from fedfm.core import output_files, storage
 from fedfm.core.capabilities import Predictor
 from fedfm.core.libraries import refuse
 from fedfm.core.locks import alone_in
@@ -127,6 +127,7 @@ def predict(
     last: bool = False,
     given: Any = None,
     progress: Progress | None = None,
+    files: Path | None = None,
 ) -> dict[str, Any]:
     """Predict the rows of a file with the run's model.
 
@@ -136,6 +137,8 @@ def predict(
         last: whether to use the last round's model if ``run.patience`` chose the model of another round.
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
         progress: its ``notice`` also gets the warnings; by default they go to stderr.
+        files: for predictions that are files, such as masks: the folder to write them into, whose name gets a number
+            if it exists. By default it is in the folder ``predictions`` of the run.
 
     Returns:
         ``warnings``, and depending on task and file, in the order of the rows:
@@ -148,6 +151,8 @@ def predict(
           ``rouge_1`` as in the run's evaluation, over the rows that contain an expected output (null if there is none);
         - for several labels per row: ``labels``, ``probabilities`` by label, and ``thresholds``: for each label,
           the least probability at which a row gets it;
+        - for segmentation: ``masks``, the paths of PNG files of class numbers, in the size of the images; relative to
+          the folder above ``files`` if this is given;
         - for numbers: ``values``; with several targets, each value is a dict by target;
         - for pairs: ``embeddings``, the vectors of the anchors, or of the rows' texts or images; with positives also
           ``similarities``, the cosines of anchors and positives;
@@ -167,6 +172,8 @@ def predict(
         InputError: the run is not finished, or the rows do not match the model.
     """
     result = _predict(path, file, client, last, given)
+    if output_files.has_files(result):
+        result = output_files.write_files(result, files or Path(path) / "predictions" / "files", files is not None)
     for text in result["warnings"]:
         (progress or Bar()).notice(text)
     return result
@@ -195,7 +202,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
             raise InputError(
                 f"{file} contains vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"
             )
-        result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
+        result = {"run": str(path)} | model.task.answer(TrainedRun(run.experiment.method, model, w), table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
     greedy = [text for text in (left_out(model), settings_in_force(model)) if text]
@@ -220,7 +227,7 @@ def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class TrainedRun:
     """The run's model with its method, in the form that a task needs for predictions."""
 
     method: Method[Any]

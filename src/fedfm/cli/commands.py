@@ -85,7 +85,12 @@ def report(args: Namespace) -> int:
     from fedfm.runtime.runs_below import each_run
 
     runs = each_run([args.run])
-    pages = [renewal.renew(run) for run in runs]
+    if args.rows is None:
+        pages = [renewal.renew(run) for run in runs]
+    else:
+        from fedfm.api.row_pictures import draw
+
+        pages = [renewal.renew(run, draw(run, args.rows)) for run in runs]
     for run in runs:
         tell_missing(run)
     tell(compare.table(runs).rstrip())
@@ -147,7 +152,8 @@ def predict(args: Namespace) -> int:
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)
     else:
-        result = predict(args.run, args.file, args.client, last=args.last)
+        files = None if args.out is None else args.out.with_suffix("")
+        result = predict(args.run, args.file, args.client, last=args.last, files=files)
     lines = [visible(answer) for answer in result.get("answers", ())]
     if "predictions" not in result:
         lines = [

@@ -103,6 +103,7 @@ audit.json, report.html, dossier.html if the run has one, and the verdicts in ma
 """,
     "report": """examples:
   fedfm report runs/mine                               the report of an unfinished run shows its rounds so far
+  fedfm report runs/mine --rows 6                      draw six test rows with their predictions (segmentation)
 """,
     "sign": """examples:
   fedfm sign runs/mine                                 write runs/mine/signature.json

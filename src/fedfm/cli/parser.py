@@ -148,7 +148,13 @@ def build(first: str = "") -> argparse.ArgumentParser:
         "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
     )
 
-    command("report", "commands:report", "write a run's report.html again and print its table", run=True)
+    report = command("report", "commands:report", "write a run's report.html again and print its table", run=True)
+    report.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="draw N test rows of this machine with their predictions (task segmentation); the report then shows them",
+    )
 
     sign = command("sign", "commands:sign", "sign the files of a run or of an exported model", json=True, run=True)
     sign.add_argument(

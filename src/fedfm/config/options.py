@@ -53,7 +53,7 @@ def check_task(e: ExperimentParts, method: str) -> None:
             raise InputError(f"{key}: [privacy] does not cover scores on validation rows; give a number")
         if e.data.classes is not None and not e.data.val_fraction:
             raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
-    if e.method.needs.one_class and named.own_targets:
+    if e.method.needs.one_class and not named.one_class_a_row:
         raise InputError(
             f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use '
             "a method that trains the model, such as fedavg",

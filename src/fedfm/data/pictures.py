@@ -88,7 +88,7 @@ def upright(picture: Any) -> Any:
     from PIL import Image
 
     picture.load()
-    turn = _turn(picture)
+    turn = turn_of(picture)
     if picture.mode in WIDE:
         picture = Image.fromarray(_narrow(picture))
     grey = picture.mode in GREY
@@ -198,7 +198,7 @@ def _rgba(picture: Any) -> Any:
     return (picture.convert("LA") if picture.mode == "La" else picture).convert("RGBA")
 
 
-def _turn(picture: Any) -> Any:
+def turn_of(picture: Any) -> Any:
     """The rotation or reflection that a loaded image needs; None if it is upright or its EXIF data are damaged."""
     from PIL.Image import Transpose
 

@@ -18,6 +18,11 @@ def bases(module: nn.Module) -> tuple[str, ...]:
     return tuple(inside) or ("",)
 
 
+def labels_pixels(module: nn.Module) -> bool:
+    """Whether the module is transformers' class for semantic segmentation."""
+    return type(module).__name__.endswith("ForSemanticSegmentation")
+
+
 def within(path: str, outer: str) -> bool:
     """Whether the module or tensor of this path is the module ``outer`` or inside it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
@@ -35,7 +40,11 @@ def output_maps(module: nn.Module) -> list[str]:
 
 
 def head_of(module: Any) -> str:
-    """Path of the last linear map of a transformers model; "" if it has none."""
+    """Path of the last linear map of a transformers model, or of its decoder of pixels; "" if it has neither."""
+    if labels_pixels(module):
+        from fedfm.models.pixel_heads import pixel_head
+
+        return pixel_head(module)
     if (out := module.get_output_embeddings()) is not None:
         return next((path for path, m in module.named_modules() if m is out and isinstance(m, nn.Linear)), "")
     return next(reversed(output_maps(module)), "")

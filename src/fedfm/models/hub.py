@@ -54,8 +54,9 @@ def load_pretrained(
         outputs = configuration.class_names(config)
         if task.new_head:
             configuration.name_classes(config, classes, task.problem_type)
+        task.fit_config(config, spec.name)
         tools = task.complete_tools(tools_of(path, spec, config, kind, task), path, config)
-        if kind != "image" and getattr(config, "pad_token_id", None) is None:
+        if tools.tokenizer is not None and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class, guesses = task.model_class(kind, path, config)
         about = config.to_diff_dict()
@@ -84,7 +85,7 @@ def load_pretrained(
         from fedfm.models import positions
 
         tools = positions.fit(tools, spec, module, config)
-        task.check_tools(tools, spec.name)
+    task.check_tools(tools, spec.name)
     new = weights.new_modules(module, config.model_type, read.new) if task.new_head else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(

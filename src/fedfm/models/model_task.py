@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.table import Table
@@ -60,8 +61,11 @@ class ModelTask(RowTask, Protocol):
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """The template for the tools, and lines for the user."""
 
+    def fit_config(self, config: Any, name: str) -> None:
+        """Set what the task needs in a model's configuration."""
+
     def check_tools(self, tools: Tools, name: str) -> None:
-        """Refuse values of the task's keys that a model has no room for."""
+        """Refuse values of the task's keys, and tools, that do not fit each other."""
 
     def check_single_encoder(self) -> None:
         """Refuse values of the task's keys that need a model of two encoders."""
@@ -140,6 +144,9 @@ class ModelTask(RowTask, Protocol):
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""
+
+    def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
+        """Pictures of rows with their targets and predictions."""
 
     def pipeline_of(self, model: Network, kind: str) -> str | None:
         """The hub's tag of an export's pipeline."""

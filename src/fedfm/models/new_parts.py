@@ -12,7 +12,7 @@ from torch import nn
 
 from fedfm.errors import InputError
 from fedfm.models.checkpoint import some
-from fedfm.models.heads import output_maps, within
+from fedfm.models.heads import labels_pixels, output_maps, within
 from fedfm.models.quantised_maps import maps
 
 FEW = 0.05  # largest share of a model's parameters that may be new without a notice
@@ -51,6 +51,8 @@ def _of_a_head(module: nn.Module, new: Collection[str], head: str) -> int:
 
     If the model is not a base with a separate head, only its last map is known.
     """
+    if labels_pixels(module):  # its decoder is a head, which is new if the weights are those of an encoder
+        return sum(_numbers(m) for path, m in _leaves(module, new) if within(path, head) and not any(m.children()))
     outputs = {head, *output_maps(module)}
     width = getattr(module.get_submodule(head), "in_features", 0) if head else 0
     count, dense = 0, list[int]()

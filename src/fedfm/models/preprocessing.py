@@ -90,6 +90,10 @@ def prepare(
     if tools.tokenizer is None and (tools.image is None or tasks.row_kind(table.kind) is None):
         raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
     rows = reader.rows(part, tools, classes)
+    if rows.deferred:
+        from fedfm.models import deferred_rows
+
+        rows = deferred_rows.settle(rows, most)
     if rows.tokens is not None:
         check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block has no index
     return rows
@@ -248,7 +252,9 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
 
 def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
     """The task that converts rows of this kind for a model of ``task``: the kind's own task, else the model's task."""
-    return cast("ModelTask", tasks.owner(kind) or task or tasks.implied_task(kind))
+    owner = tasks.owner(kind)
+    own = task is not None and owner is not None and task.name == owner.name  # then its keys have their values
+    return cast("ModelTask", (None if own else owner) or task or tasks.implied_task(kind))
 
 
 def packs(kind: str, task: TaskFacts | None) -> bool:

@@ -24,6 +24,7 @@ class Tools:
         positions: number of positions of the model, or None if there is no limit.
         vocabulary: number of rows of the model's token embedding, or None if it has no such table.
         template: a text with {instruction} for instructions; None stands for the tokenizer's chat template.
+        loaders: number of processes that prepare deferred rows in advance.
         notices: lines for the user on guesses about these tools, and on changes to a template.
     """
 
@@ -35,4 +36,5 @@ class Tools:
     positions: int | None = None
     vocabulary: int | None = None
     template: str | None = None
+    loaders: int = 0
     notices: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.models import families, quantised_maps
 from fedfm.models.checkpoint import Difference, some
-from fedfm.models.heads import bases, within
+from fedfm.models.heads import bases, labels_pixels, within
 from fedfm.models.refusals import first_of, refusal
 from fedfm.models.spec import ModelSpec
 
@@ -153,8 +153,13 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
         raise InputError(
             f"model.name: no classification head found in a model of type {model_type!r}", key="model.name"
         )
+    head = head.partition(".")[0]
+    if labels_pixels(module):
+        from fedfm.models.pixel_heads import pixel_map
+
+        head = pixel_map(module, head)
     known = {name for name, _ in module.named_parameters()}
-    paths = {head.partition(".")[0], *(name.rpartition(".")[0] for name in missing & known)}
+    paths = {head, *(name.rpartition(".")[0] for name in missing & known)}
     top = sorted(p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths))
     for base in (b for b in bases(module) if b):
         if whole := next((p for p in top if within(base, p)), None):

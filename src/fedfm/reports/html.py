@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import account, classes, sections
@@ -14,8 +15,11 @@ from fedfm.reports.read import AUDIT, WEIGHTS, RunFiles, mapping, numeric, read,
 from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 from fedfm.runtime.runs_below import order_in
 
+if TYPE_CHECKING:
+    from fedfm.core.output_files import RowPictures
 
-def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
+
+def write(run_dir: Path, baselines: Sequence[Path] | None = None, rows: RowPictures | None = None) -> Path:
     """Write ``report.html`` into a run's directory.
 
     The same files give the same bytes. The report of an unfinished run shows the rounds so far.
@@ -23,6 +27,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
     Args:
         run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
         baselines: directories of other runs for comparison; None means the baselines that ran with this run.
+        rows: pictures of some test rows.
 
     Returns:
         The path of the report.
@@ -42,6 +47,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("classes", "Classes", classes.section(run)),
         ("targets", "Scores by target", _of_some("task_tables", run, any(key in details for key in run.task.lists))),
+        ("rows", "Some test rows", import_module("fedfm.reports.row_pictures").section(rows) if rows else ""),
         ("compare", "Compared with baselines", _comparison([run, *others]) if others else ""),
         ("map", "Who learns from whom", _of_some("client_weights", run, (run.path / WEIGHTS).exists())),
         ("split", "How the data are split", sections.split(run)),

@@ -26,12 +26,13 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
         sections: (id, heading, HTML) of each section.
         kind: CSS class of the body, for which the style sheet has rules (report or dossier).
     """
+    policy = f"{_POLICY}; img-src data:" if any("<img " in html for _, _, html in sections) else _POLICY
     style = files("fedfm.reports").joinpath("style.css").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
     body = "".join(f'<section id="{i}"><h2>{esc(name)}</h2>{html}</section>\n' for i, name, html in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="robots" content="noindex">'
         f"<title>{esc(title)}</title><style>\n{style}</style></head>\n"
         f'<body class="{kind}"><header>{head}'

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedfm.core.output_files import RowPictures
 from fedfm.reports import html
 from fedfm.reports.read import DOSSIER
 
 
-def renew(run_dir: Path) -> Path:
-    """Write the report again, and also the dossier if the run has one; returns the report's path."""
+def renew(run_dir: Path, rows: RowPictures | None = None) -> Path:
+    """Write the report again, with pictures of rows if given, and the dossier if the run has one; return its path."""
     if (Path(run_dir) / DOSSIER).is_file():
         from fedfm.reports import dossier
 
         dossier.write(run_dir)
-    return html.write(run_dir)
+    return html.write(run_dir, rows=rows)

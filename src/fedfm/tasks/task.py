@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.sources._sheet import Sheet
@@ -346,8 +347,15 @@ class Task:
         """
         return None, ()
 
+    def fit_config(self, config: Any, name: str) -> None:
+        """Set values in a model's configuration that the task needs; ``name`` names the model in messages.
+
+        Raises:
+            InputError: the model's architecture does not fit the task.
+        """
+
     def check_tools(self, tools: Tools, name: str) -> None:
-        """Refuse values of the task's keys that exceed a model's positions; ``name`` names the model in messages.
+        """Refuse values of the task's keys that exceed a model's positions, or an image processor that does not fit.
 
         Raises:
             InputError: there is such a value; the message says what would be right.
@@ -558,6 +566,10 @@ class Task:
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """A report's tables of the task's own scores; ``figures`` is ``details`` of the result."""
         return []
+
+    def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
+        """Pictures of these rows with targets and predictions, for ``fedfm report --rows``; None if there are none."""
+        return None
 
     def pipeline(self, kind: str) -> str | None:
         """The hub's pipeline tag of an export for rows of this kind; None if there is none."""

@@ -24,7 +24,6 @@ from fedfm.data import picture_forms
 from fedfm.data.pictures import Look, look, notices_of
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import column
-from fedfm.data.sources._other_tasks import WAY
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
@@ -41,6 +40,7 @@ SUFFIXES = (
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # beginnings of names of folders with masks
 _MASK = re.compile(r"(.+?)[ _-]*(?:mask|seg|segmentation|annotation|groundtruth|gt)(?:[ _-]?\d{1,3})?", re.IGNORECASE)
+SEGMENTATION = 'name the folders images and masks, and set model.task = "segmentation" (docs: how-to/segmentation.md)'
 _FEW = 3  # smallest number of masks for a notice
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
@@ -70,7 +70,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     notices: tuple[str, ...] = ()
     named, targets = tasks.task_named(task), None
     own = named if labelled and named is not None and named.own_targets else None
-    meta = _metadata(path, list(parts), files)
+    meta = metadata(path, list(parts), files)
     if own is not None and not meta:
         raise InputError(
             f'{path}: folders are classes, and task "{own.name}" has none: put a metadata.csv into {path} with the '
@@ -164,7 +164,7 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
         if of and folder.name.lower().startswith(_MASKS):
             return (
                 f"{folder} and {of[0]} hold images of the same names and are read as two classes: if the first holds "
-                f"masks of the second, that is segmentation; {WAY}",
+                f"masks of the second, {SEGMENTATION}",
             )
     return ()
 
@@ -179,7 +179,7 @@ def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
         return ()
     return (
         f"{len(masks)} images, such as {masks[0]}, have names like masks of other images in the same folder, and are "
-        f"read as images: if they are masks, remove them; for segmentation, {WAY}",
+        f"read as images: if they are masks, remove them, or {SEGMENTATION}",
     )
 
 
@@ -228,7 +228,7 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
     return found
 
 
-def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
+def metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
     """The columns of all metadata files, in the order of ``files``; raises an InputError for an image without a row."""
     rows: dict[Path, dict[str, Any]] = {}
     homes = {path, *folders, *(file.parent for file in files)}

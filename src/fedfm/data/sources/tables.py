@@ -29,7 +29,9 @@ _READERS = {
     ".parquet": ("parquet", "sheet_of", "a Parquet file"),
 }
 _TEXT = ".txt"  # only some tasks read such a file as a table
-_ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # files about the rows
+_ASIDE = re.compile(
+    r"metadata\.|classes\.json|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE
+)  # files about the rows
 _DATA = re.compile(
     r"\.(?:xlsx?|ods|arrow|feather|orc|avro|npy|npz|pkl|pickle|pt|h5|hdf5|mat|sa[v]|dta|rds|rdata|db|sqlite3?|tfrecord"
     r"|zip|tar|tgz|7z|bz2|xz|zst|dat|data|arff)$",

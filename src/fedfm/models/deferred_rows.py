@@ -1,0 +1,25 @@
+"""Decide whether rows are computed now or batch by batch, for rows that a task has deferred."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedfm.core.rows import Rows
+from fedfm.linalg.out_of_core import limit
+from fedfm.models.images import AT_ONCE
+
+
+def settle(rows: Rows, most: float | None) -> Rows:
+    """The rows computed, if they take at most ``most`` bytes; else unchanged.
+
+    Args:
+        most: for None, the limit of :mod:`fedfm.models.images`.
+    """
+    if len(rows) < 2 or most == math.inf:
+        return rows.compute()
+    most = min(AT_ONCE, limit() // 4) if most is None else most
+    first = rows.take(np.array([0])).compute()
+    fits = sum(first.tensors[name].nbytes for name in rows.deferred) * len(rows) <= most
+    return rows.compute() if fits else rows

@@ -1,0 +1,35 @@
+"""Finds the decoder of a model for semantic segmentation, and the map in it that gives each pixel its outputs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fedfm.errors import InputError
+from fedfm.models.heads import within
+
+_NAMES = ("decode_head", "segmentation_head", "head")  # attributes of transformers' classes
+
+
+def pixel_head(module: nn.Module) -> str:
+    """Path of the decoder; "" if the module has none."""
+    return next((name for name in _NAMES if hasattr(module, name)), "")
+
+
+def pixel_map(module: nn.Module, head: str) -> str:
+    """Path of the last convolution of the decoder. It has one output per class, and it alone is always new.
+
+    The rest of a trained decoder fits any classes, so it stays.
+
+    Raises:
+        InputError: the decoder has no such convolution.
+    """
+    maps: list[tuple[str, nn.Conv2d]] = [
+        (path, m) for path, m in module.named_modules() if isinstance(m, nn.Conv2d) and within(path, head)
+    ]
+    count = getattr(getattr(module, "config", None), "num_labels", None)
+    if not maps or maps[-1][1].out_channels != count:
+        raise InputError(
+            f"model.name: the last layer of {type(module).__name__} is no convolution with one output per class",
+            key="model.name",
+        )
+    return maps[-1][0]

@@ -1,0 +1,150 @@
+"""Read a folder of images next to masks as columns: ``train/images``, ``train/masks``, ``test/images`` and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedfm.core.text import listing
+from fedfm.data.sources import images, tables
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._splits import SPLIT_NAMES, with_test
+from fedfm.errors import InputError, close
+
+IMAGES, MASKS = "images", "masks"
+_ENDINGS = ("", "_mask", "-mask")  # what a mask's name may have after the image's name
+_LAYOUT = "expected train/images, train/masks, test/images, test/masks, or images and masks alone"
+
+
+def sheet(path: Path, labelled: bool) -> Sheet | None:
+    """The columns ``image``, ``mask``, ``split``, ``folder``, and those of metadata files; None if there are tables.
+
+    Args:
+        labelled: False for rows to predict: images at any depth, and masks are not read.
+
+    Raises:
+        InputError: there are no images, an image has no mask, or a mask has no image.
+    """
+    if tables.files_of(path):
+        return None
+    homes = dict(_homes(path))
+    if not homes:
+        if not labelled:
+            return _alone(path)
+        raise InputError(f"{path} has no folders {IMAGES} and {MASKS}: {_LAYOUT}")
+    columns: dict[str, list[Any]] = {key: [] for key in ("image", "mask", "split", "folder")}
+    strange: list[str] = []
+    for home, split in homes.items():
+        masks = _by_stem(home / MASKS, strange) if labelled else {}
+        found = _files(home / IMAGES, strange)
+        if not found:
+            raise InputError(f"{home / IMAGES} has no images: {_LAYOUT}")
+        for image in found:
+            inside = image.relative_to(home / IMAGES)
+            columns["image"].append(str(image.absolute()))
+            columns["mask"].append(str(_mask_of(home / MASKS / inside, masks, image).absolute()) if labelled else "")
+            # Some sets have the splits below images and masks, and not above.
+            below = SPLIT_NAMES.get(inside.parts[0].lower()) if len(inside.parts) > 1 and split is None else None
+            columns["split"].append(split or below)
+            columns["folder"].append("/".join(inside.parts[bool(below) : -1]))
+        if rest := sorted(str(file) for files in masks.values() for file in files):
+            raise InputError(
+                f"{rest[0]} has no image of this name in {home / IMAGES}{_more(rest)}: add it, or remove the mask"
+            )
+    return _sheet(path, list(homes), columns, strange)
+
+
+def _sheet(path: Path, homes: list[Path], columns: dict[str, list[Any]], strange: list[str]) -> Sheet:
+    files, notices = [Path(file) for file in columns["image"]], list[str]()
+    if not any(columns["folder"]):
+        del columns["folder"]
+    marks = columns.pop("split")
+    if all(marks):
+        columns["split"], more = with_test(marks, str(path))
+        notices += more
+    elif any(marks):
+        lost = files[marks.index(None)]
+        raise InputError(f"{lost} is in no folder of a split, but other images are: put it into train, val or test")
+    meta = images.metadata(path.absolute(), [home.absolute() for home in homes], files)
+    columns |= {key: cells for key, cells in meta.items() if key not in columns}
+    if strange:
+        notices.append(
+            f"{len(strange)} {'file' if len(strange) == 1 else 'files'} of {path} without the ending of a readable "
+            f"image {'was' if len(strange) == 1 else 'were'} left out, e.g. {strange[0]}"
+        )
+    return Sheet(columns, lambda row: str(files[row]), tuple(notices))
+
+
+def _alone(path: Path) -> Sheet:
+    files = _files(path, [])
+    if not files:
+        raise InputError(f"{path} has no images ({', '.join(images.SUFFIXES[:4])}, ...)")
+    return Sheet({"image": [str(file.absolute()) for file in files]}, lambda row: str(files[row]))
+
+
+def _homes(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """(folder with ``images``, its split); the split is None if the folder is ``path`` itself."""
+    folders = [p for p in _visible(path) if p.is_dir()]
+    named = [p for p in folders if p.name.lower() in SPLIT_NAMES and (p / IMAGES).is_dir()]
+    if named and (path / IMAGES).is_dir():
+        raise InputError(f"{path} has the folder {IMAGES} and {listing(p.name for p in named)}, too: {_LAYOUT}")
+    if (path / IMAGES).is_dir():
+        yield path, None
+    for folder in named:
+        yield folder, SPLIT_NAMES[folder.name.lower()]
+    if named:
+        for folder in folders:
+            if folder not in named:
+                raise InputError(
+                    f"{folder} is next to {listing(p.name for p in named)} and is not a split with a folder {IMAGES}"
+                    f"{close(folder.name, SPLIT_NAMES)}"
+                )
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
+
+
+def _files(folder: Path, strange: list[str]) -> list[Path]:
+    """The images below a folder, sorted; names of other files are added to ``strange``."""
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}: {_LAYOUT}")
+    found = []
+    for entry in _visible(folder):
+        if entry.is_dir():
+            found += _files(entry, strange)
+        elif entry.suffix.lower() in images.SUFFIXES:
+            found.append(entry)
+        elif entry.name not in images.METADATA:
+            strange.append(str(entry))
+    return found
+
+
+def _by_stem(folder: Path, strange: list[str]) -> dict[Path, list[Path]]:
+    """The masks below a folder by their path without ending."""
+    found: dict[Path, list[Path]] = {}
+    for file in _files(folder, strange):
+        found.setdefault(file.with_suffix(""), []).append(file)
+    return found
+
+
+def _mask_of(place: Path, masks: dict[Path, list[Path]], image: Path) -> Path:
+    """Remove an image's mask from ``masks`` and return it.
+
+    Args:
+        place: where the mask of this image would be, with the image's own name.
+    """
+    stem = place.with_suffix("")
+    for ending in _ENDINGS:
+        files = masks.pop(stem.with_name(stem.name + ending), [])
+        if len(files) > 1:
+            raise InputError(f"{image} has {len(files)} masks, {listing(file.name for file in files)}: keep one")
+        if files:
+            return files[0]
+    near = close(stem.name, [of.name for of in masks])
+    raise InputError(f"{image} has no mask {stem.name}.png in {place.parent}{near}: add it, or remove the image")
+
+
+def _more(files: list[str]) -> str:
+    return f" (the first of {len(files)} such masks)" if len(files) > 1 else ""

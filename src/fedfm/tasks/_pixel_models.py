@@ -1,0 +1,63 @@
+"""Check that a model of transformers and its image processor fit semantic segmentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedfm.errors import InputError
+
+_TYPES = "SegFormer, BEiT, Data2Vec, DPT, MobileNetV2, MobileViT or UperNet"
+_TWO = 2  # least number of classes
+
+
+def fit_config(config: Any, name: str, ignored: int) -> None:
+    """Write the number of ignored pixels into a configuration, and leave out a second decoder for training.
+
+    The second decoder of BEiT, DPT and UperNet adds to the loss of transformers, and nothing to the outputs.
+
+    Raises:
+        InputError: transformers has no class for semantic segmentation of this type, or there is one class.
+    """
+    import transformers
+
+    kind = f"model.name: {name!r} is of type {config.model_type!r}"
+    if type(config) not in transformers.AutoModelForSemanticSegmentation._model_mapping:
+        if type(config) in transformers.AutoModelForUniversalSegmentation._model_mapping:
+            raise InputError(
+                f"{kind}, whose loss matches masks with queries image by image and divides by the masks of a batch, so "
+                f"it is no mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}",
+                key="model.name",
+            )
+        raise InputError(f"{kind}, which has no decoder for pixels in transformers: take {_TYPES}", key="model.name")
+    if config.num_labels < _TWO:
+        raise InputError("data.mask: the masks hold one class, and a model learns at least two: background is one, too")
+    if getattr(config, "use_auxiliary_head", False):
+        config.use_auxiliary_head = False
+    if hasattr(config, "semantic_loss_ignore_index"):
+        config.semantic_loss_ignore_index = ignored
+
+
+def check_processor(processor: Any, name: str) -> None:
+    """Refuse an image processor that does more to the geometry of an image than to resize it to one size.
+
+    Raises:
+        InputError: it crops, pads or keeps the ratio of the sides, so that a resized mask would not fit.
+    """
+    said = processor.to_dict()
+    size = dict(said.get("size") or {})
+    odd = [f"{key} = true" for key in ("do_center_crop", "do_pad", "keep_aspect_ratio") if said.get(key)]
+    odd += ["do_resize = false"] if said.get("do_resize") is False else []
+    odd += [f"size = {size}"] if not {"height", "width"} <= size.keys() else []
+    if odd:
+        raise InputError(
+            f"model.name: the image processor of {name!r} has {', '.join(odd)}, and masks are resized to one size with "
+            'their images: set do_center_crop and do_pad to false and size = {"height": 512, "width": 512} in its '
+            "preprocessor_config.json",
+            key="model.name",
+        )
+
+
+def keep_numbers(processor: Any) -> None:
+    """Let the processor of an export keep the numbers of masks: no number was reduced in training."""
+    if getattr(processor, "do_reduce_labels", False):
+        processor.do_reduce_labels = False
