@@ -46,8 +46,8 @@ LOCAL = AdamW(1e-3, epochs=2, batch_size=16)
 ROWS, LONGEST = 128, 48
 LOSS, RATIO = 1e-5, 1.05  # goals: largest difference of a loss, largest ratio of costs
 MEMORY = (
-    "Memory that does not grow with the model: AdamW of fedfm takes up to 4 MiB for its square roots, the fused AdamW of "
-    "the Trainer takes none. These models have 3 MiB of weights."
+    "Memory that does not grow with the model: AdamW of fedfm takes up to 4 MiB for its square roots, the fused AdamW "
+    "of the Trainer takes none. These models have 3 MiB of weights."
 )
 Row = dict[str, Any]
 
