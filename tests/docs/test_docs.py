@@ -40,7 +40,16 @@ def checked(text):
     return Experiment.from_dict(tables, imports=True)  # a page may bring a method of its own
 
 
-LONG = ("first-experiment", "attacks", "personalise", "own-data", "choose-a-method", "one-round", "instructions")
+LONG = (
+    "first-experiment",
+    "attacks",
+    "personalise",
+    "own-data",
+    "choose-a-method",
+    "one-round",
+    "instructions",
+    "visual-instruction",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")  # by a Trainer, where there is no GPU
