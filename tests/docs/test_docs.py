@@ -44,6 +44,7 @@ LONG = (
     *("first-experiment", "attacks", "personalise", "own-data", "choose-a-method", "one-round", "instructions"),
     "sequence-to-sequence",
     "segmentation",
+    "visual-instruction",
 )
 
 
