@@ -37,7 +37,9 @@ def draw(run_dir: Path, most: int) -> RowPictures:
     test = deal(table, experiment.data, seed=experiment.run.seed).test
     if not len(test):
         raise InputError(f"{where} has no test rows")
-    found = model.task.pictures(predict.TrainedRun(experiment.method, model, w), table.take(test[:most]))
+    found: RowPictures | None = model.task.pictures(
+        predict.TrainedRun(experiment.method, model, w), table.take(test[:most])
+    )
     if found is None:
         raise InputError(f'{where}: rows of task "{model.task.name}" are not drawn; drop it')
     return found
