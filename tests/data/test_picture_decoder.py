@@ -204,7 +204,7 @@ def test_masks_and_scans_are_named(tmp_path: Path) -> None:
     assert "masks of the second, name the folders images and masks" in said
     assert "convert DICOM and NIfTI files first" in said
     pictures = pyarrow.array([{"bytes": encoded(Image.new("L", (4, 4))), "path": None}] * 3)
-    for second in ("mask", "label"):
+    for second in ("other", "label"):  # with "mask" it would be segmentation
         pyarrow.parquet.write_table(pyarrow.table({"image": pictures, second: pictures}), tmp_path / "a.parquet")
         with pytest.raises(InputError, match=r'no column "label" of classes; columns .* several images per row'):
             load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
