@@ -32,4 +32,5 @@ def pixel_map(module: nn.Module, head: str) -> str:
             f"model.name: the last layer of {type(module).__name__} is no convolution with one output per class",
             key="model.name",
         )
-    return maps[-1][0]
+    path: str = maps[-1][0]
+    return path
