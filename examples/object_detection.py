@@ -103,7 +103,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
     """Train together and each plant alone; return the precision of each model on the test rows of all plants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=80, help="training pictures of each plant")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args(words)
     folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)
     clients = {name: [draw(rng, shares) for _ in range(args.rows)] for name, shares in PLANTS.items()}
@@ -113,7 +113,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
         torch.manual_seed(0)
         settings = TrainingArguments(
             output_dir=folder / "trainer", learning_rate=1e-3, per_device_train_batch_size=8, num_train_epochs=2,
-            lr_scheduler_type="constant", max_grad_norm=1.0, remove_unused_columns=False,
+            lr_scheduler_type="linear", max_grad_norm=1.0, remove_unused_columns=False,
             eval_do_concat_batches=False, report_to=[],
         )  # fmt: skip
         told = {"eval_dataset": test, "data_collator": collate, "compute_metrics": average_precision}
