@@ -41,6 +41,7 @@ PAGES = {
         "BlindFed with a ViT-tiny",
         "its polynomial twin, one batch of encrypted pictures block by block, and Table 4",
     ),
+    "tasks": ("Tasks", "each task federated and with clients that train alone"),
     "privacy": ("Accuracy against epsilon", "record and client level, plain and hidden sums, FedPFT's one release"),
     "secure-aggregation": (
         "Secure aggregation",

@@ -79,7 +79,9 @@ def test_unknown_keys_are_refused_with_all_that_there_are():
     with pytest.raises(AttributeError, match="DataSpec has no key 'instructions'"):
         DataSpec().instructions  # noqa: B018
     strange = build(DataSpec, {"classes": ["a", "b"], "kind": "sound"}, "data")
-    with pytest.raises(InputError, match=r'data\.kind = "sound": expected "image", "text", "features", "instruction"'):
+    with pytest.raises(
+        InputError, match=r'data\.kind = "sound": expected "image", "text", "features", ".*"instruction"'
+    ):
         check(strange)
 
 

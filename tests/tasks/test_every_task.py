@@ -90,7 +90,7 @@ def place(tmp_path_factory):
             if task.two_encoders:
                 path, model = tiny_clip.pictures(folder / "pictures.npz"), folder / "clip"
                 tiny_clip.save("clip", model)
-            elif task.reads_images:
+            elif name == "segmentation":
                 model = folder / "segformer"
                 tiny_segformer.folder(folder, {"": 20})
                 tiny_segformer.save(model)
@@ -115,6 +115,10 @@ def ready(request, place):
     table = load_table(DataSpec(path=str(path)), seed=0, task=request.param)
     spec = ModelSpec(str(folder), max_length=16, adaptation=AdaptationSpec("lora", rank=2))
     model = load_model(spec, classes=table.classes, kind=table.kind, task=request.param)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # adapters of zeros would make margins of zero, whose signs are those of rounding
+        for weight in (p for p in model.module.parameters() if p.requires_grad):
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
     return model.task, table, model, model.encode(model.prepare(table, range(len(table))))
 
 
@@ -218,6 +222,8 @@ def test_a_server_can_set_no_key_of_a_task_by_a_question_for_scores(ready):
 
 def test_what_an_audit_compares_of_a_row_is_its_loss(ready):
     _, _, model, made = ready
+    if model.task.mixes_rows:
+        pytest.skip("a row has no loss of its own")
     rows = made.take(range(min(5, len(made))))
     found = fedbip_view.row_losses(model, rows)
     alone = [float(model.loss(rows.batch([i])).detach()) for i in range(len(rows))]

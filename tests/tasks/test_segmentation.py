@@ -347,7 +347,7 @@ def test_scores_over_clients_are_those_of_scikit_learn_on_all_pixels(seed, holde
     task_model = type("Named", (), {"classes": tuple("abcd")})
     parts = [np.flatnonzero(np.array(holders) == client) for client in range(5)]
     found = [task.scores_of(task_model, Rows({"targets": targets[i]}), logits[i]) for i in parts]
-    joined, few = task.join_scores(found), task.join_scores([coarse(part) for part in found])
+    joined, few = task.join_scores(found), task.join_scores([coarse(part, task) for part in found])
     counts = targets != -100
     right, said = targets[counts].numpy(), logits.argmax(1)[counts].numpy()
     there = sorted({*right, *said})

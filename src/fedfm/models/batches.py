@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from fedfm.core.rows import Batch, Rows
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -69,3 +72,8 @@ def rows_of(batch: Mapping[str, Any]) -> int:
     """The number of rows of a batch: the length of its first tensor, list or tuple, or of the first tensor in these."""
     sized = (x for x in batch.values() if (isinstance(x, Tensor) and x.dim()) or isinstance(x, list | tuple))
     return next((len(x) for x in sized), next((len(x) for x in tensors(batch) if x.dim()), 0))
+
+
+def batch_of(device: torch.device, rows: Rows, index: Sequence[int] | np.ndarray) -> Batch:
+    """These rows as a batch on a device."""
+    return {name: move(value, device) for name, value in rows.batch(index).items()}

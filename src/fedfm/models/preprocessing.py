@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -89,11 +90,7 @@ def prepare(
         return Rows({"features": x, **targets_of(part, classes, task)}, labels=labels_of(part, classes))
     if tools.tokenizer is None and (tools.image is None or tasks.row_kind(table.kind) is None):
         raise InputError(f"{_source(table)} holds {table.kind}, which the model of model.name does not read")
-    rows = reader.rows(part, tools, classes)
-    if rows.deferred:
-        from fedfm.models import deferred_rows
-
-        rows = deferred_rows.settle(rows, most)
+    rows = reader.rows(part, replace(tools, loaders=loaders, most=most), classes)
     if rows.tokens is not None:
         check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block has no index
     return rows

@@ -25,6 +25,7 @@ class Tools:
         vocabulary: number of rows of the model's token embedding, or None if it has no such table.
         template: a text with {instruction} for instructions; None stands for the tokenizer's chat template.
         loaders: number of processes that prepare deferred rows in advance.
+        most: bytes that prepared rows may take in memory; :mod:`.images` explains the value None.
         notices: lines for the user on guesses about these tools, and on changes to a template.
     """
 
@@ -37,4 +38,5 @@ class Tools:
     vocabulary: int | None = None
     template: str | None = None
     loaders: int = 0
+    most: float | None = None
     notices: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ NAME = "calibration"
 _EDGES = np.linspace(-2.5, 2.5, 21)
 _BINS = len(_EDGES) + 1
 _SUMS = 4  # rows, predictions, true values, squares of true values
+SUMS = _BINS * _SUMS  # for each target
 
 
 def count(said: Tensor, targets: Tensor) -> list[float]:
@@ -38,7 +39,7 @@ def plots(
 ) -> list[Groups]:
     """A plot for each target, in the users' units; empty without a scale, or if the sums are not known."""
     sums = figures.get(NAME)
-    if not scales or not isinstance(sums, list) or len(sums) != len(classes) * _BINS * _SUMS or None in sums:
+    if not scales or not isinstance(sums, list) or len(sums) != len(classes) * SUMS or None in sums:
         return []
     found, by_target = [], np.array(sums, np.float64).reshape(len(classes), _BINS, _SUMS)
     units = zip(classes, by_target, means, scales, strict=True)

@@ -33,12 +33,12 @@ _DIGITS = 64  # most bins that it tells up to the largest of these logits
 
 def rank_counts(logits: Array, targets: Array) -> Ranks:
     """The counts of rows by label and logit, from logits and targets (n, C)."""
-    z = logits if len(logits) <= _EXACT else _rounded(logits)
+    z = logits if len(logits) <= _EXACT else _round_logits(logits)
     place = np.arange(logits.shape[1]) * _KEYS + _keys(z)  # (n, C)
     return _count_by_bin(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
 
 
-def _rounded(z: Array) -> Array:
+def _round_logits(z: Array) -> Array:
     """Each logit replaced by the middle of its bin; zero is an edge."""
     bins = np.floor(np.arcsinh(z.astype(np.float64) / _FINE) * _STEPS)
     middles: Array = _FINE * np.sinh((bins + 0.5) / _STEPS)

@@ -64,7 +64,7 @@ def size_of(image: Attachment) -> tuple[int, int]:
     from PIL.Image import Transpose
 
     swaps = (Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
-    with Image.open(_opened(image)) as picture:
+    with Image.open(_open(image)) as picture:
         if picture.format == "TIFF":  # Pillow turns it while it loads it
             picture.load()
         width, height = picture.size
@@ -82,7 +82,7 @@ def read(mask: Attachment) -> np.ndarray:
     if fault := pictures.look(mask.source).fault:
         raise InputError(f"the mask {mask}: {fault}")
     try:
-        with picture_ends.refuse_cut(), Image.open(_opened(mask)) as picture:
+        with picture_ends.refuse_cut(), Image.open(_open(mask)) as picture:
             _check(picture, mask)
             raw = str(picture.tile[0][-1]) if picture.tile else ""
             picture.load()
@@ -106,7 +106,7 @@ def _check(picture: Any, mask: Attachment) -> None:
         raise InputError(f"the mask {mask} has {what}; {wanted}")
 
 
-def _opened(file: Attachment) -> Any:
+def _open(file: Attachment) -> Any:
     return io.BytesIO(file.source) if isinstance(file.source, bytes) else file.source
 
 

@@ -47,7 +47,7 @@ def pictures(trained: Trained, table: Table, ignored: int) -> RowPictures:
             if number != ignored:
                 right[numbers == number] = code[number_to_name(number, names)]
         said = enlarge(logits[None], (picture.height, picture.width))[0].argmax(0).numpy()
-        parts = [np.asarray(small), *(_tinted(small, of, colours) for of in (right, _mask_files.nearest(said, size)))]
+        parts = [np.asarray(small), *(_tint(small, of, colours) for of in (right, _mask_files.nearest(said, size)))]
         gap = np.full((size[0], _GAP, 3), 255, np.uint8)
         found.append((_caption(image.source, i), _png(np.hstack([parts[0], gap, parts[1], gap, parts[2]]))))
     note = (
@@ -57,7 +57,7 @@ def pictures(trained: Trained, table: Table, ignored: int) -> RowPictures:
     return RowPictures(note, colours, tuple(found))
 
 
-def _tinted(image: Any, indexes: np.ndarray, colours: dict[str, str]) -> np.ndarray:
+def _tint(image: Any, indexes: np.ndarray, colours: dict[str, str]) -> np.ndarray:
     pixels = np.asarray(image).astype(np.float64)
     for i, colour in enumerate(colours.values()):
         if colour:

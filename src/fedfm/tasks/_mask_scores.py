@@ -41,7 +41,7 @@ def flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return said.flatten(0, 2), targets.to(logits.device, torch.int64).flatten()
 
 
-def counted(targets: Tensor) -> int:
+def count_pixels(targets: Tensor) -> int:
     """The number of pixels that count."""
     return int((targets != IGNORE).sum())
 
@@ -49,7 +49,7 @@ def counted(targets: Tensor) -> int:
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of the pixels that count; 0 without such pixels."""
     said, right = enlarge(logits, targets.shape[-2:]), targets.to(logits.device, torch.int64)
-    if not counted(targets):
+    if not count_pixels(targets):
         return said.sum() * 0.0
     return F.cross_entropy(said, right, ignore_index=IGNORE)
 

@@ -29,6 +29,7 @@ from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
+from fedfm.models import deferred_rows
 from fedfm.models.images import Pictures
 from fedfm.models.preprocessing import IGNORE
 from fedfm.models.preprocessors import Tools
@@ -64,7 +65,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
             f"{source}: all masks hold only 0 and {_VOID}, and {_VOID} usually marks pixels that do not count: save "
             f"the second class as 1 (mask // {_VOID})"
         )
-    classes = names or _numbered(present - {_VOID}, source, notices)
+    classes = names or _number_classes(present - {_VOID}, source, notices)
     for i, of in enumerate(looks):
         if wrong := [number for number in of.numbers if number >= len(classes) and number != _VOID]:
             raise InputError(
@@ -115,7 +116,7 @@ def _names(source: str) -> tuple[str, ...]:
     return names_of(found, str(path))
 
 
-def _numbered(present: set[int], source: str, notices: list[str]) -> tuple[str, ...]:
+def _number_classes(present: set[int], source: str, notices: list[str]) -> tuple[str, ...]:
     """The numbers from 0 to the largest in the masks, as names of the classes.
 
     Raises:
@@ -189,12 +190,12 @@ def to_rows(part: Table, tools: Tools, classes: tuple[str, ...], ignored: int) -
     every = np.arange(len(part))
     images = Pictures([row[0].source for row in part.inputs], every, tools.image, tools.loaders)
     if not len(part) or len(part.inputs[0]) == 1:
-        return Rows(deferred={"pixel_values": images})
+        return deferred_rows.settle(Rows(deferred={"pixel_values": images}), tools.most)
     for names in {row[2] for row in part.inputs}:
         if unknown := [name for name in names if name not in classes]:
             raise InputError(f"{part.source or 'the data'}: class {unknown[0]!r} is none of the model's classes")
     masks = MaskRows(part.inputs, every, size_of_images(tools), classes, ignored, tools.loaders)
-    return Rows(deferred={"pixel_values": images, "targets": masks})
+    return deferred_rows.settle(Rows(deferred={"pixel_values": images, "targets": masks}), tools.most)
 
 
 def size_of_images(tools: Tools) -> tuple[int, int]:

@@ -111,7 +111,6 @@ def to_rows(part: Table, tools: Tools) -> Rows:
     import torch
 
     from fedfm.core.rows import Rows
-    from fedfm.tasks import _pair_candidates
 
     if len({len(row) for row in part.inputs}) > 1:
         raise InputError(
@@ -132,7 +131,7 @@ def to_rows(part: Table, tools: Tools) -> Rows:
         raise InputError(f"{source} holds pairs of texts, and the model of model.name reads images", key="model.name")
     else:
         rows = _of_texts(rows, columns, tools)
-    return _pair_candidates.with_table(rows, part, tools)
+    return rows
 
 
 def _of_images(rows: Rows, columns: Sequence[Sequence[Cell]], image: Preprocess) -> Rows:

@@ -99,9 +99,9 @@ class Embedding(Task):
         return _pair_candidates.part(table, index, self.candidates)
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
-        from fedfm.tasks import _pair_rows
+        from fedfm.tasks import _pair_candidates, _pair_rows
 
-        return _pair_rows.to_rows(part, tools)
+        return _pair_candidates.with_table(_pair_rows.to_rows(part, tools), part, tools)
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
         from fedfm.tasks import _pair_notices

@@ -107,9 +107,10 @@ class Regression(OwnTargetsTask):
         return {**_numbers.count(said, targets), "calibration": _calibration.count(said, targets)}
 
     def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
-        from fedfm.tasks import _numbers
+        from fedfm.tasks import _calibration, _numbers
 
-        return {**super().list_sizes(classes), "moments": _numbers.MOMENTS * len(classes)}
+        of_sums = {"moments": _numbers.MOMENTS, "calibration": _calibration.SUMS}
+        return {**super().list_sizes(classes), **{name: count * len(classes) for name, count in of_sums.items()}}
 
     def from_sums(self, sums: Mapping[str, Any]) -> Scores:
         from fedfm.tasks import _numbers
@@ -118,9 +119,8 @@ class Regression(OwnTargetsTask):
         known = sums["calibration"] if sums["rows"] and isinstance(sums["calibration"], list) else None
         return {"accuracy": None, **self.means_over_rows(sums), **scores, "calibration": known}
 
-    def coarse_scores(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Scores and sums that may leave a silo."""
-        return {key: value for key, value in found.items() if key != "calibration"}
+    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {key: value for key, value in told.items() if key != "calibration"}
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:

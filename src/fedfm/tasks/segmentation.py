@@ -113,7 +113,7 @@ class Segmentation(Task):
     def count_targets(self, batch: Batch) -> int:
         from fedfm.tasks import _mask_scores
 
-        return _mask_scores.counted(batch["targets"])
+        return _mask_scores.count_pixels(batch["targets"])
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
         from fedfm.tasks import _mask_scores

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from fedfm.core.metric_names import METRICS
-from fedfm.core.rows import Batch, Rows
-from fedfm.models.batches import move
+from fedfm.core.rows import Rows
+from fedfm.models.batches import batch_of
 from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.metrics import nothing, scores
 
 if TYPE_CHECKING:
+    from fedfm.models.user.scored_module import ScoredModule
     from fedfm.models.user.trainer_figures import TrainersFigures
-    from fedfm.models.user.user_module import Given
     from fedfm.models.wrap import WrappedModel
 
 
 def scores_of(
-    given: Given, model: WrappedModel, rows: Rows, size: int, classes: int, figures: TrainersFigures | None
+    given: ScoredModule, model: WrappedModel, rows: Rows, size: int, classes: int, figures: TrainersFigures | None
 ) -> dict[str, Any]:
     """Scores as in :func:`fedfm.models.metrics.evaluate`, with the user's loss, which is a mean over rows.
 
@@ -38,7 +38,7 @@ def scores_of(
         collected = None if figures is None else figures.collect()
         for start in range(0, len(rows), size):
             index = range(start, min(start + size, len(rows)))
-            batch = batch_of(model, rows, index)
+            batch = batch_of(model.device, rows, index)
             if collected is None:
                 loss, logits = given.outcome(given.module, batch)
             else:
@@ -56,8 +56,3 @@ def scores_of(
     known = np.isfinite(total)
     found |= {"loss": total / len(rows) if known else None, "rows": len(rows), "loss_of_rows": total if known else None}
     return found | own
-
-
-def batch_of(model: WrappedModel, rows: Rows, index: range) -> Batch:
-    """The rows as a batch on the model's device."""
-    return {k: move(x, model.device) for k, x in rows.batch(index).items()}

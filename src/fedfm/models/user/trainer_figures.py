@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError, first_line
-from fedfm.models.batches import convert, rows_of
+from fedfm.models.batches import batch_of, convert, rows_of
 from fedfm.models.memory_budget import in_halves, warn
 
 if TYPE_CHECKING:
-    from fedfm.models.user.user_module import Given
+    from fedfm.models.user.scored_module import ScoredModule
     from fedfm.models.wrap import WrappedModel
 
 _MOST, _LONGEST = 100, 100  # largest number of figures; characters of a name
@@ -33,7 +33,7 @@ _UNUSED = "of the Trainer, compute_metrics is not used: "
 class TrainersFigures:
     """A Trainer's ``compute_metrics``, for evaluations of its module."""
 
-    def __init__(self, given: Given, model: WrappedModel) -> None:
+    def __init__(self, given: ScoredModule, model: WrappedModel) -> None:
         self.given, self.model = given, model
         self._open = False  # whether an evaluation with a call for each batch has begun and not ended
 
@@ -80,13 +80,12 @@ class TrainersFigures:
 
     def _collect(self, rows: Rows) -> Collected:
         """Outputs and targets of the rows, in two batches or more, so that batches are joined."""
-        from fedfm.models.user.own_scores import batch_of
 
         def work(size: int) -> Collected:
             collected = self.collect()
             for start in range(0, len(rows), size):
                 index = range(start, min(start + size, len(rows)))
-                collected.add(batch_of(self.model, rows, index), last=index.stop == len(rows), classes=0)
+                collected.add(batch_of(self.model.device, rows, index), last=index.stop == len(rows), classes=0)
             return collected
 
         try:

@@ -17,7 +17,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, check_dataset, column, read_once
 from fedfm.errors import InputError, first_line
-from fedfm.models.batches import move, only_tensors
+from fedfm.models.batches import batch_of, move, only_tensors
 from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
@@ -25,7 +25,7 @@ from fedfm.models.user import gradients, seen_targets
 from fedfm.models.user.fingerprint import fingerprint_of
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
-from fedfm.models.user.own_scores import batch_of, scores_of
+from fedfm.models.user.own_scores import scores_of
 from fedfm.models.user.trainer_arguments import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
@@ -333,7 +333,7 @@ class Given:
         """
 
         def run_step(size: int) -> tuple[Tensor, Any]:
-            batch = batch_of(model, self.rows, range(size))
+            batch = batch_of(model.device, self.rows, range(size))
             return with_graph(lambda: self.outcome(self.module, batch))
 
         most = self.at_once(min(_PROBE, len(self.rows)))
@@ -354,9 +354,9 @@ class Given:
         model.notices += gradients.idle(
             model,
             reach(loss, model.live()),
-            lambda: self.loss(self.module, batch_of(model, self.rows, first)),
+            lambda: self.loss(self.module, batch_of(model.device, self.rows, first)),
         )
-        model.notices += seen_targets.refuse(model, batch_of(model, self.rows, range(1)), self._alias)
+        model.notices += seen_targets.refuse(model, batch_of(model.device, self.rows, range(1)), self._alias)
         model.ends = find_ends(self.module) or layers.ends(logits)
         self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
@@ -372,7 +372,7 @@ class Given:
             return
         with torch.random.fork_rng(devices=[]), model.evaluating():
             start = max(min(self._nan, len(self.rows) - _PROBE), 0)
-            batch = batch_of(model, self.rows, range(start, min(start + _PROBE, len(self.rows))))
+            batch = batch_of(model.device, self.rows, range(start, min(start + _PROBE, len(self.rows))))
             if bool(torch.isfinite(self.outcome(self.module, batch)[0])):
                 return
         row = self._nan
