@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from fedfm.errors import InputError
-from fedfm.models.heads import within
 
 _NAMES = ("decode_head", "segmentation_head", "head")  # attributes of transformers' classes
 
@@ -23,9 +22,8 @@ def pixel_map(module: nn.Module, head: str) -> str:
     Raises:
         InputError: the decoder has no such convolution.
     """
-    maps: list[tuple[str, nn.Conv2d]] = [
-        (path, m) for path, m in module.named_modules() if isinstance(m, nn.Conv2d) and within(path, head)
-    ]
+    inside = f"{head}." if head else ""
+    maps = [(p, m) for p, m in module.named_modules() if isinstance(m, nn.Conv2d) and p.startswith(inside)]
     count = getattr(getattr(module, "config", None), "num_labels", None)
     if not maps or maps[-1][1].out_channels != count:
         raise InputError(
