@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
     from fedfm.models.text_metrics import Answer
 
-INSTRUCTIONS = (  # columns of instructions, which preferences may have instead of prompts
+INSTRUCTIONS = (  # columns of instructions; rows of preferences may have them instead of prompts
     Column("instruction", 'instruction column of task "instruction"'),
     Column("input", 'column of inputs of task "instruction": each is written below its instruction'),
 )
@@ -76,7 +76,7 @@ class AnswerTask(LanguageTask):
         return self.answer_tokens or super().answer_limit(tools)
 
     def generation_settings(self, model: Network) -> dict[str, Any]:
-        """The tokens that end answers: a chat template can end an answer with a token that the base does not list."""
+        """End and padding tokens: a chat template can end an answer with a token that the base model does not list."""
         from fedfm.models.text_metrics import end_tokens
 
         ends = sorted(end_tokens(model, called=True))

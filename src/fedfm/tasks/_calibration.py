@@ -1,7 +1,7 @@
-"""Predicted against true numbers: sums over the rows whose predictions lie in one interval, which can be added.
+"""Compare predicted with true numbers, by sums over the rows of each interval of predictions; sums can be added.
 
-Predictions are in units of the targets' deviations. The intervals are a quarter of a deviation wide from -2.5 to 2.5,
-with one more at each end. A silo does not send these sums: an interval with one row would disclose the row's target.
+Predictions and targets are standardized. The intervals are a quarter of a standard deviation wide from -2.5 to 2.5,
+and one more lies beyond each end. A silo does not send these sums: those of a single row would disclose its target.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUMS = _BINS * _SUMS  # for each target
 
 
 def count(said: Tensor, targets: Tensor) -> list[float]:
-    """The sums by target and interval, from predictions and targets (n, T)."""
+    """The sums for each target and interval, from predictions and targets (n, T)."""
     e, z = said.numpy(), targets.numpy()
     found = np.zeros((z.shape[1], _BINS, _SUMS))
     for j in range(z.shape[1]):
@@ -37,7 +37,7 @@ def count(said: Tensor, targets: Tensor) -> list[float]:
 def plots(
     figures: Mapping[str, Any], classes: Sequence[str], means: Sequence[float], scales: Sequence[float]
 ) -> list[Groups]:
-    """A plot for each target, in the users' units; empty without a scale, or if the sums are not known."""
+    """One plot for each target, in the user's units; none if there are no scales, or if the sums are not known."""
     sums = figures.get(NAME)
     if not scales or not isinstance(sums, list) or len(sums) != len(classes) * SUMS or None in sums:
         return []
@@ -59,7 +59,7 @@ def _point(sums: Sequence[float], mean: float, scale: float) -> tuple[float, flo
     x, y = said / n, true / n
     low = high = None
     if n > 1:
-        from scipy.special import stdtrit  # of scipy, only what is quick to import
+        from scipy.special import stdtrit  # this part of scipy is quick to import
 
         half = float(stdtrit(n - 1, 0.975)) * math.sqrt(max(squares - n * y**2, 0.0) / (n - 1) / n)
         low, high = mean + scale * (y - half), mean + scale * (y + half)

@@ -16,7 +16,7 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
     """Instructions with their answers, from columns of their own or from conversations.
 
     Raises:
-        InputError: a column is missing, or a cell is empty or of another form; the message says where.
+        InputError: a column is missing, or a cell is empty or malformed; the message says where.
     """
     columns, at = sheet.columns, sheet.at
     asked, messages = spec.column("instruction"), spec.column("messages")

@@ -1,4 +1,4 @@
-"""Encoders without a head, and the files in which sentence-transformers says how their states become one vector."""
+"""Encoders without a head, and the files of sentence-transformers that say how their states become one vector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
 
 MODES = ("mean", "cls", "max", "lasttoken")
-BASE = "base"  # folder of an adapter's base in an export
+BASE = "base"  # in the export of an adapter, the folder of its base model
 _MODULES, _PARTS = "modules.json", "sentence_transformers.models"
 _LEGACY = {  # keys of 1_Pooling/config.json before sentence-transformers 5
     "pooling_mode_cls_token": "cls",
@@ -51,9 +51,9 @@ def pooling_of(model: Network) -> Pooling:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Loads an encoder as transformers' ``AutoModel`` does, but without a pooler, whose output no vector needs."""
+    """Loads an encoder like transformers' ``AutoModel``, but without its pooler, whose output no vector needs."""
 
-    pooler: bool
+    pooler: bool  # whether the encoder's class has an option to leave out the pooler
 
     def _without_pooler(self) -> dict[str, bool]:
         return {"add_pooling_layer": False} if self.pooler else {}
@@ -75,10 +75,10 @@ class Encoder:
 
 
 def find(path: Path | str, config: Any) -> tuple[Encoder, tuple[str, ...]]:
-    """What loads the encoder, and notices on how its states become a vector; the configuration gets the pooling.
+    """An object that loads the encoder, and notices on its pooling; the pooling is written into ``config``.
 
     Raises:
-        InputError: it is no single encoder, or its folder names a pooling that fedfm does not compute.
+        InputError: the model is not a single encoder, or its folder names a pooling that fedfm does not compute.
     """
     from transformers import AutoModel
 
@@ -99,12 +99,12 @@ def find(path: Path | str, config: Any) -> tuple[Encoder, tuple[str, ...]]:
 
 
 def _has_pooler(kind: type) -> bool:
-    """Whether transformers' class can be made without a pooler."""
+    """Whether this class of transformers has an option to leave out the pooler."""
     return "add_pooling_layer" in inspect.signature(kind).parameters
 
 
 def _pooling(path: Path | str) -> tuple[Pooling, tuple[str, ...]]:
-    """The pooling that a folder's or hub id's ``modules.json`` names; the mean if there is none."""
+    """The pooling by the ``modules.json`` of a folder or hub id, and notices; without this file, it is the mean."""
     parts = _json(path, _MODULES)
     if parts is None:
         return Pooling(), (f"model.name: {path} has no {_MODULES}: a row's vector is the mean of its states",)
@@ -158,7 +158,7 @@ def _json(path: Path | str, name: str) -> Any:
 
 
 def add_files(model: Network, to: str, folder: Path) -> None:
-    """Write the files with which sentence-transformers loads an export, for an adapter those of its base."""
+    """Write the files with which sentence-transformers loads an export, or the base model of an exported adapter."""
     pooling, whole = pooling_of(model), unwrap(model.module)
     for place in (folder, folder / BASE):
         _clean(place / "config.json")
@@ -182,13 +182,13 @@ def add_files(model: Network, to: str, folder: Path) -> None:
     if model.tools.tokenizer is None:
         way = {"method": "forward", "method_output_name": "last_hidden_state"}
         about = {"modality_config": {"image": way}, "module_output_name": "token_embeddings"}
-    if to == "hf" and _has_pooler(type(whole)):  # the base of an adapter keeps the files' own pooler
+    if to == "hf" and _has_pooler(type(whole)):  # the base of an adapter keeps the pooler of its files
         about["model_args"] = {"add_pooling_layer": False}
     _write(home / "sentence_bert_config.json", about)
 
 
 def about_export(to: str, folder: Path) -> str:
-    """How sentence-transformers loads an export."""
+    """A text for the README: how sentence-transformers loads an export."""
     text = "The model gives a state for each token or patch, and the vector is pooled from these states."
     if to == "torch" or not (folder / (BASE if to == "peft" else "") / _MODULES).exists():
         return text
@@ -206,11 +206,11 @@ def about_export(to: str, folder: Path) -> str:
 def _width(config: Any) -> int:
     if (size := getattr(config, "hidden_size", None)) is not None:
         return int(size)
-    return int(config.hidden_sizes[-1])  # of the last stage of a convolutional network
+    return int(config.hidden_sizes[-1])  # the width of a convolutional network's last stage
 
 
 def _clean(path: Path) -> None:
-    """Remove our key from a configuration; a link to another folder's file is replaced."""
+    """Remove fedfm's key from a configuration file; if the file is a link, a file of its own replaces it."""
     if not path.exists():
         return
     about = json.loads(path.read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""The arguments that give a model the images of its rows, which differ from row to row in number and size.
+"""The arguments that give a model the images of its rows. Rows differ in the number and size of their images.
 
-For one row a processor returns tensors (k, ...) by argument, such as k images or k patches. For a batch it pads the
-other axes to the largest size with zeros, and puts the rows one after the other on the first axis. :func:`join` does
+For one row, a processor returns a tensor (k, ...) for each argument, such as k images or k patches. For a batch, it
+pads the other axes with zeros to the largest size, and concatenates the rows along the first axis. :func:`join` does
 the same, and :func:`check` compares both once for each processor. In a batch of fedfm the first axis is that of the
-rows, as in all batches: a row's tensor is padded to the largest, and a tensor ``NAME.shape`` has the shapes.
+rows, as in all batches: rows are padded to the largest size, and a tensor ``NAME.shape`` has each row's own shape.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Source:
     Attributes:
         files: the images of each row.
         processor: the model's processor.
-        values: the arguments of each row; None if they exceed the memory for them and are computed for each batch.
+        values: the arguments of each row; None if they need too much memory, so that each batch computes its own.
     """
 
     files: Sequence[tuple[Attachment, ...]]
@@ -47,7 +47,7 @@ class Source:
     _last: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def of(self, index: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The arguments of these rows; all arguments of a batch are computed once."""
+        """The arguments of these rows. The last rows are kept, so that a batch computes all its arguments once."""
         if self.values is not None:
             return [self.values[i] for i in index]
         self._last = {i: self._last[i] if i in self._last else self._compute(i) for i in index}
@@ -61,12 +61,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Deferred:
-    """One argument of some rows, which each batch reads; see :class:`fedfm.core.deferred.Deferred`."""
+    """One argument of some rows, computed when a batch needs it; see :class:`fedfm.core.deferred.Deferred`."""
 
     name: str
     source: Source
     index: np.ndarray
-    axes: int
+    axes: int  # number of axes of a row's tensor
     loaders: int = 0
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class Deferred:
         return Deferred(self.name, self.source, self.index[index], self.axes, self.loaders)
 
     def sources(self) -> Iterator[bytes]:
-        """The contents of each row's images."""
+        """For each row, the SHA-256 hashes of its images."""
         for i in self.index:
             yield b"".join(bytes.fromhex(file.sha256) for file in self.source.files[i])
 
@@ -91,10 +91,10 @@ class Deferred:
 def of_rows(
     processor: Any, files: Sequence[tuple[Attachment, ...]], values: Iterable[dict[str, Tensor]]
 ) -> tuple[dict[str, Deferred], dict[str, Tensor]]:
-    """The arguments for rows with these images, and their shapes as tensors of the rows.
+    """The arguments for rows with these images, and for each argument a tensor (n, axes) with the rows' shapes.
 
     Args:
-        values: each row's arguments; they stay in memory if they take at most 1 GB, and a quarter of the memory limit.
+        values: each row's arguments; if they take at most 1 GB and a quarter of the memory limit, they stay in memory.
     """
     kept: list[dict[str, Tensor]] | None = []
     seen: list[dict[str, tuple[int, ...]]] = []
@@ -118,7 +118,7 @@ def for_model(batch: Batch, takes: Collection[str] | None = None) -> Batch:
     """The batch as the model's forward pass expects it: the images of all rows one after the other.
 
     Args:
-        takes: names of the arguments of the forward pass; None: they are not checked.
+        takes: names of the arguments of the forward pass; if None, they are not checked.
 
     Raises:
         InputError: the processor gives an argument that the forward pass does not take.
@@ -139,7 +139,7 @@ def for_model(batch: Batch, takes: Collection[str] | None = None) -> Batch:
 
 
 def join(rows: Sequence[Tensor]) -> Tensor:
-    """Tensors (k, ...) of rows as one tensor (sum of k, ...), as a processor returns it for a batch."""
+    """Join the tensors (k, ...) of rows into one tensor (sum of k, ...), as a processor does for a batch."""
     most = [max(sizes) for sizes in zip(*(x.shape[1:] for x in rows), strict=True)]
     return torch.cat([_pad(x, [len(x), *most]) for x in rows])
 
@@ -150,10 +150,10 @@ def arguments(processor: Any, images: Sequence[Any], text: str = "") -> dict[str
 
 
 def check(processor: Any, name: str) -> None:
-    """Refuse a processor whose batches are not the arguments of its rows, joined; ``name`` names it in messages.
+    """Refuse a processor that returns for a batch anything but the joined arguments of its rows.
 
     Raises:
-        InputError: it is such a processor.
+        InputError: it is such a processor; the message has the model's ``name``.
     """
     from PIL import Image
 

@@ -1,7 +1,7 @@
 """Read conversations with images: messages with places for images, and the images of each row.
 
-A place is a part ``{"type": "image"}`` of a message's content, as TRL's data sets have it, or ``<image>`` in its text,
-as LLaVA's and LLaMA-Factory's have it. In a row, the character :data:`fedfm.core.attachments.IMAGE` stands there.
+A place is a part ``{"type": "image"}`` of a message's content, as in TRL's data sets, or ``<image>`` in its text, as in
+those of LLaVA and LLaMA-Factory. In a row, the character :data:`fedfm.core.attachments.IMAGE` marks the place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedfm.tasks._conversation_rows import with_system_and_tools
 KIND = "visual_instruction"
 PLACE = "<image>"
 _TEXT, _PICTURES = ("text", "input_text", "output_text"), ("image", "image_url", "input_image")  # types of parts
-_SOURCES = ("image", "image_url", "url", "path", "base64")  # keys of a part that may have its image
-_EMBEDDED = ";base64,"  # an address of this form has the image itself
+_SOURCES = ("image", "image_url", "url", "path", "base64")  # keys under which a part may have its image
+_EMBEDDED = ";base64,"  # a URL with this text contains the image itself
 _HOLDS = "an image"
 
 
@@ -35,8 +35,8 @@ def conversations(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> 
     """Rows (messages before the last answer, the last answer, images).
 
     Raises:
-        InputError: a column is missing; a cell is empty or of another form; an image is missing or damaged; a row has
-            more or fewer images than places for them, or a place in an answer. The message says where.
+        InputError: a column is missing; a cell is empty or malformed; an image is missing or damaged; a row has more or
+            fewer images than places for images; an answer has a place. The message says where.
     """
     name = spec.column("messages")
     cells = column(sheet.columns, name, "data.messages", source)
@@ -65,7 +65,7 @@ def conversations(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> 
 
 
 def _image_column(sheet: Sheet, spec: DataSpec) -> str | None:
-    """The column of images: ``data.images``, or ``data.image`` if each row has at most one; None without images."""
+    """The column of images: ``data.images``, or ``data.image`` if each row has at most one; None without either."""
     names = (spec.column("images"), spec.image)
     return next((name for name in names if name in sheet.columns), None)
 
@@ -79,7 +79,7 @@ def _attachments(value: Any, name: str, place: str, source: str) -> tuple[Attach
 
 
 def _places(cell: Any, name: str, place: str) -> tuple[Any, list[Any]]:
-    """The messages of a cell with :data:`IMAGE` at the places of images, and the images that the messages have."""
+    """The messages of a cell with :data:`IMAGE` at the places of images, and the images inside the messages."""
     if not isinstance(cell, list):
         return cell, []  # the reader of conversations refuses it
     inside: list[Any] = []
@@ -112,7 +112,7 @@ def _part(part: Any, at: str, inside: list[Any]) -> str:
 
 
 def _file(value: Any, at: str) -> Any:
-    """An image as a path or as its content; addresses on the web are refused."""
+    """An image as a path or as its content; a web address is refused."""
     if isinstance(value, dict) and "url" in value:
         value = value["url"]
     if not isinstance(value, str):
@@ -128,9 +128,9 @@ def _file(value: Any, at: str) -> Any:
 
 
 def _with_places(rows: list[Any], name: str, of: str | None, at: At) -> tuple[list[Any], tuple[str, ...]]:
-    """The rows, of which each has as many places as images, and a notice if the places had to be chosen.
+    """The rows, each with as many places as images, and a notice if this function chose the places.
 
-    If no message of the file has a place, the images stand before the first message of the user, as in TRL.
+    If no message of the file has a place, the images come at the start of the user's first message, as in TRL.
     """
     counts = [sum(turn[1].count(IMAGE) for turn in said) for said, *_ in rows]
     notices: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def _has_image(output: Any) -> bool:
 
 
 def _first(said: Sequence[Any], count: int) -> Any:
-    """The messages with places for images before the first message of the user."""
+    """The messages, with places for ``count`` images at the start of the user's first message."""
     first = next((i for i, turn in enumerate(said) if turn[0] == "user"), 0)
     return tuple((t[0], IMAGE * count + t[1], *t[2:]) if i == first else t for i, t in enumerate(said))
 
@@ -170,7 +170,7 @@ def _looks(files: Sequence[tuple[Attachment, ...]], at: At, source: str) -> tupl
         InputError: an image is damaged.
     """
     flat = [(row, file) for row, some in enumerate(files) for file in some]
-    with ThreadPoolExecutor(4) as pool:  # Pillow decodes outside the interpreter's lock
+    with ThreadPoolExecutor(4) as pool:  # Pillow releases the interpreter's lock to decode
         found = list(pool.map(lambda pair: pictures.look(pair[1].source), flat))
     for (row, file), one in zip(flat, found, strict=True):
         if one.fault is not None:

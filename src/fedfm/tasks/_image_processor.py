@@ -13,7 +13,7 @@ from fedfm.models.quiet import quiet
 
 _FILE, _VIDEO_FILE = "processor_config.json", "video_preprocessor_config.json"
 _VIDEO = "video_processor"
-# attributes of processors that are tokens for images, in texts or among the expanded tokens
+# attributes of processors with tokens for images: tokens in a text, or tokens that replace an image
 _TOKENS = (
     *("image_token", "video_token", "boi_token", "eoi_token", "fake_image_token", "global_image_tag"),
     *("global_image_token", "image_break_token", "image_end_token", "start_image_token", "end_image_token"),
@@ -21,16 +21,16 @@ _TOKENS = (
 
 
 def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """The processor of a model of texts and images with this tokenizer, and notices about its settings for images.
+    """The processor of a model that reads texts and images, with this tokenizer, and notices about its image settings.
 
-    Images are prepared by Pillow, as for all other tasks, so that pixels do not depend on torchvision. The part for
-    videos, which needs torchvision, is left out where torchvision is missing.
+    Pillow prepares the images, as for all other tasks, so that pixels do not depend on torchvision. The part for videos
+    needs torchvision; without torchvision, this part is left out.
 
     Args:
         name: the model's name in messages.
 
     Raises:
-        InputError: the model does not read texts with images, or has no processor that can be read.
+        InputError: the model does not read texts with images, or its processor cannot be read.
     """
     import transformers
 
@@ -59,7 +59,7 @@ def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any,
 
 
 def tokens_of(processor: Any) -> tuple[str, ...]:
-    """The tokens that stand for images; a text with one of them would be read as an image."""
+    """The tokens that stand for images; a model would read a text with one of them as an image."""
     found = (getattr(of, key, None) for of in (processor, processor.tokenizer) for key in _TOKENS)
     more = getattr(processor, "all_special_multimodal_tokens", ())
     return tuple(dict.fromkeys(str(token) for token in (*found, *more) if token))
@@ -78,7 +78,7 @@ def _load(path: Path | str) -> Any:
 
 
 def _class_of(path: Path | str) -> Any:
-    """The processor's class by the model's files; None if they do not name one of transformers."""
+    """The class of the processor by the model's files; None if the files name no class of transformers."""
     import transformers
 
     for file in (_FILE, "tokenizer_config.json", "preprocessor_config.json"):
@@ -94,7 +94,7 @@ def _settings_of_video(path: Path | str) -> dict[str, Any]:
 
 
 def _without_video(kind: Any, settings: dict[str, Any]) -> Any:
-    """The class of a processor that neither loads nor uses its part for videos, but saves this part's settings."""
+    """A class like ``kind`` that neither loads nor uses the part for videos, but saves this part's settings."""
 
     class WithoutVideo(kind):  # type: ignore[misc]
         @classmethod
@@ -110,12 +110,12 @@ def _without_video(kind: Any, settings: dict[str, Any]) -> Any:
             found: dict[str, Any] = super().to_dict()
             return found | ({_VIDEO: settings} if settings else {})
 
-    WithoutVideo.__name__ = WithoutVideo.__qualname__ = kind.__name__  # the name goes into files
+    WithoutVideo.__name__ = WithoutVideo.__qualname__ = kind.__name__  # saved files have this name
     return WithoutVideo
 
 
 def _template(processor: Any, name: str) -> str:
-    """The processor's chat template, where its tokenizer has none."""
+    """The processor's chat template, for a tokenizer that has none."""
     found = processor.chat_template
     found = found.get("default") if isinstance(found, dict) else found
     if not isinstance(found, str):

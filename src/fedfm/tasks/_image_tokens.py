@@ -1,7 +1,7 @@
 """Tokens of conversations with images, as the model's processor writes them.
 
 Prompt and answer are one text, in which the processor replaces each image by as many tokens as the image takes. The
-loss counts the tokens of the answers, whose places in the text move by the length of what is replaced before them.
+loss counts the tokens of the answers. If images before an answer are replaced, the answer's place in the text moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
 
 Row = tuple[Asked, Output, tuple["Attachment", ...]]
-_LEAST = 2  # an answer that is cut keeps at least this number of tokens: one, and the token that ends it
+_LEAST = 2  # a cut answer keeps at least two tokens: one, and the token that ends the answer
 _OWN = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
 
 
@@ -42,7 +42,7 @@ class Encoded:
         by_token: the model's further arguments with one value for each token, by name.
         images: the model's arguments that hold the images, by name.
         prompt: the tokens after which the model writes the answer.
-        length: number of tokens before the answer was cut.
+        length: number of tokens of the row before its answer was cut.
     """
 
     ids: list[int]
@@ -54,20 +54,20 @@ class Encoded:
     length: int
 
 
-_lengths: WeakKeyDictionary[Any, dict[Row, int]] = WeakKeyDictionary()  # by processor
+_lengths: WeakKeyDictionary[Any, dict[Row, int]] = WeakKeyDictionary()  # of rows, by processor
 _prompts: WeakKeyDictionary[Any, dict[Row, tuple[np.ndarray, dict[str, np.ndarray]]]] = WeakKeyDictionary()
 
 
 def encode(row: Row, tools: Tools) -> Encoded:
-    """The tokens and images of a row; a prompt is never cut, and an answer loses its last tokens if it is too long.
+    """The tokens and images of a row. If the row is too long, its answer loses its last tokens; a prompt is never cut.
 
     Raises:
-        InputError: the row cannot be written, or its prompt leaves no room for an answer.
+        InputError: the template or the processor refuses the row, or its prompt leaves no room for an answer.
     """
     said, output, files = row
     try:
         whole = _encode(said, output, files, tools.processor)
-    except InputError as error:  # of the chat template, or of an image that has changed since it was read
+    except InputError as error:  # from the chat template, or from an image that changed after it was read
         raise InputError(f"{_place(row)}: {error}", key=error.key) from None
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise InputError(f"{_place(row)}: the model's processor refuses the row: {first_line(error)}") from None
@@ -80,7 +80,7 @@ def encode(row: Row, tools: Tools) -> Encoded:
 
 
 def prompt(row: Row, tools: Tools) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The tokens of a row's prompt, and the further arguments with one value for each of them."""
+    """The tokens of a row's prompt, and the further arguments with one value for each of these tokens."""
     key = row[0], "", row[2]
     if key not in _prompts.get(tools.processor, {}):
         encode(key, tools)
@@ -88,7 +88,7 @@ def prompt(row: Row, tools: Tools) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def length(row: Row, tools: Tools) -> int:
-    """Number of tokens of a row before its answer is cut."""
+    """The number of tokens of a row before its answer is cut."""
     known = _lengths.get(tools.processor, {})
     return known[row] if row in known else encode(row, tools).length
 
@@ -125,7 +125,7 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
         raise ValueError("the chat template writes an image into an answer")
     spans = [(_new_place(a, moved), _new_place(b, moved)) for a, b in spans]
     places = found["offset_mapping"][0].tolist()
-    kept = max((i + 1 for i, (a, b) in enumerate(places) if b > a), default=0)  # without special tokens after the text
+    kept = max((i + 1 for i, (a, b) in enumerate(places) if b > a), default=0)  # no special tokens after the text
     ids = found["input_ids"][0].tolist()
     of_tokens = {k for k, x in found.items() if k not in _OWN and x.shape == found["input_ids"].shape}
     counts = [any(a < end and b > begin for begin, end in spans) for a, b in places[:kept]]
@@ -145,13 +145,13 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
 
 
 def _new_place(at: int, moved: Sequence[dict[str, Any]]) -> int:
-    """Where the character at this place of the text is after the images are replaced."""
+    """The place of a character of the text after the images before it are replaced."""
     before = [one for one in moved if one["span"][1] <= at]
     return at + (before[-1]["new_span"][1] - before[-1]["span"][1] if before else 0)
 
 
 def _expand(text: str, moved: Sequence[dict[str, Any]]) -> str:
-    """A beginning of the row's text with its images replaced by their tokens."""
+    """The start of a row's text, with each image replaced by its tokens."""
     for one in reversed([one for one in moved if one["span"][1] <= len(text)]):
         begin, end = one["span"]
         text = text[:begin] + one["replacement"] + text[end:]
@@ -165,7 +165,7 @@ def _tokens(text: str, tokenizer: Any, *, special: bool) -> list[int]:
 
 
 def _like(values: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """One value for each token of a prompt; tokens at its end that the row does not have are text."""
+    """One value for each token of a prompt. If the prompt has more tokens than the row, these are text: value 0."""
     return [*values[: len(tokens)], *[0] * (len(tokens) - len(values))]
 
 

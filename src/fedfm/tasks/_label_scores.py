@@ -1,10 +1,10 @@
-"""Scores of rows with several labels, from sums over rows that can be added.
+"""Scores of rows with several labels, from sums over rows; the sums of several clients can be added.
 
-AUROC and average precision need the order of the rows by their logits. A sum stores it as counts: for each label and
-each logit, how many rows have the label and how many do not. Counts of several clients can be added.
+AUROC and average precision need the order of the rows by their logits. The sum ``ranks`` stores this order as counts:
+for each label and each logit, the number of rows with the label and the number of rows without it.
 
-In one process the logits are exact (float32), and so are the scores. A silo tells its counts in at most 34 bins a
-label: the server chooses the weights, so exact logits would tell a feature of each row.
+In one process the logits are exact (float32), and so are the scores. A silo sends its counts in at most 34 bins per
+label: the server chooses the weights, so exact logits would disclose a feature of each row.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from torch import Tensor
 from fedfm.errors import E_FIELD, ClientFault
 
 Array = np.ndarray
-Ranks = list[int]  # triples (place, rows with the label, rows without it), by ascending place: label and logit
+Ranks = list[int]  # triples (place, rows with the label, rows without it); the places, of label and logit, ascend
 
 _KEYS = 1 << 32  # number of float32 values: a label has the places label * _KEYS to (label + 1) * _KEYS - 1
-_EXACT = 1 << 16  # rows up to which logits are exact; those of more rows are rounded, so that the counts stay short
-_FINE, _STEPS = 0.01, 1600  # of more rows: z is in bin floor(1600 asinh(z / 0.01)), 0.06 % of a logit wide
-_TOLD, _TAIL = 24, 4  # most bins that a silo tells of 90 % of a label's rows, and of those beyond on either side
-_DIGITS = 64  # most bins that it tells up to the largest of these logits
+_EXACT = 1 << 16  # for up to this number of rows, logits are exact; for more rows, they are rounded to keep counts few
+_FINE, _STEPS = 0.01, 1600  # for more rows: logit z is in bin floor(1600 asinh(z / 0.01)), 0.06 % of z wide
+_TOLD, _TAIL = 24, 4  # largest number of bins of the middle 90 % of a label's rows, and on either side of them
+_DIGITS = 64  # largest number of bins from 0 to the largest logit of the middle 90 %
 
 
 def rank_counts(logits: Array, targets: Array) -> Ranks:
-    """The counts of rows by label and logit, from logits and targets (n, C)."""
+    """The counts of rows for each label and logit, from logits and targets (n, C)."""
     z = logits if len(logits) <= _EXACT else _round_logits(logits)
     place = np.arange(logits.shape[1]) * _KEYS + _keys(z)  # (n, C)
     return _count_by_bin(place.ravel(), (targets > 0).ravel().astype(np.int64), (targets <= 0).ravel().astype(np.int64))
 
 
 def _round_logits(z: Array) -> Array:
-    """Each logit replaced by the middle of its bin; zero is an edge."""
+    """Replace each logit by the middle of its bin; zero is an edge of two bins."""
     bins = np.floor(np.arcsinh(z.astype(np.float64) / _FINE) * _STEPS)
     middles: Array = _FINE * np.sinh((bins + 0.5) / _STEPS)
     return middles
 
 
 def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
-    """The counts as a silo tells them: a label's logits in at most 34 bins, whose rows are spread evenly over them.
+    """The counts that a silo sends: at most 34 bins per label; the rows of a bin are spread evenly over the bin.
 
-    The width of a label's bins is a power of two: 1/24 to 1/12 of the range of the middle 90 % of its rows, and not
-    below 1/64 of the largest logit of these. The rows beyond are in four more bins on either side.
+    The width of a label's bins is a power of two: 1/24 to 1/12 of the range of the middle 90 % of its rows, but at
+    least 1/64 of the largest absolute logit of these rows. The other rows are in four more bins on either side.
     """
     triples = np.zeros((0, 3), np.int64)
     for c, (logits, with_label, without) in enumerate(_by_label(ranks, labels)):
@@ -68,7 +68,7 @@ def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
 
 
 def _spread(bins: Array, counts: Array, width: float) -> Array:
-    """As many logits as rows: those of each bin at equal distances in it."""
+    """One logit for each row: the logits of a bin lie at equal distances in the bin."""
     each, of = np.unique(bins, return_inverse=True)
     rows = np.bincount(of, counts, len(each)).astype(np.int64)
     nth = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
@@ -76,7 +76,7 @@ def _spread(bins: Array, counts: Array, width: float) -> Array:
 
 
 def _keys(z: Array) -> Array:
-    """Whole numbers from 0 to 2^32 - 1 in the order of the values, which become float32."""
+    """Cast the values to float32, and return whole numbers from 0 to 2^32 - 1 in the same order."""
     bits = (np.nan_to_num(z).astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)  # -0 becomes 0
     keys: Array = np.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (_KEYS >> 1)
     return keys
@@ -90,10 +90,10 @@ def _values(keys: Array) -> Array:
 
 
 def check_counts(told: Mapping[str, Any], labels: int) -> None:
-    """Check that counts by label and bin that a client sent can be those of its rows.
+    """Check that the counts by label and bin that a client sent are possible for its rows.
 
     Raises:
-        ClientFault: with E_FIELD if not.
+        ClientFault: with E_FIELD if they are not.
     """
     n, names = told.get("n", 0), ("positives", "predicted_positives", "true_positives")
     counts = [told.get(name) for name in names]
@@ -201,9 +201,9 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """All scores that follow from the sums of :class:`fedfm.tasks.multi_label.MultiLabel`; none without rows.
+    """All scores that follow from the sums of :class:`fedfm.tasks.multi_label.MultiLabel`; {} without rows.
 
-    A score that is undefined is None. A sum that is unknown is NaN, or a list with NaN.
+    An undefined score is None. An unknown sum is NaN, or a list with NaN.
     """
     if sums["rows"] == 0:
         return {}
@@ -228,7 +228,7 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def coarse_scores(told: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A silo's scores and sums with :func:`coarse_ranks`; all scores follow from the sums that are sent."""
+    """A silo's scores and sums with the counts of :func:`coarse_ranks`; the scores follow from these sums."""
     if not told.get("ranks") or not told.get("positives"):
         return told
     ranks = coarse_ranks(told["ranks"], len(told["positives"]))
@@ -242,8 +242,8 @@ def _numbers(value: Any) -> list[float]:
 def best_thresholds(ranks: Sequence[float], labels: int) -> list[float | None]:
     """For each label, the threshold with the largest F1. A row gets a label if its probability reaches the threshold.
 
-    A threshold lies in the middle between the logits of the last row below it and the first row above it. Of several
-    best thresholds, the nearest to 0.5 is taken. A label that no row has gets None.
+    The logit of a threshold is the middle between two neighbouring logits of rows. Of several best thresholds, the one
+    nearest to 0.5 is taken. A label that no row has gets None.
     """
     return [_best_threshold(*of) for of in _by_label(ranks, labels)]
 
@@ -261,7 +261,7 @@ def _best_threshold(z: Array, with_label: Array, without: Array) -> float | None
 
 
 def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, dict[str, float]]:
-    """The best thresholds as a value of the key ``threshold``; 0.5 for a label that no row has."""
+    """The best thresholds as a value of the key ``threshold``; a label that no row has gets 0.5."""
     if ranks is None:
         return {}
     best = best_thresholds(ranks, len(classes))
@@ -269,10 +269,10 @@ def choose(ranks: Sequence[float] | None, classes: Sequence[str]) -> dict[str, d
 
 
 def check_thresholds(chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> dict[str, float]:
-    """The thresholds of a server's choice.
+    """The thresholds that a server chose, in the order of ``classes``.
 
     Raises:
-        ClientFault: with E_FIELD if it is no threshold from 0 to 1 for each label.
+        ClientFault: with E_FIELD if they are not one threshold from 0 to 1 for each label.
     """
     found = chosen.get("threshold", {})
     if set(chosen) != {"threshold"} or set(found) != set(classes) or not all(0 <= p <= 1 for p in found.values()):
@@ -281,7 +281,7 @@ def check_thresholds(chosen: Mapping[str, Mapping[str, float]], classes: Sequenc
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's binary cross-entropy, averaged over labels (b,), and a 1 for each row; from logits, targets (b, C)."""
+    """Each row's binary cross-entropy, a mean over labels (b,), and counts 1 (b,), from logits and targets (b, C)."""
     losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(1)
     return losses, torch.ones_like(losses, dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Read the labels of rows that have several: lists of names, names in one text, or a 0 or 1 for each label."""
+"""Read the labels of rows with several labels: lists of names, names in one text, or a 0 or 1 for each label."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 
 Names = tuple[str, ...]
-_NAMED = 3  # number of labels that a notice names
+_NAMED = 3  # largest number of labels that a notice names
 
 
 def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
@@ -52,7 +52,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a tuple, an array, or a list that is written as JSON to a list; other values do not change."""
+    """Convert a tuple, an array, or the JSON text of a list to a list; other values do not change."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, str) and value.strip().startswith("["):
@@ -70,7 +70,7 @@ def _marks(cells: Sequence[Any], known: Names | None) -> np.ndarray | None:
     if not all(isinstance(v, int | float) and v in (0, 1) for cell in cells for v in cell):
         return None
     if known is None and all(len(set(cell)) == len(cell) for cell in cells):
-        return None  # each may be a list of labels with the names 0 and 1
+        return None  # each cell may be a list of labels with the names 0 and 1
     if known is not None and len(known) != len(cells[0]):
         return None
     return np.array(cells, dtype=np.float64)
@@ -123,7 +123,7 @@ def _in_order(names: set[str]) -> Names:
 
 
 def _without(values: np.ndarray) -> tuple[str, ...]:
-    """A notice about rows without any label."""
+    """A notice about rows without a label; () if there are none."""
     count = int((values.sum(1) == 0).sum())
     if not count:
         return ()
@@ -132,7 +132,7 @@ def _without(values: np.ndarray) -> tuple[str, ...]:
 
 
 def forewarnings(parts: Mapping[str, Table]) -> list[str]:
-    """Notices about labels that no training row has or that all have, and a notice if each has exactly one label."""
+    """Notices about labels that no training row has, or each has; without these, one if each row has just one label."""
     training = parts.get("training")
     if training is None or training.targets is None or not len(training):
         return []
@@ -165,7 +165,7 @@ def about_outputs(threshold: Any) -> str:
 
 
 def tables(figures: Mapping[str, Any], classes: Sequence[str], by_label: Sequence[str]) -> list[FigureTable]:
-    """A table of a report with the scores of each label."""
+    """A report's table with the scores of each label; none if no such scores are known."""
     columns = {name: figures.get(name) for name in by_label}
     known = {name: of for name, of in columns.items() if isinstance(of, Mapping)}
     if isinstance(of := figures.get("threshold"), Mapping):

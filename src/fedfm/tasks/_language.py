@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LanguageTask(Task):
-    """A causal language model: its loss is the mean over the next tokens that count."""
+    """A causal language model: its loss is a mean over the next tokens that count."""
 
     softmax: ClassVar[bool] = True  # its loss is the cross-entropy, computed in chunks
 
@@ -59,11 +59,11 @@ class LanguageTask(Task):
         )
 
     def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
-        """Logits of all rows, which are padded to the longest row, so that the logits have one shape."""
+        """The logits of all rows. Rows are padded to the longest row, so that their logits have one shape."""
         return model.in_batches(rows if rows.tokens is None else rows.to_padded(), batch_size)
 
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
-        """Sums over the predicted tokens; no logits are kept, since they are as wide as the vocabulary."""
+        """Sums over the predicted tokens; the logits are not kept, since they are as wide as the vocabulary."""
         from fedfm.models.text_metrics import count_tokens
 
         return count_tokens(model, rows, batch_size)
@@ -76,7 +76,7 @@ class LanguageTask(Task):
 
 
 def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
-    """The output of ``fedfm predict`` for running text: its loss and its perplexity."""
+    """The output of ``fedfm predict`` for running text: the text's loss and perplexity."""
     from fedfm.models.text_metrics import likelihood
 
     with trained.apply(trained.model.prepare(table, range(len(table)))) as rows:

@@ -1,4 +1,4 @@
-"""Models of sequence to sequence: their classes, their preprocessors, their languages, and how they generate."""
+"""Sequence-to-sequence models: their classes, preprocessors, languages and generation settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fedfm.tasks import _sequence_rows
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-_SPEECH = ("whisper",)  # types of configurations of the models that read recordings of one length
-_ANY = "<|notimestamps|>"  # a token of each Whisper's vocabulary
+_SPEECH = ("whisper",)  # ``model_type`` of the models that read recordings, all padded to one length
+_ANY = "<|notimestamps|>"  # a token in the vocabulary of every Whisper
 _CODE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
@@ -30,7 +30,7 @@ def model_class(config: Any) -> Any:
     """Transformers' class for a model of this configuration.
 
     Raises:
-        InputError: it is no encoder-decoder that reads texts, and no Whisper.
+        InputError: the model is neither an encoder-decoder that reads texts nor a Whisper.
     """
     import transformers
 
@@ -51,7 +51,7 @@ def complete(tools: Tools, path: Path | str, config: Any, source: str | None, ta
     """The tools with the languages of the rows and, for a Whisper, with its feature extractor.
 
     Raises:
-        InputError: the model needs a language that is not named, or does not have a language that is named; its feature
+        InputError: the model needs a language that is not named, or does not know a language that is named; the feature
             extractor cannot be read, or does not fit the model.
     """
     tokenizer, notices = tools.tokenizer, list(tools.notices)
@@ -112,7 +112,7 @@ def _extractor(path: Path | str, config: Any) -> tuple[Any, list[str]]:
 
 
 def _is_multilingual(path: Path | str, tokenizer: Any) -> bool:
-    """Whether a Whisper knows several languages, so that its decoder is told which."""
+    """Whether a Whisper knows several languages, so that its decoder needs the language."""
     if not hasattr(tokenizer, "set_prefix_tokens"):
         return False
     import json
@@ -124,7 +124,7 @@ def _is_multilingual(path: Path | str, tokenizer: Any) -> bool:
 
 
 def _set_spoken_language(tokenizer: Any, multilingual: bool, source: str | None, target: str | None) -> None:
-    """Set the tokens before an output that name language and task to a Whisper."""
+    """Set the tokens before each output, which give a Whisper the language and the task."""
     if not multilingual:
         if source or target:
             key = "source_language" if source else "target_language"
@@ -174,7 +174,7 @@ def _whisper_task(source: str, target: str | None) -> str:
 
 
 def _set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
-    """Set the languages of a tokenizer that writes their codes, such as mBART's.
+    """Set the languages of a tokenizer that writes language codes, such as mBART's.
 
     Raises:
         InputError: a language is not named, or the tokenizer does not know it.
@@ -210,7 +210,7 @@ def _codes(tokenizer: Any) -> list[str]:
 
 
 def _language_id(tokenizer: Any, code: str) -> int | None:
-    """The token of a language; None if the tokenizer does not know it."""
+    """The id of a language's token; None if the tokenizer does not know the language."""
     known = getattr(tokenizer, "lang_code_to_id", None)
     found = known.get(code) if known else tokenizer.convert_tokens_to_ids(code)
     return None if found is None or found == tokenizer.unk_token_id else int(found)
@@ -220,9 +220,9 @@ def _language_id(tokenizer: Any, code: str) -> int | None:
 
 
 def generation_settings(model: Network, source: str | None, target: str | None) -> dict[str, Any]:
-    """The settings with which a model generates as it was trained: its first tokens, its end, and its limit.
+    """The settings with which a model generates as it was trained: first tokens, end tokens, and the limit of length.
 
-    Training shows what an answer begins with: the decoder's first input, and the language's code as its first target.
+    The first tokens are those of training: the decoder's first input, and the language's code as the first target.
     """
     tokenizer, module = model.tools.tokenizer, unwrap(model.module)
     own: Any = module.generation_config
@@ -257,7 +257,7 @@ def generation_settings(model: Network, source: str | None, target: str | None) 
 
 
 def limit(model: Network) -> int:
-    """The largest number of tokens that a model generates for an answer; a decoder needs places for the first ones."""
+    """The largest number of tokens that a model generates for an answer; its first tokens take positions, too."""
     most: int = model.task.answer_limit(model.tools)  # type: ignore[attr-defined]
     first = len(model.tools.tokenizer.prefix_tokens) if hasattr(model.tools.tokenizer, "set_prefix_tokens") else 1
     places = model.tools.positions
@@ -278,7 +278,7 @@ def ends(model: Network) -> set[int]:
 
 
 def greedy_settings(model: Network, settings: dict[str, Any]) -> Any:
-    """A copy of the model's generation settings, greedy, with ``settings``."""
+    """A copy of the model's generation settings, made greedy and then changed by ``settings``."""
     import copy
 
     from fedfm.models.language.generation import GREEDY

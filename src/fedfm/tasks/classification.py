@@ -1,4 +1,4 @@
-"""Classification: each row has one of several classes; a new head predicts it."""
+"""Classification: each row has one of several classes; a new head predicts this class."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Embedding: pairs of texts or of images that belong together get vectors with a large cosine.
+"""Embedding: pairs of texts or of images that belong together get vectors with a large cosine similarity.
 
-The loss is the MultipleNegativesRankingLoss of sentence-transformers: each anchor is classified among the positives
+The loss is sentence-transformers' MultipleNegativesRankingLoss: an anchor has to find its positive among the positives
 (and negatives) of its batch. :mod:`fedfm.tasks._pair_rows` reads the rows, :mod:`fedfm.tasks._pair_vectors` computes
-vectors and the loss, and :mod:`fedfm.tasks._pair_candidates` ranks.
+vectors and the loss, and :mod:`fedfm.tasks._pair_candidates` ranks candidates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class Embedding(Task):
     """An encoder without a head. A row is (anchor, positive) or (anchor, positive, negative).
 
-    Logits of a batch are (b, m): the cosines of its anchors and of its m positives and negatives, divided by the
-    temperature. :meth:`predict` compares each anchor with the candidates of its set instead, so that its logits do not
-    depend on the other rows.
+    Logits of a batch are (b, m): the cosines between its b anchors and its m positives and negatives, divided by the
+    temperature. :meth:`predict` compares each anchor with the candidates of a fixed set instead, so that the anchor's
+    logits do not depend on its batch.
     """
 
     name: ClassVar[str] = "embedding"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Instruction(AnswerTask):
-    """A row is (instruction, answer); the loss is over the answer's tokens."""
+    """A row is (instruction, answer); the loss is a mean over the answers' tokens."""
 
     name: ClassVar[str] = "instruction"
     kinds: ClassVar[tuple[str, ...]] = ("instruction",)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LanguageModelling(LanguageTask):
-    """Texts are joined and cut into blocks; every token of a block is predicted."""
+    """Texts are joined and cut into blocks; the model predicts every token of a block."""
 
     name: ClassVar[str] = "language_modelling"
     kinds: ClassVar[tuple[str, ...]] = ("passages", "text")

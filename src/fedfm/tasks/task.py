@@ -1,7 +1,7 @@
 """Task: the facts and the computations that define a task.
 
 A task is a frozen dataclass in a file of its own. Its fields are the keys of the [model] table that only this task has.
-Its class variables are facts, which packages below this one read. Its methods are the task's computations. The defaults
+Its class variables are facts, which the packages below read. Its methods are the task's computations. The defaults
 of this class fit a classifier of rows: logits (b, C), and one label per row.
 """
 
@@ -54,7 +54,7 @@ class Task:
         kinds: kinds of rows that its models read.
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
-        columns: keys of the [data] table and of a silo's file that name its columns.
+        columns: keys of the [data] table and of a silo's file that name the columns of the task's rows.
         endings: suffixes of the files that :meth:`sheet` reads. If the experiment names the task, the method also
             reads plain text (.txt).
         new_head: whether transformers builds a new head for the classes.
@@ -63,28 +63,28 @@ class Task:
             their cross-entropy.
         own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because the targets
             are not one class per row.
-        absent_target: the value that rows get for a target that their client lacks; None: such rows are refused.
+        absent_target: the value that rows get for a target that their client lacks; if None, such rows are refused.
         linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
         images_in_texts: whether rows have images among their texts, so that the model's part for images is used.
         is_language_model: whether the model is a causal language model, whose rows are tokens without labels.
         means_over_tokens: whether the loss of a row is a mean over tokens.
         compared_by_row: whether audits may compare a model's results for single rows.
-        keeps_base: whether its loss compares the model with its base, so that no adaptation may change the base.
-        loss_is_opaque: whether only the mean loss of a batch is known.
-        softmax: whether the loss is the cross-entropy of the logits; if :attr:`mixes_rows` gives a reason, it is not.
-            A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
-        texts_a_row: number of texts in the tokens of a row.
-        no_pretraining: why ``fedfm pretrain`` does not train it; empty if it does.
+        keeps_base: whether the loss compares the model with its base model; then no adaptation may change the base.
+        loss_is_opaque: whether the loss of a single row is not known, but only the mean loss of a batch.
+        softmax: whether the loss is the cross-entropy of the logits. It does not count if :attr:`mixes_rows` gives a
+            reason. A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
+        texts_a_row: number of texts from which the tokens of a row are made.
+        no_pretraining: why ``fedfm pretrain`` does not train this task; empty if it does.
         adaptations: the adaptations that the task supports.
         lora_scale: the default of alpha / rank.
         figures: names of the task's own scores, which results report in addition to the common scores.
         drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
-        sums: names of the sums over rows from which its scores are computed; empty if scores cannot be joined.
+        sums: names of the sums over rows from which its scores are computed; empty if parts' scores cannot be joined.
         lists: names of the figures and sums that are lists, with an entry for each class or target.
         row_means: for each score that is a mean over rows, the name of the sum over rows. A silo sends only the score,
             since the sum follows from it.
-        problem_type: ``problem_type`` in the configuration of an exported classifier; None if it has none.
+        problem_type: the value of ``problem_type`` in an exported classifier's configuration; None if it has none.
     """
 
     name: ClassVar[str]
@@ -142,7 +142,7 @@ class Task:
 
     @property
     def table_kinds(self) -> tuple[str, ...]:
-        """Kinds of rows as they are read for this task."""
+        """The kinds that rows can have after they are read for this task."""
         return self.kinds if self.own_kind is None else (self.own_kind.name,)
 
     @property
@@ -152,7 +152,7 @@ class Task:
 
     @property
     def generates(self) -> bool:
-        """Whether its models generate texts, which follow ``generation_config.json``."""
+        """Whether its models generate texts, by the settings of ``generation_config.json``."""
         return self.answers
 
     @property
@@ -162,7 +162,7 @@ class Task:
 
     @property
     def trained_classes(self) -> int | None:
-        """The number of classes with training rows (the first ones in order); None if every class has some."""
+        """The number of classes with training rows (they come first); None if every class has training rows."""
         return None
 
     @property
@@ -172,7 +172,7 @@ class Task:
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is not a mean over its rows; empty if it is one."""
+        """Why the loss of a batch is not a mean over its rows; empty if it is such a mean."""
         return ""
 
     @property
@@ -186,14 +186,14 @@ class Task:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
-        """Whether these columns hold rows of this task; this decides the task if the experiment names none."""
+        """Whether these columns have rows of this task; if the experiment names no task, this decides the task."""
         return False
 
     def sheet(self, text: str, source: str) -> Sheet:
-        """The columns of a file of one of the :attr:`endings`; ``source`` names the file in messages.
+        """The columns of a file with one of the :attr:`endings`; ``source`` names the file in messages.
 
         Raises:
-            InputError: the text has another format; the message says where.
+            InputError: the text does not have the format; the message says where.
         """
         raise NotImplementedError(f"{self.name}: no files of its own")
 
@@ -204,7 +204,7 @@ class Task:
             labelled: False for rows to predict, whose targets may be missing.
 
         Raises:
-            InputError: the folder has this layout, but not completely; the message says where.
+            InputError: the folder has this layout, but is incomplete; the message says where.
         """
         return None
 
@@ -217,7 +217,7 @@ class Task:
             labelled: False for rows to predict, which may have no answers and no labels.
 
         Raises:
-            InputError: a column is missing, or a cell is empty or of another form; the message says where.
+            InputError: a column is missing, or a cell is empty or malformed; the message says where.
         """
         return None
 
@@ -225,19 +225,19 @@ class Task:
         """The targets of images, texts or feature vectors, for a task with :attr:`own_targets`.
 
         Args:
-            sheet: the columns. For an npz they are the arrays with one entry per row; ``y`` is named ``data.label``.
+            sheet: the columns. Those of an npz file are its arrays with one entry per row; ``data.label`` names ``y``.
             spec: names of the columns.
             source: name of the file in messages.
 
         Raises:
-            InputError: a column is missing, or a cell is empty or of another form; the message says where.
+            InputError: a column is missing, or a cell is empty or malformed; the message says where.
         """
         raise NotImplementedError(f"{self.name}: no targets of its own")
 
     def keys_of_rows(self, data: FederatedData) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Keys of the [model] table that follow from the training rows of all clients, and notices for the user.
 
-        The manifest has the keys, so that all parties and later commands use the same values.
+        The manifest stores these keys, so that all parties and later commands use the same values.
 
         Raises:
             InputError: the model cannot learn from these rows.
@@ -269,7 +269,7 @@ class Task:
 
         Args:
             part: the rows.
-            tools: tokenizer, largest number of tokens in a row, template.
+            tools: the tokenizer, the largest number of tokens of a row, and the template.
             classes: the model's classes, in the order of the logits.
 
         Raises:
@@ -285,7 +285,7 @@ class Task:
         )
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
-        """Notices, before a run, about rows ("training" and "test") that are cut off or probably wrong."""
+        """Notices before a run about rows that are cut off or probably wrong; ``parts``: "training" and "test" rows."""
         return []
 
     # --- model --------------------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ class Task:
     def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
         """An object of the model's files that prepares the rows with this tokenizer, and notices for the user.
 
-        It becomes ``processor`` of :class:`fedfm.models.preprocessors.Tools`, and is written into exports. None: the
-        tokenizer is enough.
+        It becomes ``processor`` of :class:`fedfm.models.preprocessors.Tools`, and is written into exports. It is None
+        if the tokenizer is enough.
 
         Raises:
             InputError: the files have no such object, or the model does not fit the task.
@@ -358,7 +358,7 @@ class Task:
         """Refuse values of the task's keys that exceed a model's positions, or an image processor that does not fit.
 
         Raises:
-            InputError: there is such a value; the message says what would be right.
+            InputError: there is such a value or processor; the message says what would be right.
         """
 
     def check_single_encoder(self) -> None:
@@ -369,11 +369,11 @@ class Task:
         """
 
     def answer_limit(self, tools: Tools) -> int:
-        """Largest number of tokens of a generated answer: ``max_length``, but at most half of the positions."""
+        """Largest number of tokens of a generated answer: ``max_length``, but at most half of the model's positions."""
         return min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
 
     def encode(self, model: Network, rows: Rows) -> Rows:
-        """Add to the rows the values that are computed only once per row, from frozen weights."""
+        """Add to the rows the outputs of frozen weights, which are computed only once per row."""
         return rows
 
     def prompts(self, rows: Rows) -> Rows:
@@ -474,7 +474,7 @@ class Task:
         """Check that scores and sums that a client sent can be those of some rows. Their types are right already.
 
         Raises:
-            ClientFault: with E_FIELD if a list has another number of entries, a sum is negative, or a share is not from
+            ClientFault: with E_FIELD if a list has a wrong number of entries, a sum is negative, or a share is not from
                 0 to 1.
         """
         from fedfm.tasks import _told_scores
@@ -488,10 +488,10 @@ class Task:
         return told
 
     def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
-        """The task with values that a server chose by :meth:`choose`, and that came in a message.
+        """The task with the values that a server chose by :meth:`choose` and sent in a message.
 
         Raises:
-            ClientFault: with E_FIELD if they are no values that it chooses.
+            ClientFault: with E_FIELD if the task does not choose such values.
         """
         if chosen:
             raise ClientFault(E_FIELD, f'chosen: the task "{self}" of this run chooses no key by validation rows')
@@ -549,22 +549,22 @@ class Task:
         return {}
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
-        """The task and the weights for an export; they differ from the run's if other programs need other weights."""
+        """The task and the weights for an export. If other programs need other weights, they differ from the run's."""
         return self, w
 
     def add_files(self, model: Network, to: str, folder: Path) -> None:
         """Add the files of other libraries to an export in the format ``to``, so that they load it."""
 
     def about_outputs(self) -> str:
-        """A sentence for the reader of an export about the model's outputs; empty: there is nothing to say."""
+        """A sentence for the reader of an export about the model's outputs; empty if there is nothing to say."""
         return ""
 
     def about_export(self, to: str, folder: Path) -> str:
-        """What the README says after the code that loads the export, by its format; by default the outputs alone."""
+        """The README's text after the code that loads an export of format ``to``; by default :meth:`about_outputs`."""
         return self.about_outputs()
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
-        """A report's tables of the task's own scores; ``figures`` is ``details`` of the result."""
+        """A report's tables of the task's own scores; ``figures`` are the ``details`` of the result."""
         return []
 
     def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
