@@ -1,8 +1,8 @@
 """Tasks, one per file: the rows that a task reads, its head, loss and scores, its predictions and exports.
 
-A file here without a leading underscore is a task and has its name. There is no list of tasks: ``fedfm.core.tasks``
-finds them for the packages below this one, and a run imports only its own task. Settings are made from these modules,
-so at their head they import nothing above ``core``. A method imports the modules that it needs when it runs.
+Each file here without a leading underscore, except ``task``, is a task and has the task's name. There is no list of
+tasks: ``fedfm.core.tasks`` finds them for the packages below this one, and a run imports only its own task. Settings
+are made from these modules, so at their head they import nothing above ``core``. A method imports what it needs.
 """
 
 DEFAULT = "classification"  # the task of rows that imply no other

@@ -1,4 +1,4 @@
-"""Encoders without a head, and the files of sentence-transformers that say how their states become one vector."""
+"""Encoders without a head, and the files of sentence-transformers that say how an encoder's states become a vector."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _has_pooler(kind: type) -> bool:
 
 
 def _pooling(path: Path | str) -> tuple[Pooling, tuple[str, ...]]:
-    """The pooling by the ``modules.json`` of a folder or hub id, and notices; without this file, it is the mean."""
+    """The pooling by the ``modules.json`` of a folder or hub id (the mean without this file), and notices on it."""
     parts = _json(path, _MODULES)
     if parts is None:
         return Pooling(), (f"model.name: {path} has no {_MODULES}: a row's vector is the mean of its states",)
@@ -210,7 +210,7 @@ def _width(config: Any) -> int:
 
 
 def _clean(path: Path) -> None:
-    """Remove fedfm's key from a configuration file; if the file is a link, a file of its own replaces it."""
+    """Remove fedfm's key from a configuration file; if the file is a link, a real file replaces the link."""
     if not path.exists():
         return
     about = json.loads(path.read_text(encoding="utf-8"))

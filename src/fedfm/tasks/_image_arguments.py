@@ -47,7 +47,7 @@ class Source:
     _last: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def of(self, index: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The arguments of these rows. The last rows are kept, so that a batch computes all its arguments once."""
+        """The arguments of these rows. The last result is kept, so that a batch computes all its arguments once."""
         if self.values is not None:
             return [self.values[i] for i in index]
         self._last = {i: self._last[i] if i in self._last else self._compute(i) for i in index}

@@ -1,7 +1,7 @@
 """Tokens of conversations with images, as the model's processor writes them.
 
 Prompt and answer are one text, in which the processor replaces each image by as many tokens as the image takes. The
-loss counts the tokens of the answers. If images before an answer are replaced, the answer's place in the text moves.
+loss counts the tokens of the answers. A replaced image moves the places of later answers by the change in length.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Encoded:
         counts: for each token, whether the loss counts it.
         start: index of the first token of the last answer.
         by_token: the model's further arguments with one value for each token, by name.
-        images: the model's arguments that hold the images, by name.
+        images: the model's arguments that contain the images, by name.
         prompt: the tokens after which the model writes the answer.
         length: number of tokens of the row before its answer was cut.
     """

@@ -39,7 +39,7 @@ def rank_counts(logits: Array, targets: Array) -> Ranks:
 
 
 def _round_logits(z: Array) -> Array:
-    """Replace each logit by the middle of its bin; zero is an edge of two bins."""
+    """Replace each logit by the middle of its bin; zero is the edge between two bins."""
     bins = np.floor(np.arcsinh(z.astype(np.float64) / _FINE) * _STEPS)
     middles: Array = _FINE * np.sinh((bins + 0.5) / _STEPS)
     return middles
@@ -242,8 +242,8 @@ def _numbers(value: Any) -> list[float]:
 def best_thresholds(ranks: Sequence[float], labels: int) -> list[float | None]:
     """For each label, the threshold with the largest F1. A row gets a label if its probability reaches the threshold.
 
-    The logit of a threshold is the middle between two neighbouring logits of rows. Of several best thresholds, the one
-    nearest to 0.5 is taken. A label that no row has gets None.
+    The logit of a threshold is the smallest logit of a row or the middle between two neighbouring logits. Of several
+    best thresholds, the one nearest to 0.5 is taken. A label that no row has gets None.
     """
     return [_best_threshold(*of) for of in _by_label(ranks, labels)]
 
@@ -281,7 +281,7 @@ def check_thresholds(chosen: Mapping[str, Mapping[str, float]], classes: Sequenc
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's binary cross-entropy, a mean over labels (b,), and counts 1 (b,), from logits and targets (b, C)."""
+    """Each row's mean binary cross-entropy over labels (b,), and counts of 1 (b,), from logits and targets (b, C)."""
     losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(1)
     return losses, torch.ones_like(losses, dtype=torch.int64)
 

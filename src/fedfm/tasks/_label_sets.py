@@ -132,7 +132,7 @@ def _without(values: np.ndarray) -> tuple[str, ...]:
 
 
 def forewarnings(parts: Mapping[str, Table]) -> list[str]:
-    """Notices about labels that no training row has, or each has; without these, one if each row has just one label."""
+    """Notices about labels that no training row has or every one has; else a notice if each row has just one label."""
     training = parts.get("training")
     if training is None or training.targets is None or not len(training):
         return []

@@ -257,7 +257,7 @@ def generation_settings(model: Network, source: str | None, target: str | None) 
 
 
 def limit(model: Network) -> int:
-    """The largest number of tokens that a model generates for an answer; its first tokens take positions, too."""
+    """The largest number of tokens that a model generates for an answer; the first tokens take positions, too."""
     most: int = model.task.answer_limit(model.tools)  # type: ignore[attr-defined]
     first = len(model.tools.tokenizer.prefix_tokens) if hasattr(model.tools.tokenizer, "set_prefix_tokens") else 1
     places = model.tools.positions

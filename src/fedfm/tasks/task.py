@@ -72,8 +72,8 @@ class Task:
         compared_by_row: whether audits may compare a model's results for single rows.
         keeps_base: whether the loss compares the model with its base model; then no adaptation may change the base.
         loss_is_opaque: whether the loss of a single row is not known, but only the mean loss of a batch.
-        softmax: whether the loss is the cross-entropy of the logits. It does not count if :attr:`mixes_rows` gives a
-            reason. A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
+        softmax: whether the loss is the cross-entropy of the logits. If :attr:`mixes_rows` gives a reason, the
+            value does not count. A class that overrides ``loss`` or ``objective`` has to set ``softmax`` again.
         texts_a_row: number of texts from which the tokens of a row are made.
         no_pretraining: why ``fedfm pretrain`` does not train this task; empty if it does.
         adaptations: the adaptations that the task supports.
