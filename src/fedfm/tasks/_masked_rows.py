@@ -117,7 +117,7 @@ def _names(source: str) -> tuple[str, ...]:
 
 
 def _number_classes(present: set[int], source: str, notices: list[str]) -> tuple[str, ...]:
-    """Names for classes without names: the numbers from 0 to the largest in the masks.
+    """The class names if no file gives any: the numbers from 0 to the largest in the masks.
 
     Raises:
         InputError: most of these numbers are in no mask, or there are too many.
@@ -236,7 +236,7 @@ class MaskRows:
         return replace(self, index=self.index[index])
 
     def sources(self) -> Iterator[bytes]:
-        """What determines the targets of each row: class names, number of ignored pixels, content of the mask."""
+        """What determines each row's targets: class names, the number that marks ignored pixels, the mask's content."""
         for i in self.index:
             _, mask, names = self.rows[i]
             yield json.dumps([names, self.ignored]).encode() + mask.content()

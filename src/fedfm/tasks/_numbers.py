@@ -281,7 +281,7 @@ def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence
 
     Returns:
         (weights, whether the head has a bias, to which the means are added); None if there is no scale, or no head
-        into which it can be folded.
+        into which the scale can be folded.
     """
     if not scales or model.head is None:
         return None

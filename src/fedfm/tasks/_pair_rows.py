@@ -106,7 +106,7 @@ def to_rows(part: Table, tools: Tools) -> Rows:
     """Rows for an encoder: the tokens of a row's texts one after the other, or images.
 
     Raises:
-        InputError: the model does not read images, or does not read texts; or only some rows have a negative.
+        InputError: the rows are texts and the model reads images, or the reverse; or only some rows have a negative.
     """
     import torch
 

@@ -171,7 +171,7 @@ def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> 
 
 
 def compare(said: Sequence[Answer], right: Sequence[str]) -> dict[str, float]:
-    """As :func:`fedfm.models.text_metrics.compare_texts`, and the word errors and the outputs' number of words.
+    """As :func:`fedfm.models.text_metrics.compare_texts`, with word errors and the number of words in the outputs.
 
     White space separates words; case and punctuation count.
     """

@@ -222,7 +222,7 @@ def _texts(model: Network, batch: Batch) -> Batch:
 
 
 def _by_batches(model: Network, rows: Rows, of: Callable[[Batch], Tensor], most: int = AT_ONCE) -> Tensor:
-    """The two numbers that ``of`` gives each row, (n, 2) float32 on the CPU; rows of similar length share a batch."""
+    """The results of ``of`` for all rows, (n, 2), float32 on the CPU; rows of similar length share a batch."""
     import torch
 
     from fedfm.models.language.next_token import rows_at_once

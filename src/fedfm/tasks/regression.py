@@ -1,4 +1,4 @@
-"""Regression: one or more numbers from an image, a text or a vector; :mod:`fedfm.tasks._numbers` has most code."""
+"""Regression: one or more numbers from an image, a text or a vector; see also :mod:`fedfm.tasks._numbers`."""
 
 from __future__ import annotations
 
