@@ -1,7 +1,7 @@
 """Decode masks, which are images of class numbers, and encode predicted masks.
 
-:mod:`fedfm.data.pictures` would scale 16-bit values and replace palette indices by colours, so masks have a reader
-of their own.
+:mod:`fedfm.data.pictures` would scale 16-bit values and replace palette indices by colours, so this module reads
+masks itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fedfm.core.attachments import Attachment
 from fedfm.data import picture_ends, pictures
 from fedfm.errors import InputError
 
-_LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")  # a mask in another format, such as JPEG, has numbers that nobody wrote
+_LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")  # other formats, such as JPEG, may change class numbers
 _MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
-_STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow stretches 2 and 4 bits to 0..255: the step between two numbers
-_INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value if 0 is white
-_SMALL = 256  # largest number of classes of an 8-bit mask
+_STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow scales 2-bit and 4-bit values to 0..255, in steps of this size
+_INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag of the photometric interpretation; its value if 0 is white
+_SMALL = 256  # largest number of classes in an 8-bit mask
 LARGEST = 999  # largest class number
 
 
 @dataclass(frozen=True)
 class MaskLook:
-    """The findings about an image and its mask.
+    """The result of checking an image and its mask.
 
     Attributes:
         fault: why the row cannot be read; empty if it can.
@@ -59,20 +59,20 @@ def look(image: Attachment, mask: Attachment | None) -> MaskLook:
 
 
 def size_of(image: Attachment) -> tuple[int, int]:
-    """Width and height of an image as it is read: turned by its EXIF orientation."""
+    """Width and height of an image after it is turned by its EXIF orientation."""
     from PIL import Image
     from PIL.Image import Transpose
 
     swaps = (Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
     with Image.open(_open(image)) as picture:
-        if picture.format == "TIFF":  # Pillow turns it while it loads it
+        if picture.format == "TIFF":  # Pillow turns a TIFF when it loads the pixels
             picture.load()
         width, height = picture.size
         return (height, width) if pictures.turn_of(picture) in swaps else (width, height)
 
 
 def read(mask: Attachment) -> np.ndarray:
-    """The class numbers (H, W) of a mask, int32, turned by the mask's EXIF orientation.
+    """The class numbers (H, W), int32, of a mask after it is turned by its EXIF orientation.
 
     Raises:
         InputError: the file is not a lossless image with one whole number for each pixel.
@@ -111,7 +111,7 @@ def _open(file: Attachment) -> Any:
 
 
 def png(numbers: np.ndarray) -> bytes:
-    """A PNG of class numbers (H, W): grey of 8 bits if all are below 256, else of 16 bits."""
+    """Class numbers (H, W) as a grey PNG: if all numbers are below 256, of 8 bits, else of 16 bits."""
     from PIL import Image
 
     small = not numbers.size or numbers.max() < _SMALL
@@ -121,7 +121,7 @@ def png(numbers: np.ndarray) -> bytes:
 
 
 def nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The numbers (H, W) at another size (H', W'), by nearest neighbour, as image processors resize masks."""
+    """Resize class numbers (H, W) to (H', W') by nearest neighbour, as image processors resize masks."""
     from PIL import Image
 
     if numbers.shape == size:

@@ -1,4 +1,4 @@
-"""Pictures of a few rows for a report: image, mask and predicted mask, next to each other."""
+"""Pictures of rows for a report: each shows an image, its mask and the predicted mask next to each other."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from fedfm.models.trained import Trained
 
 _SIDE = 256  # largest width or height of one of the three parts, in pixels
-_LEAST = 128  # smaller images are enlarged by a whole factor
-_GAP = 4
-_TINT = 0.55  # share of a class's colour
-_COLOURS = (  # Okabe and Ito's colours, which people with colour blindness can tell apart; then more
+_LEAST = 128  # a small image is enlarged by the largest whole factor that keeps its sides within this, in pixels
+_GAP = 4  # width of the white gap between two parts, in pixels
+_TINT = 0.55  # share of the class's colour in a tinted pixel
+_COLOURS = (  # first Okabe and Ito's colours, which colour-blind people can tell apart
     *("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"),
     *("#8dd3c7", "#b15928", "#6a3d9a", "#b2df8a", "#fb9a99", "#1f78b4"),
 )
 
 
 def pictures(trained: Trained, table: Table, ignored: int) -> RowPictures:
-    """A picture of each row; the first class has no tint, and pixels that do not count are black."""
+    """A picture of each row; pixels of the first class have no tint, and ignored pixels of a mask are black."""
     classes, found = trained.model.classes, []
     colours = {name: _COLOURS[(i - 1) % len(_COLOURS)] if i else "" for i, name in enumerate(classes)}
     code = {name: i for i, name in enumerate(classes)}

@@ -1,6 +1,6 @@
 """Losses and scores of predicted masks, and the predictions themselves.
 
-As in transformers' SegformerForSemanticSegmentation, the logits (b, C, h, w) are enlarged to the masks (b, H, W).
+As in transformers' SegformerForSemanticSegmentation, the logits (b, C, h, w) are enlarged to the masks' size (H, W).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COUNTS = ("pixels_by_class", "predicted_pixels_by_class", "right_pixels_by_clas
 
 
 def enlarge(logits: Tensor, size: Sequence[int]) -> Tensor:
-    """Logits (b, C, h, w) at another size (b, C, H, W), float32."""
+    """Resize logits (b, C, h, w) to (b, C, H, W) by bilinear interpolation, float32."""
     return F.interpolate(logits.float(), size=tuple(size), mode="bilinear", align_corners=False)
 
 
@@ -42,12 +42,12 @@ def flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def count_pixels(targets: Tensor) -> int:
-    """The number of pixels that count."""
+    """The number of pixels that are not ignored."""
     return int((targets != IGNORE).sum())
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of the pixels that count; 0 without such pixels."""
+    """The mean cross-entropy over the pixels that are not ignored; 0 if all are ignored."""
     said, right = enlarge(logits, targets.shape[-2:]), targets.to(logits.device, torch.int64)
     if not count_pixels(targets):
         return said.sum() * 0.0
@@ -55,14 +55,14 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of each row's cross-entropy over its pixels that count (b,), and their number (b,)."""
+    """For each row, the sum of cross-entropies over the pixels that are not ignored (b,), and their number (b,)."""
     said, right = enlarge(logits, targets.shape[-2:]), targets.to(logits.device, torch.int64)
     each = F.cross_entropy(said, right, ignore_index=IGNORE, reduction="none")
     return each.sum((1, 2)), (right != IGNORE).sum((1, 2))
 
 
 def count(model: Network, rows: Rows, batch_size: int) -> dict[str, Any]:
-    """The sums over pixels of :class:`fedfm.tasks.segmentation.Segmentation`, from the model's predictions."""
+    """The ``sums`` of :class:`fedfm.tasks.segmentation.Segmentation`, from the model's predictions."""
     total = _nothing(len(model.classes))
     for part in _parts(rows):
         _add(total, count_of(part, model.predict(part, batch_size), len(model.classes)))
@@ -98,10 +98,10 @@ def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """All scores that follow from the sums; none without pixels. A sum that is unknown is NaN, or a list with NaN.
+    """All scores that follow from the sums; {} if there are no pixels. An unknown sum is NaN, or a list with NaN.
 
-    IoU of a class is |right| / |pixels or predicted|, and Dice is 2 |right| / (|pixels| + |predicted|), each over all
-    rows together. A class that is neither in a mask nor predicted has none, and is left out of the means.
+    The IoU of a class is |right| / |in a mask or predicted|. Its Dice is 2 |right| / (|in a mask| + |predicted|). Both
+    count the pixels of all rows. A class neither in a mask nor predicted has no score, and is left out of the means.
 
     Example:
         >>> found = scores({"pixels": 4, "loss_of_pixels": 2.0, "pixels_by_class": [3, 1],
@@ -136,7 +136,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _parts(rows: Rows) -> Iterator[Rows]:
-    """The rows in parts that fit into memory, with their images."""
+    """The rows, with their images, in parts that fit into memory."""
     return (rows.take(range(i, min(i + _AT_ONCE, len(rows)))).compute() for i in range(0, len(rows), _AT_ONCE))
 
 
@@ -161,7 +161,7 @@ def answer(trained: Trained, table: Table) -> dict[str, Any]:
 
 
 def tables(figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
-    """A table of a report with IoU and Dice of each class."""
+    """A report's table with the IoU and the Dice of each class."""
     iou, dice = (figures.get(name) for name in ("iou_by_class", "dice_by_class"))
     if not isinstance(iou, Mapping) or not isinstance(dice, Mapping):
         return []

@@ -1,4 +1,4 @@
-"""Read a folder of images next to masks as columns: ``train/images``, ``train/masks``, ``test/images`` and so on."""
+"""Read folders of images and masks as columns: ``train/images``, ``train/masks``, ``test/images`` and so on."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.errors import InputError, close
 
 IMAGES, MASKS = "images", "masks"
-_ENDINGS = ("", "_mask", "-mask")  # what a mask's name may have after the image's name
+_ENDINGS = ("", "_mask", "-mask")  # a mask has the name of its image, followed by one of these
 _LAYOUT = "expected train/images, train/masks, test/images, test/masks, or images and masks alone"
 
 
 def sheet(path: Path, labelled: bool) -> Sheet | None:
-    """The columns ``image``, ``mask``, ``split``, ``folder``, and those of metadata files; None if there are tables.
+    """The columns ``image``, ``mask``, ``split``, ``folder``, and those of metadata files; None if ``path`` has tables.
 
     Args:
-        labelled: False for rows to predict: images at any depth, and masks are not read.
+        labelled: False for rows to predict: the images may be at any depth, and masks are not read.
 
     Raises:
         InputError: there are no images, an image has no mask, or a mask has no image.
@@ -44,7 +44,7 @@ def sheet(path: Path, labelled: bool) -> Sheet | None:
             inside = image.relative_to(home / IMAGES)
             columns["image"].append(str(image.absolute()))
             columns["mask"].append(str(_mask_of(home / MASKS / inside, masks, image).absolute()) if labelled else "")
-            # Some sets have the splits below images and masks, and not above.
+            # In some data sets, the folders of splits are inside ``images`` and ``masks``.
             below = SPLIT_NAMES.get(inside.parts[0].lower()) if len(inside.parts) > 1 and split is None else None
             columns["split"].append(split or below)
             columns["folder"].append("/".join(inside.parts[bool(below) : -1]))
@@ -84,7 +84,7 @@ def _alone(path: Path) -> Sheet:
 
 
 def _homes(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """(folder with ``images``, its split); the split is None if the folder is ``path`` itself."""
+    """Each folder that has ``images``, and the folder's split; the split of ``path`` itself is None."""
     folders = [p for p in _visible(path) if p.is_dir()]
     named = [p for p in folders if p.name.lower() in SPLIT_NAMES and (p / IMAGES).is_dir()]
     if named and (path / IMAGES).is_dir():
@@ -122,7 +122,7 @@ def _files(folder: Path, strange: list[str]) -> list[Path]:
 
 
 def _by_stem(folder: Path, strange: list[str]) -> dict[Path, list[Path]]:
-    """The masks below a folder by their path without ending."""
+    """The masks below a folder, by path without suffix."""
     found: dict[Path, list[Path]] = {}
     for file in _files(folder, strange):
         found.setdefault(file.with_suffix(""), []).append(file)
@@ -133,7 +133,7 @@ def _mask_of(place: Path, masks: dict[Path, list[Path]], image: Path) -> Path:
     """Remove an image's mask from ``masks`` and return it.
 
     Args:
-        place: where the mask of this image would be, with the image's own name.
+        place: the path of a mask that has the image's own name.
     """
     stem = place.with_suffix("")
     for ending in _ENDINGS:

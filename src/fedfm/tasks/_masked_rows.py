@@ -1,7 +1,7 @@
 """Read images with masks from columns, and prepare them for a model.
 
-A row is (image, mask, names): two attachments, and the names of the classes by number, () if they have no names. A row
-to predict is (image,).
+A row is (image, mask, names). Image and mask are attachments; ``names`` has the name of each class number, and is () if
+classes have no names. A row to predict is (image,).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from fedfm.tasks import _mask_files
 from fedfm.tasks._mask_files import MaskLook
 
 NAMES = "classes.json"
-_VOID = 255  # the usual number of pixels that do not count: a class only if the file of names has so many
+_VOID = 255  # usually marks ignored pixels; it is a class only if the file of names has more than 255 names
 _BINARY = {0, _VOID}
-_UNNAMED = 64  # largest number of classes without names: masks with more numbers are probably shades of grey
+_UNNAMED = 64  # largest number of classes without names; more are probably shades of grey
 _THREADS = 4
 
 
 def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
-    """The rows of the columns of images and masks, each of which is opened once as a check.
+    """Rows from the columns of images and masks; each file is opened once, to check it.
 
     Raises:
-        InputError: a file is missing or damaged, a mask and its image differ in size, or numbers are no classes.
+        InputError: a file is missing or damaged, a mask and its image differ in size, or a number is no class.
     """
     image_in, mask_in = spec.image, spec.column("mask")
     given = column(sheet.columns, image_in, "data.image", source)
@@ -79,7 +79,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
 
 
 def _looks(files: list[tuple[Attachment, Attachment | None]], sheet: Sheet) -> list[MaskLook]:
-    with ThreadPoolExecutor(_THREADS) as pool:  # Pillow decodes outside the interpreter's lock
+    with ThreadPoolExecutor(_THREADS) as pool:  # Pillow releases the interpreter's lock when it decodes
         looks = list(pool.map(lambda of: _mask_files.look(*of), files))
     wrong = [i for i, of in enumerate(looks) if of.fault]
     if wrong:
@@ -90,9 +90,9 @@ def _looks(files: list[tuple[Attachment, Attachment | None]], sheet: Sheet) -> l
 
 
 def _names(source: str) -> tuple[str, ...]:
-    """The names in the file ``classes.json`` of the data's folder; () if there is none.
+    """The names in the file ``classes.json`` of the data's folder; () if there is no such file.
 
-    The file is a list of names, or an object that maps each number to a name, as ``id2label`` of a configuration.
+    The file is a list of names, or an object that maps each number to a name, as a configuration's ``id2label`` does.
 
     Raises:
         InputError: the file has another form.
@@ -117,7 +117,7 @@ def _names(source: str) -> tuple[str, ...]:
 
 
 def _number_classes(present: set[int], source: str, notices: list[str]) -> tuple[str, ...]:
-    """The numbers from 0 to the largest in the masks, as names of the classes.
+    """The class names if no file gives any: the numbers from 0 to the largest in the masks.
 
     Raises:
         InputError: most of these numbers are in no mask, or there are too many.
@@ -146,7 +146,7 @@ def shuffle(rows: Table, rng: np.random.Generator) -> Table:
 
 
 def forewarnings(parts: Mapping[str, Table], ignored: int) -> list[str]:
-    """Notices about classes that only test rows have, and about pixels that do not count."""
+    """Notices about classes that only test rows have, and about ignored pixels."""
     counts = {name: _pixels(part, ignored) for name, part in parts.items()}
     found = list[str]()
     there = {name: {key for key in of if key is not None} for name, of in counts.items()}
@@ -164,7 +164,7 @@ def forewarnings(parts: Mapping[str, Table], ignored: int) -> list[str]:
 
 
 def _pixels(part: Table, ignored: int) -> Counter[str | None]:
-    """The numbers of pixels by class; None stands for pixels that do not count."""
+    """The number of pixels of each class; the key None stands for ignored pixels."""
     with ThreadPoolExecutor(_THREADS) as pool:
         counts = list(pool.map(lambda row: np.unique(_mask_files.read(row[1]), return_counts=True), part.inputs))
     total: Counter[str | None] = Counter()
@@ -175,15 +175,15 @@ def _pixels(part: Table, ignored: int) -> Counter[str | None]:
 
 
 def number_to_name(number: int, names: Sequence[str]) -> str:
-    """The name of the class with this number in a mask."""
+    """The name of the class with this number in a mask; if it has no name, the number as text."""
     return names[number] if number < len(names) else str(number)
 
 
 def to_rows(part: Table, tools: Tools, classes: tuple[str, ...], ignored: int) -> Rows:
-    """Rows of images and, unless they are rows to predict, of masks; each batch reads its own files.
+    """Rows with images, and with masks unless they are rows to predict; large data are decoded batch by batch.
 
     Raises:
-        InputError: rows have a class that is none of the model's.
+        InputError: the model reads no images, or a class of the rows is none of the model's classes.
     """
     if tools.image is None:
         raise InputError(f"{part.source or 'the data'} holds images, which the model of model.name does not read")
@@ -210,14 +210,14 @@ def size_of_images(tools: Tools) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The targets of rows, as :class:`fedfm.core.deferred.Deferred`.
+    """The targets of rows, decoded from masks when needed; see :class:`fedfm.core.deferred.Deferred`.
 
     Attributes:
-        rows: (image, mask, names) of all rows.
-        index: (n,) indexes of these rows.
-        size: height and width of prepared images, to which masks are resized by nearest neighbour.
+        rows: (image, mask, names) of each row of the table.
+        index: indexes (n,) into ``rows``.
+        size: height and width of the prepared images, and of the masks after resizing by nearest neighbour.
         classes: the model's classes.
-        ignored: the number of pixels that do not count.
+        ignored: the number that marks ignored pixels in a mask.
         loaders: number of processes that compute batches in advance.
     """
 
@@ -236,13 +236,13 @@ class MaskRows:
         return replace(self, index=self.index[index])
 
     def sources(self) -> Iterator[bytes]:
-        """The content of each mask with the names of its classes."""
+        """What determines each row's targets: class names, the number that marks ignored pixels, the mask's content."""
         for i in self.index:
             _, mask, names = self.rows[i]
             yield json.dumps([names, self.ignored]).encode() + mask.content()
 
     def compute(self) -> Tensor:
-        """The indexes of the pixels' classes, int16 (n, H, W); -100 for pixels that do not count."""
+        """The class index of each pixel, int16 (n, H, W); -100 for ignored pixels."""
         found = np.empty((len(self), *self.size), np.int16)
         for at, i in enumerate(self.index):
             found[at] = self._targets(*self.rows[i][1:])

@@ -1,8 +1,8 @@
-"""Read targets that are numbers, scale them, and score predictions of them.
+"""Read numeric targets, scale them, and score predictions of them.
 
-The scores follow from sums over rows. Let e = prediction - target and z = target, both in units of the target's
-deviation. The sums of each target are those of |e|, e^2, z and z^2. The standard errors also need the sums of e^4,
-e^2 z, e^2 z^2, z^3 and z^4.
+The scores are computed from sums over rows. Let e = prediction - target and z = target, both in units of the target's
+standard deviation. The scores of a target need the sums of |e|, e^2, z and z^2. Their standard errors also need the
+sums of e^4, e^2 z, e^2 z^2, z^3 and z^4.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from fedfm.models.trained import Trained
 
 ONE = "value"  # name of the target if there is only one; its column may have another name at each silo
-MOMENTS = 9
+MOMENTS = 9  # number of sums for each target
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
-_LARGEST = 1e30  # squares of float32 values above it overflow
-_ROUNDING = 1e-15  # relative deviation of equal numbers from their rounded mean, at most
+_LARGEST = 1e30  # largest absolute value of a target; squares of float32 values above it overflow
+_ROUNDING = 1e-15  # equal numbers differ from their rounded mean by at most this share of it
 _SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
-    """The numbers of the columns ``data.targets``, or else of the column ``data.label``.
+    """The numbers of the columns ``data.targets``; if the key is not set, those of the column ``data.label``.
 
     Raises:
         InputError: a column is missing, or a cell is not a finite number; the message says where.
@@ -58,7 +58,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
 
 
 def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
-    """The numbers of the column of labels; lists of numbers are several targets."""
+    """The numbers of the label column; a list of numbers in each cell gives several targets."""
     values, name, notices = column(sheet.columns, spec.label, "data.label", source), spec.label, tuple[str, ...]()
     known = sheet.names.get(name)
     if not any(isinstance(value, list) for value in values):
@@ -108,14 +108,14 @@ def _number(value: Any, name: str, sheet: Sheet, row: int) -> float:
 def scale_of(
     data: FederatedData, means: Sequence[float], scales: Sequence[float], wanted: bool
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Means and deviations of the training rows of all clients, as keys of the [model] table, with a notice.
+    """Target means and standard deviations over all clients' training rows, as keys of the [model] table; a notice.
 
     Args:
-        means, scales: values of the keys, which replace those of the rows; () if they are not set.
+        means, scales: the values that the user sets for these keys, to replace those of the rows; () if not set.
         wanted: whether targets are scaled.
 
     Raises:
-        InputError: all rows have the same target, or the keys do not fit the targets.
+        InputError: a target has the same value in all rows, or the keys do not fit the targets.
     """
     table, given = data.table, (means, scales)
     names = table.classes
@@ -146,10 +146,10 @@ def scale_of(
 
 
 def sums(y: np.ndarray) -> list[float]:
-    """The number of rows, and for each target the sum, and the sum of squared deviations from the mean of these rows.
+    """The number of rows of y (n, T); for each target, the sum and the sum of squared deviations from these rows' mean.
 
-    Each sum is exact before its one rounding, so that it does not depend on the order of the rows y (n, T). Deviations
-    take the place of squares: their sum has all digits even if the mean is large next to the deviation.
+    Each sum is computed exactly and rounded once, so that it does not depend on the order of the rows. Deviations are
+    squared, not the targets: if the mean is much larger than the deviations, a sum of squared targets loses digits.
     """
     columns = y.T.tolist()
     totals = [math.fsum(column) for column in columns]
@@ -159,7 +159,7 @@ def sums(y: np.ndarray) -> list[float]:
 
 
 def check_sums(found: Sequence[float], targets: int) -> None:
-    """Check that a silo's :func:`sums` can be those of rows.
+    """Check that the :func:`sums` of a silo can be sums over rows.
 
     Raises:
         ClientFault: they cannot.
@@ -174,7 +174,7 @@ def check_sums(found: Sequence[float], targets: int) -> None:
 
 
 def scale_of_sums(parts: Sequence[Sequence[float]], names: Sequence[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Mean and deviation of each target over the rows of all clients, as keys of the [model] table, with a notice.
+    """Mean and standard deviation of each target over all clients' rows, as keys of the [model] table; a notice.
 
     The result does not depend on the order of the clients.
 
@@ -182,7 +182,7 @@ def scale_of_sums(parts: Sequence[Sequence[float]], names: Sequence[str]) -> tup
         parts: the :func:`sums` of each client.
 
     Raises:
-        InputError: there are no rows, or all have the same value of a target.
+        InputError: there are no rows, or a target has the same value in all rows.
     """
     t, n, means, scales = len(names), math.fsum(part[0] for part in parts), list[float](), list[float]()
     some = [part for part in parts if part[0]]
@@ -215,13 +215,13 @@ def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Seq
 
 
 def scale(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> Tensor:
-    """Targets (b, T) in units of their deviations, as the head predicts them; empty means are 0, empty scales 1."""
+    """Centre and scale targets (b, T), as the head predicts them; empty means count as 0, and empty scales as 1."""
     return (targets - targets.new_tensor(means or [0.0])) / targets.new_tensor(scales or [1.0])
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
 def count(said: Tensor, targets: Tensor) -> dict[str, Any]:
-    """The sums over rows, from predictions and targets (n, T), both in units of the targets' deviations."""
+    """The sums over rows, from predictions and targets (n, T), both in units of the targets' standard deviations."""
     import torch
 
     e, z = said - targets, targets
@@ -233,8 +233,8 @@ def count(said: Tensor, targets: Tensor) -> dict[str, Any]:
 def scores(n: float, moments: Any, scales: Sequence[float]) -> dict[str, Any]:
     """MSE, MAE and R^2 of each target and their means over targets, in the users' units, with standard errors.
 
-    The standard errors are those of means over independent rows. The delta method, which is the infinitesimal jackknife
-    over rows, gives the standard error of R^2.
+    The standard errors are those of means over independent rows. The standard error of R^2 comes from the delta method,
+    which here is the infinitesimal jackknife over rows.
     """
     known = moments if isinstance(moments, list) and moments and len(moments) % MOMENTS == 0 else [math.nan] * MOMENTS
     sums = np.array([math.nan if value is None else value for value in known], np.float64).reshape(MOMENTS, -1)
@@ -267,7 +267,7 @@ def _error(squares: np.ndarray, n: float) -> np.ndarray:
 
 # --- results ----------------------------------------------------------------------------------------------------------
 def answer(trained: Trained, table: Table, means: Sequence[float], scales: Sequence[float]) -> dict[str, Any]:
-    """The predictions in the users' units: one number for each row, or a dict of numbers by target."""
+    """Predictions in the users' units: a number for each row; with several targets, a dict of numbers by target."""
     model = trained.model
     said = trained.logits(trained.encode(model.prepare(table, range(len(table))))).double()  # (n, T)
     rows: list[list[float]] = (said * said.new_tensor(scales or [1.0]) + said.new_tensor(means or [0.0])).tolist()
@@ -280,8 +280,8 @@ def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence
     """The weights with the scale folded into the head, which then predicts in the users' units.
 
     Returns:
-        The weights, and whether the head has a bias, which takes the means. The result is None if there is no scale,
-        or no head that can take it.
+        (weights, whether the head has a bias, to which the means are added); None if there is no scale, or no head
+        into which the scale can be folded.
     """
     if not scales or model.head is None:
         return None

@@ -29,7 +29,7 @@ class OneClassTask(Task):
     problem_type: ClassVar[str | None] = "single_label_classification"
 
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-        """The scores. ``balanced_accuracy`` and ``macro_f1`` of parts cannot be joined: they need class counts."""
+        """The scores; ``balanced_accuracy`` and ``macro_f1`` of parts cannot be joined: they need counts by class."""
         from fedfm.models import metrics
 
         if rows.labels is None or not len(rows):

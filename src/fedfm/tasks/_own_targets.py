@@ -1,4 +1,4 @@
-"""Tasks whose targets are not one class a row: a new linear head on images, texts or vectors."""
+"""The base class of tasks with other targets than one class per row: a new linear head predicts them."""
 
 from __future__ import annotations
 

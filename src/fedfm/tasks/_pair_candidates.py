@@ -1,12 +1,12 @@
-"""Ranks of positives among fixed sets of candidates, so that ranks of single rows can be added over clients.
+"""Rank positives among fixed sets of candidates, so that sums over rows can be added over clients.
 
-The rows of one file (with ``data.clients``: of one client's file) and one split are put in the order of their hashes
-and cut into sets of at most ``model.candidates`` rows, as equal in size as possible. The candidates of a set are the
-positives and the negatives of its rows, each content once. A row's positive is ranked among the candidates of its set,
-at every client and at the server. Candidates that are positives of the same anchor, or equal to the anchor, are left
-out.
+The rows of one split of a file (with ``data.clients``: of one client's file) are sorted by their hashes. They are cut
+into sets of at most ``model.candidates`` rows, as equal in size as possible. The candidates of a set are the positives
+and the negatives of its rows, without repetitions. A row's positive is ranked among the candidates of the row's set;
+every client and the server use the same sets. Other positives of the row's anchor are left out of its candidates, and
+so are candidates equal to the anchor.
 
-The sets of a split are made when a row of the split is scored, so that training rows take no time and no memory.
+The sets of a split are made when one of its rows is first scored, so that training rows cost no time and no memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
     from fedfm.tasks._sums import Sums
 
-_FIRST = 5  # recall is also counted among so many first candidates
-_CUT = 10  # nDCG is cut after so many candidates
-_PLACE = "row_of_table"  # tensor of rows (n,): their indexes in the table
+_FIRST = 5  # the k of recall at k
+_CUT = 10  # the k of nDCG at k
+_PLACE = "row_of_table"  # tensor (n,): the indexes of rows in their table
 
 
 @dataclass(frozen=True)
 class PairTable(Table):
-    """Rows ``index`` of the table ``whole``, in which their candidates are."""
+    """The rows ``index`` of the table ``whole``, which also has their candidates."""
 
     whole: Table | None = None
     index: np.ndarray | None = None
@@ -50,7 +50,7 @@ class PairTable(Table):
 
 @dataclass(frozen=True)
 class PairRows(Rows):
-    """Prepared rows of the table ``whole``, in which their candidates are."""
+    """Prepared rows of the table ``whole``, which also has their candidates."""
 
     whole: Table | None = None
     tools: Tools | None = None
@@ -58,7 +58,7 @@ class PairRows(Rows):
 
     @property
     def places(self) -> list[Place]:
-        """For each row the place of its candidates."""
+        """The candidates of each row."""
         if self.whole is None:
             raise TypeError("these rows have no table, hence no candidates")
         sets = sets_of(self.whole, self.most)
@@ -70,9 +70,9 @@ class CandidateSet:
     """The candidates of a set of rows.
 
     Attributes:
-        cells: texts or images by the number of their content, in the order of the numbers.
+        cells: texts or images by the number of their content, in ascending order of the numbers.
         size: number of rows in the set.
-        known: the candidates' unit vectors, with the hash of the weights that computed them.
+        known: the hash of the last weights, and the candidates' unit vectors under them; None at first.
     """
 
     cells: dict[int, Cell]
@@ -80,7 +80,7 @@ class CandidateSet:
     known: tuple[str, Tensor] | None = None
 
     def vectors(self, weights: str, tools: Tools, compute: Callable[[Rows], Tensor]) -> Tensor:
-        """Unit vectors (K, d) under the weights of this hash. Clients with rows of one set compute them once."""
+        """The unit vectors (K, d) under the weights with this hash; clients that share a set compute them only once."""
         if self.known is None or self.known[0] != weights:
             from fedfm.tasks._pair_rows import to_rows
             from fedfm.tasks._pair_vectors import singles
@@ -92,7 +92,7 @@ class CandidateSet:
 
 
 class Place(NamedTuple):
-    """The candidates of one row: its set, the index of its own positive there, and the indexes that are left out."""
+    """A row's candidate set, the index of its positive in the set, and the indexes of candidates that are left out."""
 
     among: CandidateSet
     own: int
@@ -100,7 +100,7 @@ class Place(NamedTuple):
 
 
 class TableSets:
-    """The sets of a table's rows, of at most ``most`` rows each."""
+    """The candidate sets of a table, of at most ``most`` rows each."""
 
     def __init__(self, table: Table, most: int) -> None:
         self._table, self.most = weakref.ref(table), most
@@ -141,7 +141,7 @@ class TableSets:
                     self._places[i] = Place(among, code[positive], tuple(sorted(code[number] for number in known)))
 
 
-_last: list[TableSets] = []  # those of the last table
+_last: list[TableSets] = []  # the sets of the last table
 
 
 def sets_of(table: Table, most: int) -> TableSets:
@@ -152,13 +152,13 @@ def sets_of(table: Table, most: int) -> TableSets:
 
 
 def part(table: Table, index: np.ndarray, most: int) -> Table:
-    """The rows ``index``, which know the whole table."""
+    """The rows ``index``, with a reference to the whole table."""
     own = {f.name: getattr(taken, f.name) for taken in (table.take(index),) for f in fields(Table)}
     return PairTable(**own, whole=table, index=np.asarray(index, dtype=np.int64), most=most)
 
 
 def with_table(rows: Rows, part: Table, tools: Tools) -> Rows:
-    """The rows with their table, if the part knows it."""
+    """The rows with a reference to their whole table, if the part has one."""
     if not isinstance(part, PairTable) or part.index is None:
         return rows
     plain = {f.name: getattr(rows, f.name) for f in fields(Rows)}
@@ -167,7 +167,7 @@ def with_table(rows: Rows, part: Table, tools: Tools) -> Rows:
 
 
 def similarities(model: Network, rows: Rows, batch_size: int, temperature: float) -> Tensor:
-    """The scaled cosines (n, K) of each row's anchor with the candidates of its set; -infinity for those left out."""
+    """Cosines (n, K) of anchors with their sets' candidates, over the temperature; -infinity for those left out."""
     from fedfm.tasks._pair_vectors import singles
 
     if not isinstance(rows, PairRows) or rows.tools is None or not len(rows):
@@ -199,18 +199,18 @@ def _sha256_of(model: Network) -> str:
 
 
 def count(logits: Tensor, rows: Rows) -> Sums:
-    """The sums of the scores, from :func:`similarities`."""
+    """The sums from which scores are computed, from :func:`similarities`."""
     own = [place.own for place in rows.places] if isinstance(rows, PairRows) and len(rows) else []
     return sums(logits[: len(own)], torch.tensor(own, dtype=torch.int64))
 
 
 def sums(logits: Tensor, own: Tensor) -> Sums:
-    """The sums of the scores of rows whose positives are the candidates ``own`` (n,).
+    """The sums from which scores are computed; the positive of row i is the candidate ``own[i]``.
 
-    A candidate as similar as the positive counts as nearer, and so does NaN.
+    A candidate that is as similar as the positive is ranked before it, and so is one whose logit is NaN.
     """
     right = logits.double().gather(1, own[:, None])  # (n, 1)
-    ranks = (~(logits.double() < right)).sum(1).double()  # the positive itself counts as one
+    ranks = (~(logits.double() < right)).sum(1).double()  # the positive itself adds 1
     gains = torch.where(ranks <= _CUT, 1 / torch.log2(1 + ranks), 0.0)
     return {
         "rows": len(own),

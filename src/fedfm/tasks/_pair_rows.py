@@ -29,7 +29,7 @@ Cell = str | Attachment
 
 NAMES = ("anchor", "positive", "negative")
 IMAGES = ("anchor_pixels", "positive_pixels", "negative_pixels")  # names of the images in rows and batches
-ENDS, IDS = "ends", "ids"  # (n, 2 or 3): where the texts of a row end; a number for the content of each cell
+ENDS, IDS = "ends", "ids"  # tensors (n, 2 or 3): ends of a row's texts; numbers of the cells' contents
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -65,7 +65,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
 
 
 def _holds_images(values: Sequence[Any]) -> bool:
-    """Whether the first filled cell of a column is an image: content, or a path with the ending of an image."""
+    """Whether the first filled cell of a column is an image: its bytes, or a path with an image's suffix."""
     if isinstance(values, Pictured):
         return True
     first = next((value for value in values if value), None)
@@ -93,7 +93,7 @@ def _cells(sheet: Sheet, name: str, source: str, images: bool) -> list[Cell]:
 
 
 def number_of(cell: Cell) -> int:
-    """64 bits of the SHA-256 of a cell's content, as a signed integer."""
+    """The first 64 bits of the SHA-256 of a cell's content, as a signed integer."""
     digest = bytes.fromhex(cell.sha256) if isinstance(cell, Attachment) else _sha256(cell)
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -106,7 +106,7 @@ def to_rows(part: Table, tools: Tools) -> Rows:
     """Rows for an encoder: the tokens of a row's texts one after the other, or images.
 
     Raises:
-        InputError: the model does not read such cells, or only some rows have a negative.
+        InputError: the rows are texts and the model reads images, or the reverse; or only some rows have a negative.
     """
     import torch
 

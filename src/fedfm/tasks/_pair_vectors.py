@@ -23,14 +23,14 @@ _DIGITS = 7  # significant digits of predicted vectors: float32 has no more
 
 
 def logits(model: Network, batch: Batch, temperature: float) -> Tensor:
-    """For pairs the scaled cosines (b, m) of anchors with positives and negatives; for single texts or images vectors.
+    """For pairs, the cosines (b, m) of anchors with candidates, over the temperature t; for other rows, the vectors.
 
     The loss is that of SimCSE and of the MultipleNegativesRankingLoss of sentence-transformers,
 
         L_i = -log(exp(cos(a_i, p_i) / t) / sum_j exp(cos(a_i, c_j) / t)),
 
-    over the candidates c_j: all positives, then all negatives. A candidate that is equal to the row's own positive or
-    to its anchor, or belongs to an equal anchor, is no negative: its logit is -infinity.
+    over the candidates c_j: all positives, then all negatives. Another candidate is no negative of row i if it equals
+    a_i or p_i, or is the positive of an anchor equal to a_i. Its logit is -infinity.
     """
     if IDS not in batch:
         return vectors(model, batch)
@@ -40,7 +40,7 @@ def logits(model: Network, batch: Batch, temperature: float) -> Tensor:
 
 
 def _false_negatives(ids: Tensor) -> Tensor:
-    """Which candidates are no negatives of a row (b, m), from the contents' numbers (b, 2 or 3)."""
+    """Whether a candidate is a false negative of a row (b, m), from the numbers of the contents (b, 2 or 3)."""
     anchors, positives = ids[:, :1], ids[:, 1:2]
     candidates = ids[:, 1:].T.reshape(1, -1)  # (1, m)
     same_anchor = torch.zeros(len(ids), candidates.shape[1], dtype=torch.bool, device=ids.device)
@@ -91,7 +91,7 @@ def _parts(model: Network, batch: Batch) -> list[Batch]:
 
 
 def singles(rows: Rows, column: int = 0) -> Rows:
-    """The anchors of pairs as rows of single texts or images, or their positives (column 1) or negatives (2)."""
+    """The anchors (column 0), positives (1) or negatives (2) of pairs, as rows of single texts or images."""
     if rows.tokens is None:
         name = IMAGES[column]
         if name in rows.deferred:
@@ -108,7 +108,7 @@ def singles(rows: Rows, column: int = 0) -> Rows:
 
 
 def answer(trained: Trained, table: Table) -> dict[str, Any]:
-    """The vectors of the rows' anchors, and the cosines with their positives if they have any."""
+    """The vectors of the rows' anchors; if rows have positives, also the cosines of anchors with positives."""
     model, paired = trained.model, bool(len(table)) and len(table.inputs[0]) > 1
     rows, pooling = model.prepare(table, range(len(table))), pooling_of(model)
     with trained.apply(rows) as applied:

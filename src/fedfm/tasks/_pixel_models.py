@@ -11,12 +11,12 @@ _TWO = 2  # least number of classes
 
 
 def fit_config(config: Any, name: str, ignored: int) -> None:
-    """Write the number of ignored pixels into a configuration, and leave out a second decoder for training.
+    """Set the number that marks ignored pixels in a configuration, and turn off an auxiliary head.
 
-    The second decoder of BEiT, DPT and UperNet adds to the loss of transformers, and nothing to the outputs.
+    The auxiliary head of BEiT, DPT and UperNet adds a term to the loss of transformers, and changes no output.
 
     Raises:
-        InputError: transformers has no class for semantic segmentation of this type, or there is one class.
+        InputError: transformers has no semantic segmentation for this type of model, or the masks have only one class.
     """
     import transformers
 
@@ -38,10 +38,10 @@ def fit_config(config: Any, name: str, ignored: int) -> None:
 
 
 def check_processor(processor: Any, name: str) -> None:
-    """Refuse an image processor that does more to the geometry of an image than to resize it to one size.
+    """Refuse an image processor that changes an image's geometry in other ways than resizing it to one size.
 
     Raises:
-        InputError: it crops, pads or keeps the ratio of the sides, so that a resized mask would not fit.
+        InputError: it crops, pads or keeps the aspect ratio, for example, so that a resized mask would not fit.
     """
     said = processor.to_dict()
     size = dict(said.get("size") or {})
@@ -58,6 +58,6 @@ def check_processor(processor: Any, name: str) -> None:
 
 
 def keep_numbers(processor: Any) -> None:
-    """Let the processor of an export keep the numbers of masks: no number was reduced in training."""
+    """Let an export's image processor keep the numbers of masks, as in training (``do_reduce_labels = False``)."""
     if getattr(processor, "do_reduce_labels", False):
         processor.do_reduce_labels = False

@@ -1,6 +1,6 @@
-"""Recordings: decodes them by soundfile, mixes them to mono, resamples them by soxr, and computes a model's features.
+"""Decode recordings with soundfile, mix them to mono, resample them with soxr, and compute a model's features.
 
-This is the only module that imports the two libraries; the extra ``audio`` installs them.
+This is the only module that imports these two libraries; the extra ``audio`` installs them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _library(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """The header of a recording: its rate in Hz, its number of channels, its length in seconds."""
+    """The header of a recording: its sample rate in Hz, its number of channels, its length in seconds."""
 
     rate: int
     channels: int
@@ -48,7 +48,7 @@ def look(recording: Attachment, where: str) -> Look:
     """Read the header of a recording; ``where`` begins the message of an error.
 
     Raises:
-        InputError: it is no recording, or has no sound.
+        InputError: the file is no recording, or is empty.
         MissingExtra: soundfile is not installed.
     """
     soundfile = _library("soundfile")
@@ -62,14 +62,14 @@ def look(recording: Attachment, where: str) -> Look:
 
 
 def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
-    """The beginning of a recording, mono, float32 (samples,), at this rate.
+    """The beginning of a recording, mono, float32 (samples,), at this sample rate.
 
     Args:
-        rate: in Hz.
+        rate: the sample rate of the result, in Hz.
         seconds: the length of the beginning that is decoded.
 
     Raises:
-        InputError: it cannot be decoded, or holds a number that is not finite.
+        InputError: it cannot be decoded, has no sound, or has a sample that is not finite.
         MissingExtra: soundfile or soxr is not installed.
     """
     soundfile = _library("soundfile")
@@ -98,7 +98,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def window(extractor: Any) -> float:
-    """The length of a recording, in seconds, that a model reads."""
+    """How much of a recording a model reads, in seconds."""
     return float(extractor.n_samples / extractor.sampling_rate)
 
 
@@ -141,13 +141,13 @@ class Recordings:
         return (recording.content() for recording in self.recordings)
 
     def exceed(self) -> bool:
-        """Whether the features take too much memory to be computed once and for all."""
+        """Whether the features take too much memory to compute them once and keep them."""
         each = 4 * self.extractor.feature_size * self.extractor.nb_max_frames
         return len(self) > 1 and each * len(self) > min(AT_ONCE, limit() // 4)
 
 
 def forewarnings(parts: Mapping[str, Table], extractor: Any) -> list[str]:
-    """Notices on recordings that are longer than the model reads, of another rate, or of several channels."""
+    """Notices on recordings that are too long for the model, have another sample rate, or have several channels."""
     rate, most = int(extractor.sampling_rate), window(extractor)
     rates: Counter[int] = Counter()
     long, mixed, n = list[str](), 0, 0

@@ -1,4 +1,4 @@
-"""Answers of encoder-decoders: generates them, and compares them with the rows' outputs.
+"""Generate answers with encoder-decoders, and compare them with the rows' outputs.
 
 This is the only module that imports jiwer; the extra ``seq2seq`` installs it.
 """
@@ -44,7 +44,7 @@ def _jiwer() -> Any:
 
 
 def check(tools: Tools, name: str, asked: int | None) -> None:
-    """Refuse a limit of answers that exceeds the decoder's positions, and answers without the library of their scores.
+    """Refuse an answer limit above the decoder's positions, and generation without the library that scores answers.
 
     Raises:
         InputError: the limit is too large.
@@ -64,20 +64,20 @@ def check(tools: Tools, name: str, asked: int | None) -> None:
 
 
 def count(model: Network, rows: Rows, batch_size: int, *, generated: bool) -> dict[str, float]:
-    """The sums over the outputs' tokens and over the answers; without ``generated`` there are no answers."""
+    """The sums over the outputs' tokens and over the answers; if ``generated`` is False, there are no answers."""
     said = answers(model, rows) if generated else []
     return {**_count_tokens(model, rows, batch_size), **compare(said, [str(output) for _, output in rows.pairs or ()])}
 
 
 def _size(model: Network, rows: Rows, most: int) -> int:
-    """The number of rows of a batch, by the lengths of inputs and outputs and by the width of the logits."""
+    """The number of rows in a batch, from the lengths of inputs and outputs and from the width of the logits."""
     wide, head = rows.tensors["targets"].shape[1], model.last_layer
     most = by_tokens(max(rows.longest, wide, _frames(rows)), most)
     return most if head is None else by_tokens(wide, most, head.out_features, _LOGITS)
 
 
 def _frames(rows: Rows) -> int:
-    """The number of positions of an encoder of recordings."""
+    """The encoder's number of positions for a recording; 0 for texts."""
     features = rows.tensors.get("input_features")
     if features is not None:
         return features.shape[-1] // 2
@@ -101,7 +101,7 @@ def _count_tokens(model: Network, rows: Rows, batch_size: int) -> dict[str, floa
 
 
 def logits(model: Network, rows: Rows, batch_size: int) -> Tensor:
-    """Logits (n, longest output, V) of all rows, float32 on the CPU; zeros after the outputs of a batch."""
+    """Logits (n, longest output, V) of all rows, float32 on the CPU; zeros after a batch's longest output."""
     wide, done = rows.tensors["targets"].shape[1], list[Tensor]()
     with model.evaluating():
         for batch in rows.batches(_size(model, rows, batch_size)):
@@ -148,16 +148,16 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
 
 def _reads_padding(config: Any) -> bool:
-    """Whether a setting counts the padding of inputs as a part of the inputs, so that a batch may have one row."""
+    """Whether a setting treats padding as a part of the inputs, so that each row needs a batch of its own."""
     penalty, size = config.encoder_repetition_penalty, config.encoder_no_repeat_ngram_size
     return penalty not in (None, 1) or bool(size)
 
 
 def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> Answer:
-    """One generated sequence up to its end.
+    """The answer in a generated sequence.
 
-    The first token starts the decoder, and is no part of the answer. A Whisper leaves out the tokens before the answer
-    and the end token. If the settings force an end at the limit, an answer that has it there is cut.
+    The first token starts the decoder, and is no part of the answer. The sequence of a Whisper has neither the tokens
+    before the answer nor the end token. If the settings force an end at the limit, an answer that ends there is cut.
     """
     spoken = model.tools.processor is not None
     begin, stops = (0, {*ends, config.pad_token_id}) if spoken else (1, ends)
@@ -171,9 +171,9 @@ def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> 
 
 
 def compare(said: Sequence[Answer], right: Sequence[str]) -> dict[str, float]:
-    """As :func:`fedfm.models.text_metrics.compare_texts`, with the word errors of the answers and the outputs' words.
+    """As :func:`fedfm.models.text_metrics.compare_texts`, with word errors and the number of words in the outputs.
 
-    Words stand between spaces; case and punctuation count.
+    White space separates words; case and punctuation count.
     """
     errors, words = 0, 0
     if said:

@@ -1,4 +1,4 @@
-"""Rows of sequence to sequence: reads them from columns, and makes tokens, features and targets of them."""
+"""Read rows of sequence to sequence from columns, and turn them into tokens, features and targets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     """Rows of (text or recording, output); rows to predict may lack outputs, which are then "".
 
     Raises:
-        InputError: a column is missing, or a cell is empty or of another type, or is no recording.
+        InputError: a column is missing; or a cell is empty, of another type, or no recording.
     """
     columns, at = sheet.columns, sheet.at
     audio, text, output = (spec.column(key) for key in ("audio", "instruction", "output"))
@@ -80,9 +80,9 @@ def shuffle(rows: Table, rng: np.random.Generator) -> Table:
 
 
 def to_rows(part: Table, tools: Tools) -> Rows:
-    """Rows with ``targets`` (n, longest), the outputs' tokens; after them -100.
+    """Rows with ``targets`` (n, longest): each output's tokens, then -100.
 
-    A text's tokens are ``input_ids``, a recording's features are ``input_features`` (n, mel bins, frames).
+    Texts become the tokens ``input_ids``, and recordings the features ``input_features`` (n, mel bins, frames).
 
     Raises:
         InputError: the model reads texts and the rows are recordings, or the reverse; a recording cannot be decoded; a
@@ -112,20 +112,20 @@ def to_rows(part: Table, tools: Tools) -> Rows:
 
 
 def holds_recordings(part: Table) -> bool:
-    """Whether the rows are recordings."""
+    """Whether the inputs of the rows are recordings."""
     return len(part) > 0 and isinstance(part.inputs[0][0], Attachment)
 
 
 def outputs(texts: Sequence[str], tools: Tools) -> Tokens:
-    """The tokens of outputs, at most ``max_length`` each, the last of which ends the output (EOS).
+    """The tokens of outputs: at most ``max_length`` for each, of which the last is the end token (EOS).
 
-    The token with which the decoder starts is not among them, as in transformers' examples.
+    As in transformers' examples, the token that starts the decoder is not among them.
     """
     return Tokens.gather(_encode(texts[at : at + CHUNK], tools) for at in range(0, len(texts), CHUNK))
 
 
 def _encode(texts: Sequence[str], tools: Tools, *, whole: bool = False) -> list[list[int]]:
-    """As :func:`outputs`; ``whole``: without a limit of tokens."""
+    """As :func:`outputs`, but as lists; with ``whole``, there is no limit of tokens."""
     tokenizer, start = tools.tokenizer, first_token(tools.tokenizer)
     adds = not ends_texts(tokenizer)
     room = tools.max_length - adds + (start is not None)
@@ -138,13 +138,13 @@ def _encode(texts: Sequence[str], tools: Tools, *, whole: bool = False) -> list[
 
 
 def ends_texts(tokenizer: Any) -> bool:
-    """Whether a tokenizer writes its end token (EOS) into each text; without an end token, True."""
+    """Whether a tokenizer writes its end token (EOS) into each text; True if it has no end token."""
     end = tokenizer.eos_token_id
     return end is None or end in tokenizer(text_target="a")["input_ids"]
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """The token with which a tokenizer begins outputs and a Whisper's decoder starts; None for other tokenizers."""
+    """The token that begins the outputs of a Whisper's tokenizer and starts its decoder; None for other tokenizers."""
     if not hasattr(tokenizer, "set_prefix_tokens"):
         return None
     prefix: list[int] = tokenizer.prefix_tokens
@@ -152,7 +152,7 @@ def first_token(tokenizer: Any) -> int | None:
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """The targets (b, L) of a batch, without the columns that all its rows leave empty; (b, 1) without targets."""
+    """The targets (b, L) of a batch, cut to its longest output; (b, 1) if it has no targets."""
     if "targets" not in batch:
         return torch.full((len(next(iter(batch.values()))), 1), IGNORE)
     targets = batch["targets"]
@@ -161,7 +161,7 @@ def targets_of(batch: Batch) -> Tensor:
 
 
 def shift(module: Any, targets: Tensor) -> Tensor:
-    """The decoder's inputs (b, L): the targets, one place to the right, after the token that starts an output."""
+    """The decoder's inputs (b, L): the targets, shifted right by one, after the token that starts the decoder."""
     base = unwrap(module)
     own = getattr(base, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:

@@ -39,7 +39,7 @@ def numbers(sums: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by name; None for a value, or for an entry of a list, that is not known or not finite."""
+    """The values by name; None for a value or list entry that is unknown or not finite."""
 
     def json_value(value: Any) -> Any:
         if isinstance(value, list):

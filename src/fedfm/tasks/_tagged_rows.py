@@ -35,7 +35,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     """The rows of two columns, with the tags as classes.
 
     Raises:
-        InputError: a cell is not a list of texts, or a row's numbers of words and tags differ.
+        InputError: a cell is not a list of texts, or a row has different numbers of words and tags.
     """
     words_in, tags_in = spec.column("tokens"), spec.column("tags")
     words = column(sheet.columns, words_in, "data.tokens", source)
@@ -84,7 +84,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
 
 
 def to_rows(part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
-    """Rows as tokens, with a target at the place of each word's first token.
+    """Rows as tokens, with the target of each word at the place of its first token.
 
     Raises:
         InputError: a tag is none of the classes.
@@ -132,7 +132,7 @@ def _cells(value: Any, where: str, name: str, what: str) -> Words:
 
 
 def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> Words:
-    """The tags of a row. A number is an index into ``known``, the file's tags; if these are None, it is a name."""
+    """The tags of a row. A number is an index into ``known``, the file's tags; if ``known`` is None, it is a name."""
     cells = _as_list(value)
     if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
         found = _cells(value, where, name, "tags")
@@ -155,8 +155,8 @@ def sheet_of(text: str, source: str) -> Sheet:
     """The sentences of a CoNLL file: one word per line, its tag in the last column, a blank line after a sentence.
 
     A file of one column has words without tags. Lines that mark documents are skipped, and so are comments. A comment
-    is a line that begins with # and stands before a sentence. It has another number of columns than the lines of words,
-    or its last column is not a tag of any word.
+    stands before a sentence and begins with #. In addition, a comment has another number of columns than the lines of
+    words, or its last column is no tag of a word.
 
     Raises:
         InputError: lines have different numbers of columns, or there is no word.
@@ -167,7 +167,7 @@ def sheet_of(text: str, source: str) -> Sheet:
         raise InputError(f"{source} holds no words: one word per line is expected, with its tag in the last column")
     width, marks, begun = len(lines[first]), 0, False
     known = {_tags.OUTSIDE} | {cells[-1] for cells in lines if len(cells) == width > 1 and not cells[0].startswith("#")}
-    starts: list[int] = []  # line number of each sentence
+    starts: list[int] = []  # number of each sentence's first line
     sentences: list[list[list[str]]] = []
     for i, cells in enumerate(lines):
         if not cells:

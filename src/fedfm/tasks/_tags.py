@@ -1,7 +1,7 @@
 """Tags of words, and the entities that they mark.
 
-Entities are counted as in the shared task's script, conlleval (Introduction to the CoNLL-2003 Shared Task. Tjong Kim
-Sang, De Meulder. CoNLL 2003): a predicted entity is right if its span and its type are both right.
+Entities are counted as in conlleval, the shared task's script: a predicted entity is right if its span and its type are
+both right. (Introduction to the CoNLL-2003 Shared Task. Tjong Kim Sang, De Meulder. CoNLL 2003.)
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def scores_of_entities(entities: float, found: float, right: float, known: bool)
 
 
 def entity(words: Sequence[str], span: Span) -> dict[str, Any]:
-    """An entity as JSON; ``end`` is the index of the word after its last word."""
+    """An entity as a JSON object; ``end`` is the index of the word after its last word."""
     start, end, name = span
     return {"type": name, "start": start, "end": end, "text": " ".join(words[start:end])}
 

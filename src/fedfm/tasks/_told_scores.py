@@ -1,4 +1,4 @@
-"""Check that scores and sums that a client sent can be those of some rows, before they are added to those of others."""
+"""Check that scores and sums from a client are possible, before they are added to those of other clients."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from fedfm.core.metric_names import ACCURACY, BALANCED_ACCURACY, MACRO_F1
 from fedfm.errors import E_FIELD, ClientFault
 
-_MOST = 10**9  # rows of a client
-_SLACK = 1e-3  # a rounded share may exceed 1 by as much
+_MOST = 10**9  # largest number of rows of a client
+_SLACK = 1e-3  # a rounded share may exceed 1 by at most this
 
 
 def check_numbers(told: Mapping[str, Any], sizes: Mapping[str, int], sums: Iterable[str]) -> None:
-    """Check n, the lengths of lists, and that sums are not negative; an absent value is not checked.
+    """Check that n and the lengths of lists are right and no sum is negative; absent values are not checked.
 
     Args:
-        sizes: list -> its number of entries.
+        sizes: for the name of each list, its number of entries.
         sums: names of the sums that are never negative.
 
     Raises:
@@ -40,12 +40,12 @@ def check_shares(
     sums: Iterable[str],
     figures_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> None:
-    """Check that shares are from 0 to 1: those that were told, and those that follow from the sums.
+    """Check that shares are from 0 to 1: the shares that the client sent, and those computed from its sums.
 
     Args:
         drawn: names of the task's own shares.
         sums: names of all sums.
-        figures_of: the scores that follow from sums.
+        figures_of: computes the scores from sums.
 
     Raises:
         ClientFault: with E_FIELD if not.
@@ -53,7 +53,7 @@ def check_shares(
     known = {name: told.get(name) for name in sums}
     every = [told]
     if any(value is not None for value in known.values()):
-        # Of no words none is right: the sums count with a 1 for each 0, so that a part without words is checked, too.
+        # A share with divisor 0 is None and would pass, e.g. 5 right tags of 0 words: a 1 for each 0 is checked, too.
         every += [figures_of(known), figures_of({name: 1 if value == 0 else value for name, value in known.items()})]
     for figures in every:
         for name in (ACCURACY, BALANCED_ACCURACY, MACRO_F1, *drawn):

@@ -1,4 +1,4 @@
-"""Several labels a row, or none: a new head gives each label a probability of its own."""
+"""Several labels per row, or none: a new head gives each label a probability of its own."""
 
 from __future__ import annotations
 

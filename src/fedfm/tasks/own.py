@@ -1,4 +1,4 @@
-"""The task of a user's own module, whose loss and outputs are the user's: no experiment file names it."""
+"""The task of a user's own module, which defines its loss and outputs; no experiment file can name this task."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Own(Task):
     sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
 
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
-        """As for every task; figures of a Trainer have no sums: they are means over clients, weighted by rows."""
+        """As for every task; figures of a Trainer have no sums, so they become means over clients, weighted by rows."""
         found, known = super().join_scores(parts), [part for part in parts if part.get("n") and part.get(METRICS)]
         if known:
             from fedfm.models.user.trainer_figures import join

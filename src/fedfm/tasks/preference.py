@@ -98,7 +98,7 @@ class Preference(AnswerTask):
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0))
 
     def encode(self, model: Network, rows: Rows) -> Rows:
-        """The rows with the log-probabilities of the frozen base."""
+        """The rows with their answers' log-probabilities under the frozen base."""
         if SECOND not in rows.tensors or REFERENCE in rows.tensors:
             return rows
         from fedfm.models.adapters.base_alone import base_alone
@@ -185,7 +185,7 @@ def losses(rewards: Tensor) -> Tensor:
 
 
 def log_probabilities(model: Network, batch: Batch) -> Tensor:
-    """Log pi of the two answers of each row, (b, 2): sums over their tokens."""
+    """Log pi of the two answers of each row, (b, 2): each is a sum over the answer's tokens."""
     import torch
     import torch.nn.functional as F
 
@@ -222,7 +222,7 @@ def _texts(model: Network, batch: Batch) -> Batch:
 
 
 def _by_batches(model: Network, rows: Rows, of: Callable[[Batch], Tensor], most: int = AT_ONCE) -> Tensor:
-    """Compute two numbers for each row, (n, 2) float32 on the CPU; rows of similar length share a batch."""
+    """The results of ``of`` for all rows, (n, 2), float32 on the CPU; rows of similar length share a batch."""
     import torch
 
     from fedfm.models.language.next_token import rows_at_once

@@ -1,4 +1,4 @@
-"""Regression: an image, a text or a vector -> a number, or several; :mod:`fedfm.tasks._numbers` has the long code."""
+"""Regression: one or more numbers from an image, a text or a vector; see also :mod:`fedfm.tasks._numbers`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BY_TARGET = tuple(f"{name}{part}_by_target" for part in ("", "_se") for name in
 
 @dataclass(frozen=True)
 class Regression(OwnTargetsTask):
-    """A new linear head predicts the targets in units of their deviations; the loss is the squared error."""
+    """A new linear head predicts the centred and scaled targets; the loss is the mean squared error."""
 
     name: ClassVar[str] = "regression"
     columns: ClassVar[tuple[Column, ...]] = (
@@ -72,7 +72,7 @@ class Regression(OwnTargetsTask):
         return _numbers.sums(rows.tensors["targets"].double().numpy())
 
     def check_sums(self, sums: Sequence[float], names: Sequence[str]) -> None:
-        """Refuse a silo's sums of another form."""
+        """Refuse sums from a silo that cannot be sums over rows."""
         from fedfm.tasks import _numbers
 
         _numbers.check_sums(sums, len(names))
@@ -80,7 +80,7 @@ class Regression(OwnTargetsTask):
     def keys_of_sums(
         self, parts: Sequence[Sequence[float]], names: Sequence[str]
     ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Values of the keys that :meth:`keys_of_rows` returns, from the :meth:`sums_of_rows` of all silos."""
+        """The same as :meth:`keys_of_rows`, computed from the :meth:`sums_of_rows` of all silos."""
         from fedfm.tasks import _numbers
 
         return _numbers.scale_of_sums(parts, names)
@@ -148,7 +148,7 @@ class Regression(OwnTargetsTask):
         return {"task": self.name, **{key: value for key, value in scale.items() if value}}
 
     def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
-        """Predicted against true values, for a report."""
+        """Plots of predicted values against true values, for a report."""
         from fedfm.tasks import _calibration
 
         return _calibration.plots(figures, classes, self.target_means, self.target_scales)

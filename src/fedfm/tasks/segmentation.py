@@ -35,7 +35,7 @@ BY_CLASS = ("iou_by_class", "dice_by_class")
 
 @dataclass(frozen=True)
 class Segmentation(Task):
-    """Logits (b, C, h, w), enlarged to the mask (b, H, W); the loss is the cross-entropy, a mean over pixels."""
+    """Logits (b, C, h, w), enlarged to the mask's size (H, W); the loss is the cross-entropy, a mean over pixels."""
 
     name: ClassVar[str] = "segmentation"
     kinds: ClassVar[tuple[str, ...]] = ("masked",)

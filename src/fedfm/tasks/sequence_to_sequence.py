@@ -1,7 +1,7 @@
-"""Sequence to sequence: an encoder-decoder writes a text after it has read another text, or a recording.
+"""Sequence to sequence: an encoder-decoder turns a text or a recording into a text.
 
 :mod:`fedfm.tasks._sequence_rows` reads the rows, :mod:`fedfm.tasks._recordings` decodes recordings,
-:mod:`fedfm.tasks._languages` chooses languages, and :mod:`fedfm.tasks._sequence_answers` generates and scores.
+:mod:`fedfm.tasks._languages` chooses languages, and :mod:`fedfm.tasks._sequence_answers` generates and scores answers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
-_IGNORE = -100  # the target that does not count
+_IGNORE = -100  # the target that the loss ignores
 
 
 @dataclass(frozen=True)
 class SequenceToSequence(Task):
-    """A row is (text or recording, output); the loss is a mean over the output's tokens, as Seq2SeqTrainer's."""
+    """A row is (text or recording, output); the loss is a mean over the output's tokens, as in Seq2SeqTrainer."""
 
     name: ClassVar[str] = "sequence_to_sequence"
     kinds: ClassVar[tuple[str, ...]] = ("sequences",)
@@ -126,7 +126,7 @@ class SequenceToSequence(Task):
         return "SEQ_2_SEQ_LM"
 
     def logits(self, model: Network, batch: Batch) -> Tensor:
-        """Logits (b, L, V) of the output's tokens; the decoder reads the tokens before each of them."""
+        """Logits (b, L, V) of the output's tokens; to predict a token, the decoder reads the tokens before it."""
         from fedfm.tasks import _sequence_rows
 
         targets = _sequence_rows.targets_of(batch)  # (b, L)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
-_IGNORE = -100  # the target that does not count
+_IGNORE = -100  # the target that the loss ignores
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Visual instruction: a model of texts and images learns the answers of conversations with images."""
+"""Visual instruction: a model that reads texts and images learns the answers in conversations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print(processor.decode(said[0, prompt["input_ids"].shape[1] :], skip_special_tok
 
 @dataclass(frozen=True)
 class VisualInstruction(Instruction):
-    """A row is (messages, answer, images); the loss is over the answers' tokens."""
+    """A row is (messages, answer, images); the loss is a mean over the answers' tokens."""
 
     name: ClassVar[str] = "visual_instruction"
     kinds: ClassVar[tuple[str, ...]] = ("visual_instruction",)
@@ -61,7 +61,7 @@ class VisualInstruction(Instruction):
 
     @property
     def answers(self) -> bool:
-        """Whether its rows are prompts with answers."""
+        """Whether rows are prompts with answers: True."""
         return True
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
@@ -90,7 +90,7 @@ class VisualInstruction(Instruction):
         rows = list[_image_tokens.Encoded]()
 
         def images() -> Iterator[dict[str, Tensor]]:
-            for row in part.inputs:  # one after the other, since all images may exceed the memory
+            for row in part.inputs:  # one after the other, since all images together may not fit into memory
                 found = _image_tokens.encode(row, tools)
                 rows.append(replace(found, images={}))
                 yield found.images

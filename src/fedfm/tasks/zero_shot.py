@@ -17,7 +17,7 @@ _CONTRASTIVE = "contrastive"
 
 @dataclass(frozen=True)
 class ZeroShotTask(OneClassTask):
-    """The model predicts the class whose name fits an image best; it gets no new weights."""
+    """The model predicts the class whose name fits an image best; the model gets no new weights."""
 
     name: ClassVar[str] = "zero_shot"
     kinds: ClassVar[tuple[str, ...]] = ("image",)
@@ -75,7 +75,7 @@ class ZeroShotTask(OneClassTask):
 
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     """CLIP's loss of a batch (Radford et al., Figure 3): each image is classified among the batch's texts, and each
-    text among the batch's images. Images of one class share their text: the targets are uniform over equal labels.
+    text among the batch's images. Images of one class share a text, so the targets are uniform over equal labels.
 
     Args:
         logits: (b, C), the scaled similarities s <V, T> of the images and the texts of all classes.
