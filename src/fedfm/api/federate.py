@@ -95,7 +95,7 @@ def federate(
         The result, and ``models``: the folder of each client's model, or one folder under "" if all clients share one.
         If every client has its own model, the module's weights stay as they were. There is an accuracy if rows have
         integer labels and the module returns one logit per class; otherwise there is only the loss.
-        ``details`` has a Trainer's ``compute_metrics``: ``metrics`` over all test rows, ``client_metrics`` by client.
+        For a Trainer's ``compute_metrics``, ``details`` has its values: ``metrics`` and, by client, ``client_metrics``.
 
     Raises:
         InputError: an argument is invalid; this is raised before any training.

@@ -137,8 +137,8 @@ def predict(
         last: whether to use the last round's model if ``run.patience`` chose the model of another round.
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
         progress: its ``notice`` also gets the warnings; by default they go to stderr.
-        files: for predictions that are files, such as masks: the folder to write them into, whose name gets a number
-            if it exists. By default it is in the folder ``predictions`` of the run.
+        files: folder for predictions that are files, such as masks. If it exists, a number is added to its name. By
+            default the files are in the folder ``predictions`` of the run.
 
     Returns:
         ``warnings``, and depending on task and file, in the order of the rows:
@@ -151,11 +151,11 @@ def predict(
           ``rouge_1`` as in the run's evaluation, over the rows that contain an expected output (null if there is none);
         - for several labels per row: ``labels``, ``probabilities`` by label, and ``thresholds``: for each label,
           the least probability at which a row gets it;
-        - for segmentation: ``masks``, the paths of PNG files of class numbers, in the size of the images; relative to
-          the folder above ``files`` if this is given;
+        - for segmentation: ``masks``, the paths of PNG files of class numbers, in the size of the images. If ``files``
+          is given, the paths are relative to the folder that contains it;
         - for numbers: ``values``; with several targets, each value is a dict by target;
-        - for pairs: ``embeddings``, the vectors of the anchors, or of the rows' texts or images; with positives also
-          ``similarities``, the cosines of anchors and positives;
+        - for pairs: ``embeddings``, the vectors of the anchors, or of the rows' texts or images. Rows with positives
+          also have ``similarities``, the cosines of anchors and positives;
         - for words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, its type and its text; ``words_cut``;
         - for running text: ``loss`` and ``perplexity``;
@@ -261,8 +261,8 @@ def check_out(out: Path) -> None:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """Write the result of :func:`predict`: completely as ``.json``; one line per row as ``.jsonl`` or ``.csv``; or one
-    array per column as ``.npz``.
+    """Write the result of :func:`predict`. ``.json`` gets all of it, ``.jsonl`` and ``.csv`` get one line per row, and
+    ``.npz`` gets one array per column.
 
     Raises:
         InputError: another process has written the file since, or a column is no array.

@@ -13,10 +13,10 @@ from fedfm.errors import InputError
 
 
 def to_npz(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
-    """The content of an npz with an array (n, ...) for each key of the rows: float32 for numbers with a fraction.
+    """The content of an npz file with an array (n, ...) for each key of the rows. Floating-point arrays are float32.
 
     Raises:
-        InputError: the values of a key are no array: their lengths differ, or they are neither numbers nor texts.
+        InputError: the values of a key form no array: their lengths differ, or they are neither numbers nor texts.
     """
     arrays: dict[str, Any] = {}
     for key in rows[0] if rows else ():

@@ -15,12 +15,12 @@ from fedfm.runtime.run_directory import Run
 
 
 def draw(run_dir: Path, most: int) -> RowPictures:
-    """Draw at most ``most`` of the run's global test rows, which are on this machine.
+    """Draw at most ``most`` of the run's global test rows from the data on this machine.
 
-    Rows of silos are never drawn, since they are not here.
+    Rows of silos are never drawn, since they are not on this machine.
 
     Raises:
-        InputError: there are no such rows here, every client has its own model, or the task draws no rows.
+        InputError: this machine has no test rows of the run, every client has its own model, or the task draws no rows.
     """
     if most < 1:
         raise InputError(f"--rows {most}: expected at least 1")

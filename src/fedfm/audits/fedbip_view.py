@@ -121,7 +121,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
         return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
     found = []
     with torch.no_grad(), model.evaluating():
-        if model.task.loss_is_opaque:  # the user's loss only returns the mean over a batch
+        if model.task.loss_is_opaque:  # the user's loss returns only the mean over a batch
             return np.array([float(model.loss(batch)) for batch in rows.batches(1)], dtype=np.float64)
         for batch in (rows.to_padded() if rows.tokens is not None else rows).batches(64):
             sums, counts = model.task.row_losses(model, batch)

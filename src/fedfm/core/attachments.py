@@ -11,16 +11,16 @@ from typing import Any
 
 from fedfm.errors import InputError
 
-IMAGE = "\ufffc"  # in a message of a conversation, the place of one of the row's images
+IMAGE = "\ufffc"  # marks the place of one of the row's images in a message of a conversation
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file in a row. Its content is read when it is needed, so a table of large files takes little memory.
+    """A file in a row. Its content is read only when needed, so a table of large files takes little memory.
 
     Attributes:
         source: the absolute path of the file, or its content.
-        place: the row that has the file, for messages.
+        place: name of the row that has the file, for messages.
     """
 
     source: str | bytes
@@ -44,7 +44,7 @@ class Attachment:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """SHA-256 of the content, 64 hex digits; the file is read once for it."""
+        """SHA-256 of the content, 64 hex digits. The first access reads the file."""
         return hashlib.sha256(self.content()).hexdigest()
 
 

@@ -10,7 +10,7 @@ MACRO_F1 = "macro_f1"
 LOSS = "loss"
 PERPLEXITY = "perplexity"
 LOCAL_LOSS = "local_loss"
-METRICS = "metrics"  # a Trainer's own figures: a dict
+METRICS = "metrics"  # a dict: the values of a Trainer's compute_metrics
 
 SHARES = (ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY, BALANCED_ACCURACY, MACRO_F1)  # from 0 to 1, more is better
 SCORES = (*SHARES, LOSS, PERPLEXITY)

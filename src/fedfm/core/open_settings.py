@@ -1,6 +1,6 @@
-"""Settings to which others add keys, as tasks add keys to the tables [data] and [model] and to a silo's file.
+"""Settings to which other modules add keys, as tasks add keys to the tables [data] and [model] and to a silo's file.
 
-Who adds a key is imported only if a table needs it. So the class of settings follows from their values.
+A module that adds a key is imported only if a table needs the key. So the values of settings determine their class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Setting = tuple[Any, Field[Any]]  # type and field of a key
 
 
 class _ByValues(type):
-    """The type of open settings: a call of the class makes an instance of the class that its values need."""
+    """The metaclass of open settings. A call of such a class makes an instance of the class that the values need."""
 
     if not TYPE_CHECKING:
 
@@ -29,28 +29,28 @@ class _ByValues(type):
 
 
 class OpenSettings(metaclass=_ByValues):
-    """The base of open settings. A subclass is a frozen dataclass of the common keys.
+    """The base class of open settings. A subclass is a frozen dataclass of the common keys.
 
-    The class of an instance has the common keys, those of :meth:`own_keys`, and the other keys whose value is not the
-    default. Equal values have equal classes, however they were given. Any other key reads as its default.
+    The class of an instance has the common keys, those of :meth:`own_keys`, and each other key whose value is not the
+    default. So equal values always have the same class. An instance returns the default for any other key.
     """
 
     @classmethod
     def own_keys(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
         """The keys that settings with these values always have, even if their values are defaults.
 
-        A common key stands here if others add to its allowed values, and the value is one of those.
+        They include a common key if its value is one that other modules have added to its allowed values.
         """
         return {}
 
     @classmethod
     def setting_of(cls, key: str) -> Setting | None:
-        """A key that is not common; None if nobody adds it."""
+        """Type and field of a key that is not common; None if no module adds it."""
         raise NotImplementedError
 
     @classmethod
     def all_keys(cls) -> dict[str, Setting]:
-        """All keys that others add, and the common keys to whose allowed values others add."""
+        """All keys that other modules add, and the common keys whose allowed values other modules extend."""
         raise NotImplementedError
 
     @classmethod
@@ -67,7 +67,7 @@ class OpenSettings(metaclass=_ByValues):
 
     @classmethod
     def with_keys(cls, keys: Mapping[str, Setting]) -> type[OpenSettings]:
-        """The class of the common keys and of these."""
+        """The class with the common keys and these keys."""
         common = cls.common_class()
         at = common, tuple(keys)
         if keys and at not in _made:
@@ -103,7 +103,7 @@ def complete_class(cls: type[Any]) -> type[Any]:
 
 
 def class_for(cls: type[Any], table: Mapping[str, Any]) -> type[Any]:
-    """The class with the keys of a table; with all keys if the table has an unknown one."""
+    """The class with the keys of a table. If the table has an unknown key, the class has all keys."""
     if not issubclass(cls, OpenSettings):
         return cls
     own = cls.own_keys(table)

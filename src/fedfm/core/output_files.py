@@ -1,4 +1,4 @@
-"""Files among predictions, such as a mask for each image, and pictures of rows in a report."""
+"""Predictions that are files, such as a mask for each image, and pictures of rows for a report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OutputFile:
     """A file that a task predicts for a row.
 
     Attributes:
-        name: its name; files of equal names get the index of their row, too.
-        content: its bytes.
+        name: name of the file. If several files have the same name, the index of the row is added to each.
+        content: bytes of the file.
     """
 
     name: str
@@ -31,9 +31,9 @@ class RowPictures:
     """Pictures of a few rows with their targets and predictions, for a report.
 
     Attributes:
-        note: what a picture shows.
-        colours: for each class, its colour as #rrggbb; "" if it has none.
-        pictures: (caption, PNG) of each row.
+        note: text on what a picture shows.
+        colours: the colour of each class as #rrggbb; "" for a class without a colour.
+        pictures: (caption, PNG file) for each row.
     """
 
     note: str
@@ -42,15 +42,15 @@ class RowPictures:
 
 
 def has_files(result: Mapping[str, Any]) -> bool:
-    """Whether predictions have files."""
+    """Whether some predictions are files."""
     return any(_are_files(value) for value in result.values())
 
 
 def write_files(result: Mapping[str, Any], folder: Path, relative: bool) -> dict[str, Any]:
-    """Write all files of predictions into a new folder; the result has their paths in their place.
+    """Write all files of predictions into a new folder; return the predictions with paths in place of the files.
 
     Args:
-        folder: the folder; if it exists, its name gets a number.
+        folder: path of the new folder. If it exists, a number is added to its name.
         relative: whether the paths are relative to the folder that contains ``folder``.
 
     Raises:

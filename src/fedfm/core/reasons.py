@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedfm.core.messages import Excluded
 from fedfm.errors import E_DIED, E_EXCEPTION, E_NONFINITE, E_NORM, E_REFUSED, E_TIMEOUT
 
-_NAMED = 3  # clients of a code
+_NAMED = 3  # largest number of clients that are named for a code
 _HELP = {
     E_TIMEOUT: "a larger run.timeout waits longer",
     E_REFUSED: "the silo decides; ask its operator, or change the experiment's requests",
@@ -17,8 +17,8 @@ _HELP = {
 
 
 def reasons(excluded: Sequence[Excluded], diverged: str = "") -> str:
-    """Suffix for a message: the most frequent reason with an example and what helps, then the other
-    clients by name, with their codes; empty if there is no reason.
+    """Suffix for a message: the clients with the most frequent code, an example of its reason, and what helps; then the
+    other clients with their codes. The suffix is empty if no client was excluded.
 
     Args:
         diverged: what helps if training diverged; it depends on the method.

@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows in groups by their prediction: for each group the means of predictions and true values, with an interval.
+    """Groups of rows with similar predictions, and the mean prediction and mean true value of each group.
 
     Attributes:
-        name: the target.
-        points: for each group (mean prediction, mean true value, least, greatest, number of rows); the interval of the
-            true value is None for a single row.
-        note: a sentence on how to read the plot.
+        name: name of the target.
+        points: for each group (mean prediction, mean true value, least, greatest, number of rows). The interval [least,
+            greatest] is that of the mean true value; both are None for a single row.
+        note: text on how to read the plot.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Groups:
 
 @runtime_checkable
 class HasPlots(Protocol):
-    """A task whose scores are drawn."""
+    """A task whose scores a report draws."""
 
     def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
         """The plots, from ``details`` of a run's result."""

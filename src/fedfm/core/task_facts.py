@@ -74,7 +74,7 @@ class TaskFacts(Protocol):
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
 
     def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A silo's scores and sums, with no more detail in lists than the pooled scores need."""
+        """A silo's scores and sums; lists keep only as much detail as the pooled scores need."""
 
     @property
     def classifies_by_head(self) -> bool:

@@ -1,9 +1,9 @@
-"""The tasks by name: one for each file of ``fedfm/tasks``, which has the task's name.
+"""The tasks by name. Each file of ``fedfm/tasks`` defines one task and has its name.
 
 Packages that tasks import cannot import the tasks, so they read a task's properties here. This module finds the tasks
-in their folder and names none of them. A file is imported when its task is asked for. What belongs to no single task,
-such as the list of all columns, imports all files: only help, messages on wrong input, and rows without a named task
-need it.
+in their folder and names none of them. It imports a file when a caller asks for the file's task. Facts of all tasks,
+such as the list of all columns, require imports of all files. Only help, messages on wrong input, and rows without a
+named task need such facts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _names() -> tuple[str, ...]:
 
 
 def _task(name: str) -> TaskFacts:
-    """The task of this file, with the defaults of its keys."""
+    """The task in the file of this name, with the defaults of its keys."""
     if name not in _imported:
         module = import_module(f"{_FOLDER}.{name}")
         classes = (cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__)
@@ -48,7 +48,7 @@ def _task(name: str) -> TaskFacts:
 
 
 def _first(that: Callable[[TaskFacts], bool], guess: str = "") -> TaskFacts | None:
-    """The task for which ``that`` holds, which is at most one; an imported one is asked first, then ``guess``."""
+    """The only task for which ``that`` holds, or None. Imported tasks are tried first, then the task ``guess``."""
     names = (*tuple(_imported), *(name for name in _names() if name == guess), *_names())
     return next((task for task in map(_task, names) if that(task)), None)
 
@@ -121,7 +121,7 @@ def row_kinds() -> tuple[RowKind, ...]:
 
 
 def remote_kinds() -> tuple[str, ...]:
-    """The kinds of rows that a server without rows can name."""
+    """The kinds of rows that ``data.kind`` may name at a server without rows."""
     return (*SHARED, *(kind.name for kind in row_kinds() if kind.remote))
 
 
@@ -147,7 +147,7 @@ def columns() -> dict[str, Column]:
 def column_name(key: str) -> str:
     """The name of a column whose key is not set.
 
-    It is the key itself, unless a task says otherwise; this task is imported, as only its rows have such a column.
+    It is the key itself, unless a task gives another name. Only rows of this task have the column, so it is imported.
     """
     return next((of.name for task in _imported.values() for of in task.columns if of.key == key), key)
 
@@ -156,7 +156,7 @@ def data_setting(key: str, help: str = "") -> tuple[Any, Any] | None:
     """A task's column as a setting: (type, field); None if no task has this key.
 
     Args:
-        help: a text that replaces the help of the column; {} in the text stands for the key.
+        help: text in place of the column's own help; {} in the text stands for the key.
     """
     task = _first(lambda task: task.in_files and any(column.key == key for column in task.columns))
     return None if task is None else _setting_of(next(of for of in task.columns if of.key == key), help)
@@ -173,9 +173,9 @@ def _setting_of(of: Column, help: str) -> tuple[Any, Any]:
 
 
 def model_settings(task: TaskFacts | None = None) -> dict[str, tuple[Any, Any]]:
-    """Keys of the [model] table: (type, field) by key; those of a task, or those of all tasks.
+    """Keys of the [model] table that a task adds, or all tasks for None: (type, field) by key.
 
-    If tasks share a key, the first task decides.
+    If several tasks have the same key, the first of these tasks decides its type and field.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for of in available() if task is None else (task,):

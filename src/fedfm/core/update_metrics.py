@@ -17,8 +17,8 @@ JUDGED = "judged_before_aggregation"  # 1 from a client with these two scores; i
 SENT = "sent/"  # prefix of scores of the model that the client received, as in "sent/test/accuracy"
 PASSES = "passes_beside"  # number of forward passes over the client's rows, without the optimiser's passes
 
-# Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names,
-# or the name of a score of the run's task (check_figures). A client's "loss" is written there as "train_loss".
+# Keys that the server writes into a line of metrics.jsonl or into the result. No client may send one of these names,
+# nor the name of a score of the run's task (check_figures). A client's "loss" is written there as "train_loss".
 # fmt: off
 SERVERS = frozenset({
     *SHARES, PERPLEXITY, LOCAL_LOSS, METRICS, f"client_{METRICS}", f"local_{METRICS}",
@@ -51,7 +51,7 @@ def check_figures(metrics: Iterable[str], figures: Iterable[str]) -> None:
     """Refuse metrics that have the name of a score of the run's task.
 
     Raises:
-        ClientFault: E_FIELD.
+        ClientFault: E_FIELD, a name of such a score.
     """
     own = {name for figure in figures for name in (figure, f"local_{figure}")}
     for name in metrics:

@@ -52,7 +52,7 @@ def _kind(choices: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class DataSpec(OpenSettings):
-    """The source of the rows and their partition."""
+    """The source of the rows, and their partition."""
 
     one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients", "classes")  # [data] sets exactly one of them
 

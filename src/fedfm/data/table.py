@@ -93,8 +93,8 @@ def words_of(kind: str) -> str:
 def fingerprint(table: Table) -> str:
     """SHA-256 (64 hex digits) over kind, inputs, labels or targets, class names and split.
 
-    It covers the bytes of image files and attachments and, for kind "own", the number of rows. It covers no paths,
-    further columns or notices, so it does not depend on the source.
+    It covers the bytes of image files and attachments and, for kind "own", the number of rows. It covers no paths, no
+    further columns and no notices, so it does not depend on the source.
     """
     digest = hashlib.sha256()
 

@@ -32,7 +32,7 @@ class RowTask(TaskFacts, Protocol):
         """The columns of a file whose name has one of the task's endings."""
 
     def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
-        """The columns of a folder in the task's own layout; None for other folders."""
+        """The columns of a folder with the task's own layout; None for a folder with another layout."""
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """Read rows of this task from the columns."""

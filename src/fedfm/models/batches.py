@@ -33,7 +33,7 @@ def convert(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Any, parts: Any) -> Any:
-    """The parts in the type of the value; as a plain dict or list if this type is made in another way."""
+    """The parts as an object of the value's type; unchanged if this type cannot be made from them."""
     try:
         return type(value)(parts)
     except TypeError:
@@ -60,7 +60,7 @@ def only_tensors(value: Any) -> bool:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:
-    """A module's return value by name: a mapping, a named tuple, or an object with attributes; None for others."""
+    """A module's outputs by name, if it returns a mapping, a named tuple, or an object with attributes; else None."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple):
@@ -69,7 +69,7 @@ def as_mapping(value: Any) -> Mapping[str, Any] | None:
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch: the length of its first tensor, list or tuple, or of the first tensor in these."""
+    """Number of rows of a batch: the length of its first tensor, list or tuple, or else of the first tensor inside."""
     sized = (x for x in batch.values() if (isinstance(x, Tensor) and x.dim()) or isinstance(x, list | tuple))
     return next((len(x) for x in sized), next((len(x) for x in tensors(batch) if x.dim()), 0))
 

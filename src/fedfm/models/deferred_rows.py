@@ -1,4 +1,4 @@
-"""Decide whether rows are computed now or batch by batch, for rows that a task has deferred."""
+"""Decide whether rows that a task has deferred are computed at once or batch by batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedfm.models.images import AT_ONCE
 
 
 def settle(rows: Rows, most: float | None) -> Rows:
-    """The rows computed, if they take at most ``most`` bytes; else unchanged.
+    """Compute the rows if they take at most ``most`` bytes; otherwise return them unchanged.
 
     Args:
-        most: for None, the limit of :mod:`fedfm.models.images`.
+        most: largest number of bytes; None stands for the limit of :mod:`fedfm.models.images`.
     """
     if len(rows) < 2 or most == math.inf:
         return rows.compute()

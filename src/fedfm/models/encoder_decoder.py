@@ -1,4 +1,4 @@
-"""Encoder-decoder models: they may classify texts or write outputs, but they are not causal language models."""
+"""Encoder-decoder models. They may classify texts or write texts, but they are not causal language models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
 
 _START = "decoder_start_token_id"
-_BY_LANGUAGE = ("mbart", "plbart")  # the decoder starts with the code of a language, which the row names
+_BY_LANGUAGE = ("mbart", "plbart")  # the decoder starts with the code of the row's target language
 
 
 def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:

@@ -87,7 +87,7 @@ def _write_numbers(model: Model, folder: Path) -> None:
 
 
 def _write_generation(settings: dict[str, Any], module: Any, path: Path) -> None:
-    """Write the base's generation settings, changed by ``settings``; a link to the base's own file is replaced."""
+    """Write the base's generation settings with the values of ``settings``, in place of a link to the base's file."""
     own = module.generation_config.to_dict()
     if path.exists():
         own = json.loads(path.read_text(encoding="utf-8"))

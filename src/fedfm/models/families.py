@@ -94,9 +94,9 @@ class Parts:
         unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts. Nothing
             under these paths is trained.
         whole: the model, whose modules LoRA adapts if no blocks were found.
-        vision: paths of the part for images, if the rows have images among their texts; else empty. ``blocks`` are then
-            those of the language part.
-        vision_blocks: (path, module) of the blocks of that part.
+        vision: paths of the vision part, if the rows have images among their texts; else empty. With a vision part,
+            ``blocks`` are those of the language part.
+        vision_blocks: (path, module) of the blocks of the vision part.
         side_by_side: the modules of each block, one from each list, for a model that lists each part of its blocks
             separately; else empty.
     """
@@ -137,7 +137,7 @@ class Parts:
 
 
 def find(module: nn.Module, model_type: str, *, images: bool = False) -> Parts:
-    """Find the parts of ``module``, which has no adapter yet; ``images``: whether rows have images among texts."""
+    """Find the parts of ``module``, which has no adapter yet. ``images`` says whether rows have images among texts."""
     prefix = getattr(module, "base_model_prefix", "")
     family = FAMILIES.get(model_type)
     if family is None:

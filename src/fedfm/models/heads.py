@@ -19,7 +19,7 @@ def bases(module: nn.Module) -> tuple[str, ...]:
 
 
 def labels_pixels(module: nn.Module) -> bool:
-    """Whether the module is transformers' class for semantic segmentation."""
+    """Whether the module is one of transformers' classes for semantic segmentation."""
     return type(module).__name__.endswith("ForSemanticSegmentation")
 
 
@@ -40,7 +40,7 @@ def output_maps(module: nn.Module) -> list[str]:
 
 
 def head_of(module: Any) -> str:
-    """Path of the last linear map of a transformers model, or of its decoder of pixels; "" if it has neither."""
+    """Path of a transformers model's last linear map, or of its decoder of pixels; "" if the model has neither."""
     if labels_pixels(module):
         from fedfm.models.pixel_heads import pixel_head
 

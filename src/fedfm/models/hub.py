@@ -134,7 +134,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
 
 
 def _input_of(config: Any, name: str, kind: str, task: ModelTask) -> str:
-    """The kind of input that the model reads for rows of this kind; an InputError for a model that does not read it."""
+    """The input that the model reads for rows of this kind; raises an InputError if the model does not read it."""
     import transformers
 
     reads = {

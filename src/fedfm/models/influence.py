@@ -40,7 +40,7 @@ def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] 
 
     def follow(_: nn.Module, __: object, out: Tensor) -> Tensor:
         embedded.append(out.detach().requires_grad_())
-        return embedded[-1].clone()  # some models scale their embeddings in place, which a leaf does not allow
+        return embedded[-1].clone()  # some models scale embeddings in place, which autograd forbids for leaves
 
     hook = reads.register_forward_hook(follow)
     try:

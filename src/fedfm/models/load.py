@@ -255,7 +255,7 @@ def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
         return
     made = {name for name, _ in loaded.module.named_parameters() if any(within(name, new) for new in loaded.new)}
     if head and any(within(name, head) and name not in loaded.missing for name in made):
-        last = next((path for path in loaded.new if within(path, head)), head)  # of a decoder only the last map is new
+        last = next((path for path in loaded.new if within(path, head)), head)  # only a decoder's last map is new
         yield (
             f"model.name: {spec.name} has a trained head {last} with as many outputs as there are classes here: a new "
             "head replaces it"

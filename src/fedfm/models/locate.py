@@ -94,7 +94,7 @@ def stored_file(place: Path | str, name: str) -> Path | None:
 
 
 def stored_table(place: Path | str, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a model's folder or hub id; {} if there is none, or if it is no such file."""
+    """The JSON object in a file of a model's folder or hub id; {} if the file is missing or has no JSON object."""
     try:
         file = stored_file(place, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}

@@ -346,7 +346,7 @@ class Model:
         if self.hollow:
             raise RunError("this server has not loaded the model's weights, because it has no test rows")
         device, self.share = self.device, batch.get(LOCAL_SHARE)
-        caches = {"use_cache", "kwargs"} if self.is_language_model else {"use_cache"}  # some pass it on by **kwargs
+        caches = {"use_cache", "kwargs"} if self.is_language_model else {"use_cache"}  # some take use_cache by **kwargs
         fixed = {"use_cache": False} if caches & self._arguments else {}
         given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}
         with reduced_precision(self.spec.dtype, device):

@@ -32,7 +32,7 @@ class ModelTask(RowTask, Protocol):
         """The task with the values of its keys in a [model] table."""
 
     def part(self, table: Table, index: np.ndarray) -> Table:
-        """The rows with these indexes, with what :meth:`rows` needs of the others."""
+        """The rows with these indexes, and what :meth:`rows` needs of the other rows."""
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
         """Rows as tensors and tokens, with their targets."""
@@ -56,7 +56,7 @@ class ModelTask(RowTask, Protocol):
         """PEFT's name of the task."""
 
     def processor(self, path: Path | str, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-        """An object that prepares rows with this tokenizer, or None, and lines for the user."""
+        """An object that prepares rows with this tokenizer, or None; and lines for the user."""
 
     def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
         """The template for the tools, and lines for the user."""
@@ -65,7 +65,7 @@ class ModelTask(RowTask, Protocol):
         """Set what the task needs in a model's configuration."""
 
     def check_tools(self, tools: Tools, name: str) -> None:
-        """Refuse values of the task's keys, and tools, that do not fit each other."""
+        """Refuse values of the task's keys that do not fit the tools."""
 
     def check_single_encoder(self) -> None:
         """Refuse values of the task's keys that need a model of two encoders."""
@@ -113,13 +113,13 @@ class ModelTask(RowTask, Protocol):
         """Values of the task's keys that follow from scores on validation rows."""
 
     def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
-        """The task with values that a server chose and sent; raises a ClientFault for other values."""
+        """The task with values of keys that a server chose; raises a ClientFault for values that it cannot choose."""
 
     def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
-        """Check that scores and sums that a client sent can be those of some rows; raises a ClientFault."""
+        """Raise a ClientFault if no rows can have the scores and sums that a client sent."""
 
     def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A silo's scores and sums, with no more detail in lists than the pooled scores need."""
+        """A silo's scores and sums; lists keep only as much detail as the pooled scores need."""
 
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
         """Lines for the user about a run's figures, after the run."""
@@ -128,13 +128,13 @@ class ModelTask(RowTask, Protocol):
         """The predictions that ``fedfm predict`` writes for the rows."""
 
     def generation_settings(self, model: Network) -> dict[str, Any]:
-        """Values for the generation settings of an export."""
+        """Settings of generation that an export gets."""
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
         """The task and the weights of an export."""
 
     def add_files(self, model: Network, to: str, folder: Path) -> None:
-        """Add files of other libraries to an export."""
+        """Add files with which other libraries load an export."""
 
     def about_outputs(self) -> str:
         """A sentence for the reader of an export about the model's outputs."""

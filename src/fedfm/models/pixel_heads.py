@@ -1,4 +1,4 @@
-"""Finds the decoder of a model for semantic segmentation, and the map in it that gives each pixel its outputs."""
+"""Find the decoder of a model for semantic segmentation, and the decoder's map to the outputs of each pixel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def pixel_head(module: nn.Module) -> str:
 
 
 def pixel_map(module: nn.Module, head: str) -> str:
-    """Path of the last convolution of the decoder. It has one output per class, and it alone is always new.
+    """Path of the decoder's last convolution. It has one output per class, and only this layer is always new.
 
-    The rest of a trained decoder fits any classes, so it stays.
+    The other layers of a trained decoder fit any classes, so they keep their weights.
 
     Raises:
         InputError: the decoder has no such convolution.

@@ -66,7 +66,7 @@ def prepare(
     Args:
         tools: the model's preprocessors.
         task: the model's task; None means the task that the kind of the rows implies.
-        most: bytes that prepared images may take in memory; if they would take more, the images of a batch are
+        most: bytes that prepared images may take in memory. If they would take more, the images of a batch are
             prepared when the batch is read. :mod:`.images` explains the value None.
         loaders: number of processes that compute deferred images in advance.
         check: called with tokens and the rows' indexes; it refuses tokens that the model does not know.
@@ -250,7 +250,7 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
 def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
     """The task that converts rows of this kind for a model of ``task``: the kind's own task, else the model's task."""
     owner = tasks.owner(kind)
-    own = task is not None and owner is not None and task.name == owner.name  # then its keys have their values
+    own = task is not None and owner is not None and task.name == owner.name  # its keys have the experiment's values
     return cast("ModelTask", (None if own else owner) or task or tasks.implied_task(kind))
 
 

@@ -16,8 +16,8 @@ class Tools:
 
     Attributes:
         image: a function that maps PIL images to a tensor (n, 3, H, W), or None.
-        processor: the transformers processor that an export saves: that of ``image``, or the task's own, such as one
-            for recordings; None if there is none.
+        processor: the transformers processor that an export saves, or None: the image processor, or the task's own
+            processor, such as a processor of recordings.
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.
@@ -25,7 +25,7 @@ class Tools:
         vocabulary: number of rows of the model's token embedding, or None if it has no such table.
         template: a text with {instruction} for instructions; None stands for the tokenizer's chat template.
         loaders: number of processes that prepare deferred rows in advance.
-        most: bytes that prepared rows may take in memory; :mod:`.images` explains the value None.
+        most: largest number of bytes of prepared rows in memory; :mod:`.images` explains the value None.
         notices: lines for the user on guesses about these tools, and on changes to a template.
     """
 

@@ -144,7 +144,7 @@ class ModelSpec(OpenSettings):
 
     @classmethod
     def own_keys(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
-        """The keys of the task that is named."""
+        """The keys of the task that ``values`` name."""
         named = values.get("task")
         return tasks.model_settings(tasks.find(named)) if isinstance(named, str) and named in tasks.names() else {}
 

@@ -129,8 +129,8 @@ def answers(
     a batch, unless two tokens have equal logits up to rounding.
 
     Args:
-        asked: the tokens of the prompts; None if the model's template writes them.
-        more: further arguments of the model for these rows, whose prompts are padded to this length.
+        asked: tokens of each prompt; if None, the model's template writes the prompts.
+        more: (indexes of rows, length of their padded prompts) -> further arguments of the model for these rows.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window

@@ -23,7 +23,7 @@ from fedfm.models.spec import ModelSpec
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
 _OF_NUMBERS = ("F", "BF")  # beginnings of the names of floating-point dtypes in safetensors
-POOLING = "sentence_pooling"  # key of a configuration if the task computes these parts
+POOLING = "sentence_pooling"  # a configuration has this key if the task computes the pooling
 _PARTS = "modules.json"  # lists the parts of a sentence-transformers model: transformer, pooling, further maps
 
 

@@ -1,8 +1,8 @@
-"""The part for images of a model of texts and images: which of the two parts an adaptation trains.
+"""A model of texts and images has a language part and a vision part. Choose the part that an adaptation trains.
 
-Without ``targets``, LoRA adapts the language part. The words "language" and "vision" among the targets stand for these
-parts: other targets are then searched in them, and without other targets the parts' query and value projections are
-adapted. The vision part includes the map from its outputs to the language part.
+Without ``targets``, LoRA adapts the language part. The words "language" and "vision" among the targets name the parts
+in which LoRA searches the other targets. Without other targets, LoRA adapts the query and value projections of these
+parts. The vision part includes the map from its outputs to the language part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LANGUAGE, VISION = "language", "vision"
 
 
 def with_parts(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: Iterable[str]) -> AdaptationSpec:
-    """The specification with targets that name modules, in place of parts and of missing targets.
+    """The specification with paths of modules as targets; they replace names of parts, and missing targets.
 
     Raises:
         InputError: a target is in none of the chosen parts, or a part has no default targets.
@@ -52,7 +52,7 @@ def _defaults(parts: Parts, word: str) -> tuple[str, ...]:
     """The default targets of a part.
 
     Raises:
-        InputError: it has none.
+        InputError: the part has none.
     """
     of = parts
     if word == VISION:
@@ -68,15 +68,15 @@ def _defaults(parts: Parts, word: str) -> tuple[str, ...]:
 
 
 def in_vision(path: str, parts: Parts) -> bool:
-    """Whether a module or tensor belongs to the vision part; PEFT's names have a prefix."""
+    """Whether a module or tensor belongs to the vision part. Its path may have a prefix, as in PEFT."""
     return any(f".{other}." in f".{path}." for other in parts.vision)
 
 
 def describe(parts: Parts, names: Sequence[str], adaptation: str) -> tuple[str, bool]:
-    """A notice about the parts in which an adaptation trains these tensors, and whether it trains the vision part.
+    """A notice on how many of these trained tensors each part has, and whether the adaptation trains the vision part.
 
-    A trained vision part has images or patches on the first axis of its tensors, not rows, so that gradients of single
-    rows need one pass per row.
+    The first axis of the vision part's tensors is that of images or patches, not of rows. If this part is trained,
+    gradients of single rows need one pass per row.
     """
     seen = sum(in_vision(path, parts) for path in names)
     read, where = len(names) - seen, f"the vision part ({', '.join(parts.vision)})"

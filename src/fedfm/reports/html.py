@@ -27,7 +27,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None, rows: RowPictu
     Args:
         run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
         baselines: directories of other runs for comparison; None means the baselines that ran with this run.
-        rows: pictures of some test rows.
+        rows: pictures of some test rows; None for a report without pictures.
 
     Returns:
         The path of the report.

@@ -266,7 +266,7 @@ def _by_client(found: Any) -> dict[str, float | None]:
 
 
 def _task_of(manifest: Mapping[str, Any]) -> TaskFacts:
-    """The run's task: the one that its experiment names, or else that of its rows."""
+    """The run's task: the task that its experiment names, or else the task of its rows."""
     named = mapping(mapping(manifest.get("experiment")).get("model")).get("task")
     kind = mapping(manifest.get("model")).get("kind")
     if named in tasks.names():

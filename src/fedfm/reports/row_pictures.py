@@ -1,4 +1,4 @@
-"""The section with pictures of a few test rows, which ``fedfm report --rows`` draws."""
+"""The report's section with pictures of a few test rows, for ``fedfm report --rows``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedfm.reports.text import esc
 
 
 def section(found: RowPictures) -> str:
-    """The pictures with their captions, and the colours of the classes."""
+    """The section: the colours of the classes, and the pictures with their captions."""
     keys = "".join(
         f'<span style="border-left:1em solid {colour};padding:0 1em 0 .4em">{esc(name)}</span>'
         for name, colour in found.colours.items()

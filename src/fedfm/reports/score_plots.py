@@ -1,4 +1,4 @@
-"""Draw predicted against true numbers."""
+"""Draw true values against predicted values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 6  # largest number of targets that are drawn
 
 
 def drawings(found: list[Groups]) -> str:
-    """The plots with a heading; empty without plots."""
+    """The plots with a heading; an empty text if there are none."""
     some = [groups for groups in found if groups.points]
     if not some:
         return ""

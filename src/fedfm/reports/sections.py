@@ -15,7 +15,7 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-_ABBREVIATIONS = ("f1", "auroc", "mrr", "ndcg")  # words in the names of scores
+_ABBREVIATIONS = ("f1", "auroc", "mrr", "ndcg")  # words in names of scores that are written in capitals
 MOST_BARS = 40  # largest number of clients with one bar each; if there are more, a bar is the mean of a group
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # largest number of cells in the table of class counts

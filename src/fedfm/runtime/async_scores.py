@@ -95,7 +95,7 @@ class Newest:
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def _possible(self, found: Mapping[str, Any]) -> bool:
-        """Whether these can be scores of rows. Honest clients report n, and other scores are as if they had none."""
+        """Whether rows can have these scores. Honest clients report ``n``; scores without it are not used."""
         try:
             self._fed.model.task.check_told(found, self._fed.model.classes)
         except ClientFault:

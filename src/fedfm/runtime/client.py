@@ -324,7 +324,7 @@ class Silos:
         return known | {JUDGED: 1.0} if known else {}
 
     def _as_told(self, model: Model, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a model's scores in the form that may leave the silo: rounded if the rows are the silo's own."""
+        """Return a model's scores in the form that may leave the silo: rounded, if the rows are the silo's own."""
         if not self._own:
             return found
         from fedfm.runtime.coarse_scores import coarse

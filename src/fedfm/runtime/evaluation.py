@@ -71,17 +71,17 @@ class Evaluation:
 
 
 def _with_chosen(client: Client, chosen: Mapping[str, Mapping[str, float]] | None) -> Client:
-    """Set the task's keys to the values of this question, so that no answer depends on an earlier question."""
+    """Set the task's keys to the values in this request, so that no answer depends on an earlier request."""
     model = client.model
     model.task = model.task.of(model.spec).with_chosen(chosen or {}, model.classes)
     return client
 
 
 def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[str]) -> None:
-    """Check that a client's scores can be averaged: the common ones, and the scores and sums of the task.
+    """Check that the common scores of a client, and the scores and sums of the task, can be averaged.
 
     Raises:
-        ClientFault: with E_FIELD if a value is no number or cannot be that of rows; with E_NONFINITE if a score is NaN
+        ClientFault: with E_FIELD if a value is no number, or if no rows can have it; with E_NONFINITE if a score is NaN
             or infinite.
     """
     if conform(found.get("n"), float, "n") < 0:

@@ -1,4 +1,4 @@
-"""Keys of the [model] table that a task takes from the training rows of all clients."""
+"""Keys of the [model] table that a task computes from the training rows of all clients."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fedfm.runtime import keys_of_rows, row_sums, user_population
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import augmentation, model_of
 
-_COLUMNS = ("text", "image", "label", "label_name", "split")  # of all tasks
+_COLUMNS = ("text", "image", "label", "label_name", "split")  # keys of all tasks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OwnRows:
         models: folders and hub ids that experiments may name in addition to the built-in models.
         device: the model's device; "" for the device in the experiment.
         predict: file or folder with rows to predict; "" for no predictions.
-        columns: names of the columns in the client's file, by their key in the [data] table.
+        columns: names of the columns in the client's file, by key of the [data] table.
     """
 
     name: str
@@ -49,7 +49,7 @@ class OwnRows:
 
 
 def columns_of(settings: OpenSettings) -> dict[str, Any]:
-    """The names of the columns in a [data] table or in a silo's file; keys of single tasks only if they are set."""
+    """The names of the columns in a [data] table or in a silo's file. Keys of single tasks are in it if set."""
     return {key: getattr(settings, key) for key in (*_COLUMNS, *settings.added_keys())}
 
 
@@ -96,7 +96,7 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
         return _own(rows, experiment, tuple(classes))
     row_sums.check_silos(experiment)
     federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
-    keys_of_rows.add(experiment, replace(federated, clients={}))  # check the keys; the rows of one silo decide none
+    keys_of_rows.add(experiment, replace(federated, clients={}))  # checks the keys; one silo's rows set none
     table = _with_classes(rows, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:

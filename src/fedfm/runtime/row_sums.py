@@ -1,8 +1,8 @@
-"""Keys of a task that follow from the training rows of all silos, by sums that each silo sends once, before round 1.
+"""Keys of a task that are computed from the training rows of all silos: each silo sends sums once, before round 1.
 
-In one process the keys follow from the rows themselves (:mod:`fedfm.runtime.keys_of_rows`). Silos have no common rows.
-So each silo sends its sums, the server computes the keys, and a second hello brings the keys to all silos. A silo
-answers no other question until it has the keys. It stores them and its sums, so that both stay the same for the run.
+In one process the keys are computed from the rows themselves (:mod:`fedfm.runtime.keys_of_rows`). No party has the
+rows of all silos. So each silo sends its sums, the server computes the keys, and a second hello brings them to all.
+A silo answers no other question until it has the keys. It stores keys and sums, which stay the same during the run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NAME = "row sums"  # name under which a silo stores its sums
 
 @runtime_checkable
 class AddsRows(Protocol):
-    """A task whose keys follow from sums over rows.
+    """A task with keys that are computed from sums over rows.
 
     Attributes:
-        keys_from_sums: names of these keys; the value of each is a number for each target.
+        keys_from_sums: names of these keys. The value of a key has one number for each target.
     """
 
     keys_from_sums: ClassVar[frozenset[str]]
@@ -46,12 +46,12 @@ class AddsRows(Protocol):
         """The sums over a silo's training rows."""
 
     def check_sums(self, sums: Sequence[float], names: Sequence[str]) -> None:
-        """Raise a ClientFault if a silo's sums cannot be those of rows; ``names`` are those of the targets."""
+        """Raise a ClientFault if no rows can have a silo's sums; ``names`` are the names of the targets."""
 
     def keys_of_sums(
         self, parts: Sequence[Sequence[float]], names: Sequence[str]
     ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """The keys that follow from the sums of all silos, and notices; ``names`` are those of the targets.
+        """The keys, computed from the sums of all silos, and notices; ``names`` are the names of the targets.
 
         Raises:
             InputError: the model cannot learn from these rows.
@@ -59,7 +59,7 @@ class AddsRows(Protocol):
 
 
 def missing_keys(experiment: Experiment) -> tuple[str, str] | None:
-    """What the task needs from the rows of all clients, and settings that avoid it; None if it needs nothing."""
+    """What the task needs from the rows of all clients, and settings that avoid this need; None if it needs nothing."""
     named = tasks.task_named(experiment.model.task)
     return None if named is None else named.of(experiment.model).reads_all_rows
 
@@ -68,7 +68,7 @@ def check_silos(experiment: Experiment) -> bool:
     """Whether silos with own rows have to send sums for this experiment.
 
     Raises:
-        InputError: silos cannot send them in the clear.
+        InputError: the sums would be sent in the clear, but the run uses secure aggregation.
     """
     if (needed := missing_keys(experiment)) is None:
         return False
@@ -80,11 +80,11 @@ def check_silos(experiment: Experiment) -> bool:
 
 # --- silo -------------------------------------------------------------------------------------------------------------
 class RowSums:
-    """Client half: the sums of a silo."""
+    """The client half: a silo computes its sums."""
 
     @on_client
     def tell(self, client: Client) -> list[float]:
-        """The sums over the training rows. In one run the silo always gives its first answer."""
+        """The sums over the training rows. During a run the silo repeats its first answer."""
         found = _task(client.model).sums_of_rows(client.data.train)
         return [float(v) for v in json.loads(client.write_once(_NAME, json.dumps(found).encode()))]
 
@@ -113,7 +113,7 @@ class WaitingSilos(Silos):
         """Use the values of the server's hello from now on.
 
         Raises:
-            ClientFault: they are no values of the task's keys, or others than before in this run.
+            ClientFault: they do not fit the task's keys, or differ from earlier values in this run.
         """
         keys = conform(values, dict[str, list[float]], KEYS)
         if not self._keys:
@@ -131,10 +131,10 @@ class WaitingSilos(Silos):
 
 
 def accept(silos: Silos, values: object) -> None:
-    """Give a silo the keys of a hello.
+    """Give a silo the keys in a hello.
 
     Raises:
-        ClientFault: the silo does not wait for keys, or cannot use these.
+        ClientFault: the silo needs no keys, or cannot use these values.
     """
     if not isinstance(silos, WaitingSilos):
         raise ClientFault(E_FIELD, f"hello.{KEYS}: this experiment needs none")
@@ -145,7 +145,7 @@ def apply_keys(model: Model, keys: Mapping[str, Sequence[float]]) -> None:
     """Give a model's task the values of its keys.
 
     Raises:
-        ClientFault: a value is out of bounds, or it does not have one number for each target.
+        ClientFault: a key is missing or unknown, or its value is out of bounds or has not one number for each target.
     """
     try:
         if keys.keys() != _task(model).keys_from_sums or any(len(v) != len(model.classes) for v in keys.values()):
@@ -167,7 +167,7 @@ def _task(model: Model) -> AddsRows:
 
 # --- server -----------------------------------------------------------------------------------------------------------
 def known_keys(run: Run, experiment: Experiment) -> dict[str, Any]:
-    """The entry of the hellos of a run that has its keys already; else empty."""
+    """The entry of a run's hellos with the keys; empty if the run has no keys yet or needs none."""
     chosen = run.manifest.get("chosen")
     return {KEYS: chosen} if chosen and missing_keys(experiment) is not None else {}
 
@@ -184,8 +184,8 @@ def agree(
     The manifest keeps the keys. A silo that sends no sums takes part with the keys of the others.
 
     Args:
-        experiment: as the silos have it; that of the run has the keys by the server's own rows, which do not count.
-        greet: sends another hello with these entries to all silos.
+        experiment: the silos' experiment. The run's own one has keys of the server's rows, which do not count.
+        greet: function that sends another hello with these entries to all silos.
 
     Raises:
         RunError: too few silos sent their sums.
@@ -207,7 +207,7 @@ def agree(
 
 
 def _ask(fed: Federation, needed: tuple[str, str]) -> tuple[dict[str, list[float]], list[str]]:
-    """Ask the silos; return the keys, and notices."""
+    """Ask the silos for their sums; return the keys and notices."""
     task, names = _task(fed.model), fed.model.classes
     excluded, cohort = list(fed.excluded), fed.cohort
     fed.begin(0)
@@ -216,7 +216,7 @@ def _ask(fed: Federation, needed: tuple[str, str]) -> tuple[dict[str, list[float
     except RunError as error:
         raise RunError(f"{error}; {needed[0]}: {needed[1]}") from None
     absent = fed.excluded[len(excluded) :]
-    fed.excluded, fed.cohort = excluded, cohort  # such a silo may still train
+    fed.excluded, fed.cohort = excluded, cohort  # a silo without sums may still train
     keys, notices = task.keys_of_sums([*found.values()], names)
     without = [f"{e.client} sent no sums of its rows ({e.code}): the values are those of the others" for e in absent]
     return {key: list(values) for key, values in keys.items()}, [*notices, *without]

@@ -65,8 +65,8 @@ def fits(model: Model) -> None:
     """Refuse a model for which the gradients of single rows cannot be computed.
 
     Raises:
-        InputError: the model has batch norm in training mode, gradient checkpointing or compiled blocks, or a loss that
-            compares the rows of a batch.
+        InputError: the model has batch norm in training mode, gradient checkpointing, compiled blocks, or a loss that
+            mixes the rows of a batch.
     """
     for key in ("gradient_checkpointing", "compile"):
         if getattr(model.spec, key):

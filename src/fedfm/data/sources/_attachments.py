@@ -1,4 +1,4 @@
-"""Read columns whose cells are files: paths next to the file of rows, or the files' contents."""
+"""Read columns whose cells are files: their paths, relative to the folder of the rows, or their contents."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedfm.errors import InputError, close
 def attachments(values: Sequence[Any], name: str, at: At, source: str, holds: str) -> list[Attachment]:
     """The files of a column, one for each row.
 
-    A cell is a path, relative to the folder of the file of rows; or the content, as bytes or as the Hub's object with
-    "bytes" and "path".
+    A cell is a path relative to the folder of the rows, or the content: bytes, or the Hub's dict of "bytes" and "path".
 
     Args:
         name: name of the column.
+        at: gives the name of a row by its index, for messages.
         source: the file or folder of the rows.
         holds: the expected content, such as "an image".
 
@@ -29,7 +29,7 @@ def attachments(values: Sequence[Any], name: str, at: At, source: str, holds: st
 
 
 def attachment(value: Any, name: str, place: str, source: str, holds: str) -> Attachment:
-    """The file of one cell; ``place`` names the row in messages, see :func:`attachments` for the rest."""
+    """The file of one cell. ``place`` is the name of its row in messages; :func:`attachments` explains the rest."""
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes) and value:

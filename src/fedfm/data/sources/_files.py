@@ -20,7 +20,7 @@ At = Callable[[int], str]  # index of a data row -> its name in messages, number
 
 
 def formats() -> str:
-    """The forms of rows in words, for messages."""
+    """The forms of files and folders of rows in words, for messages."""
     return (
         f"{', '.join(('.csv', '.tsv', '.json', '.jsonl', *tasks.endings()))} or .txt (each also .gz), .parquet, .npz, "
         "an image folder, or a folder with a file for each split"

@@ -65,7 +65,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         part = parts[name]
         if picture:
             part = part.cast_column(picture, datasets.Image(decode=False))
-        for key, kind in part.features.items():  # tasks decode the files of their rows
+        for key, kind in part.features.items():  # tasks themselves decode recordings and lists of images
             if isinstance(kind, datasets.Audio):
                 part = part.cast_column(key, datasets.Audio(decode=False))
             elif isinstance(getattr(kind, "feature", None), datasets.Image):

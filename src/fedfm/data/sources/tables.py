@@ -43,9 +43,9 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
 def ending_of(path: Path, task: str | None = None) -> str | None:
-    """The ending of a file of rows, without ".gz"; None if the file's name has another one.
+    """The ending of a file of rows, without ".gz"; None if files with the ending of this name are no tables.
 
-    Some endings are read only by one task; ".txt" is one of them if the named task reads it as a table.
+    Some endings belong to a single task. The ending ".txt" counts only if the named task reads such files as tables.
     """
     name = path.name.lower()
     plain = name.removesuffix(".gz")

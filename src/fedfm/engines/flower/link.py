@@ -127,9 +127,9 @@ class FlowerLink:
         return bool(self._late)
 
     def greet(self, more: Mapping[str, Any]) -> None:
-        """Send another hello to all clients, with these further entries from now on.
+        """Send another hello to all clients. From now on all hellos have these entries, too.
 
-        A client that refuses it takes no further part. One whose node is away gets it when the node is back.
+        A client that refuses it takes no further part. A client whose node is away gets it when the node is back.
         """
         self._greeting |= more
         names = {node: name for name, node in self._members.nodes.items()}

@@ -95,7 +95,7 @@ class Members:
         return introduced
 
     def leave(self, client: ClientId, fault: ClientFault) -> None:
-        """Remove a client that could not answer a later hello. One whose node is not away takes no further part."""
+        """Remove a client that failed to answer a later hello. If its node is not away, it takes no further part."""
         del self.nodes[client]
         if fault.code not in (E_DIED, E_TIMEOUT):
             self.barred[client] = self.absent[client] = fault

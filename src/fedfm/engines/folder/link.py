@@ -117,7 +117,7 @@ class FolderLink:
             add(crossing)
 
     def greet(self, more: Mapping[str, Any]) -> None:
-        """Send a hello to all silos, with these further entries from now on.
+        """Send a hello to all silos. From now on all hellos have these entries, too.
 
         Raises:
             RunError: fewer than ``min_clients`` can take part within the time limit.

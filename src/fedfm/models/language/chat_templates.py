@@ -259,7 +259,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens, and for each token whether it belongs to an answer; :func:`pieces_of` finds the answers."""
+    """The tokens, and for each token whether it belongs to an answer, which :func:`pieces_of` finds."""
     spans, size = [], 0
     pieces = pieces_of(turns, tokenizer)
     for text, counts in pieces:

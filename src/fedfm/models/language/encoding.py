@@ -56,7 +56,7 @@ def instructions(
 
 
 class Counted(Protocol):
-    """The tokens of a row, for each whether the loss counts it, and where the last answer begins."""
+    """A row: its tokens, whether the loss counts each token, and the index where the last answer begins."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -67,7 +67,7 @@ class Counted(Protocol):
 
 
 def answer_places(rows: Sequence[Counted]) -> dict[str, Tensor]:
-    """The tensors ``answer_start`` and, if needed, ``answer_spans`` of rows, see :func:`instructions`."""
+    """The tensors ``answer_start`` and, if needed, ``answer_spans`` of the rows; :func:`instructions` explains them."""
     where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
     spans = [_spans(row.counts) for row in rows]
     if any(of != [(row.start, len(row.ids))] for of, row in zip(spans, rows, strict=True)):

@@ -44,7 +44,7 @@ def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[lis
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """The content of a message as parts: texts, and an image at each :data:`fedfm.core.attachments.IMAGE`."""
+    """The content of a message as parts: texts, and an image for each :data:`fedfm.core.attachments.IMAGE`."""
     if IMAGE not in content:
         return [{"type": "text", "text": content}]
     pieces = [piece for text in content.split(IMAGE) for piece in ({"type": "image"}, {"type": "text", "text": text})]

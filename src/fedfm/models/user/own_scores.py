@@ -26,9 +26,9 @@ def scores_of(
     """Scores as in :func:`fedfm.models.metrics.evaluate`, with the user's loss, which is a mean over rows.
 
     Args:
-        size: the largest number of rows of a batch.
-        classes: the number of logits of a classifier; 0 for other modules.
-        figures: computes ``metrics``, the Trainer's own figures; None if it has none.
+        size: largest number of rows in a batch.
+        classes: number of logits of a classifier; 0 for other modules.
+        figures: what computes ``metrics``, the Trainer's own figures; None if the Trainer has none.
     """
     if not len(rows):
         return nothing()

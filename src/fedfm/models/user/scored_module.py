@@ -1,4 +1,4 @@
-"""A user's module, as the functions that score it see it."""
+"""The part of a user's module that its scoring functions use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class ScoredModule(Protocol):
-    """The members of :class:`fedfm.models.user.user_module.Given` that scores need; it documents them."""
+    """The members of :class:`fedfm.models.user.user_module.Given` that scoring needs. That class documents them."""
 
     module: nn.Module
     trainer: Any
     of_trainer: TrainersModule | None
 
     def at_once(self, most: int) -> int:
-        """The largest number of rows of a batch."""
+        """The number of rows of a batch: ``most``, or less if a Trainer's setting limits it."""
 
     def native(self, batch: Batch) -> Any:
         """The batch in the form of the user's collate function."""

@@ -114,7 +114,7 @@ class TrainersModule:
         taken = ", ".join(f"{k} {v}" for k, v in local.items())
         found = [f"client optimiser from the Trainer's arguments, per client and round: {taken}"]
         callbacks = [type(c).__name__ for c in self.trainer.callback_handler.callbacks]
-        measures = self.trainer.compute_metrics is not None  # by the Trainer's own prediction_step
+        measures = self.trainer.compute_metrics is not None  # then its own prediction_step is used
         own = () if measures else ("preprocess_logits_for_metrics",)
         view = [name for name in _OWN_VIEW if not (measures and name == "prediction_step")]
         unused = [
@@ -183,7 +183,7 @@ class TrainersModule:
             return module(**inputs)
 
     def precision(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context manager: the module computes in the Trainer's precision."""
+        """Context manager in which the module computes in the Trainer's precision."""
         return _bf16(module) if self.args.bf16 else nullcontext()
 
     def begin_checkpointing(self) -> Callable[[], None]:

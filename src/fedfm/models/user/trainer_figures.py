@@ -1,4 +1,4 @@
-"""A Trainer's own figures: its ``compute_metrics`` on outputs and targets of rows, as ``Trainer.evaluate`` calls it.
+"""A Trainer's own figures: ``compute_metrics`` of outputs and targets, called as ``Trainer.evaluate`` calls it.
 
 The reference is transformers' ``Trainer.evaluation_loop``.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fedfm.models.user.scored_module import ScoredModule
     from fedfm.models.wrap import WrappedModel
 
-_MOST, _LONGEST = 100, 100  # largest number of figures; characters of a name
-_SHOWN = 5  # names in a notice
+_MOST, _LONGEST = 100, 100  # largest number of figures, and of characters of a name
+_SHOWN = 5  # largest number of names in a notice
 _PROBE = 8  # number of rows of the first trial
 _PADDING = -100  # where arrays of unequal shapes are joined, as in transformers
 _KINDS = ("predictions", "label_ids", "inputs", "losses")  # arguments of transformers' EvalPrediction
@@ -35,7 +35,7 @@ class TrainersFigures:
 
     def __init__(self, given: ScoredModule, model: WrappedModel) -> None:
         self.given, self.model = given, model
-        self._open = False  # whether an evaluation with a call for each batch has begun and not ended
+        self._open = False  # whether an evaluation that calls the function for each batch has begun and not ended
 
     def collect(self) -> Collected:
         """Begin an evaluation."""
@@ -44,16 +44,16 @@ class TrainersFigures:
         return Collected(self, again)
 
     def close(self) -> None:
-        """End an evaluation: the function has made its result, and begins the next one afresh."""
+        """End an evaluation: the function has returned its result, and the next evaluation starts afresh."""
         self._open = False
 
     def try_on(self, rows: Rows) -> tuple[bool, tuple[str, ...]]:
         """Call the function on test rows before any training.
 
-        The function may need a class that the first rows lack. If it fails on them, it is tried on all rows.
+        The first rows may lack a class that the function needs. If it fails on these rows, it is tried on all rows.
 
         Returns:
-            (whether the function is used, notices about what is not reported).
+            (whether the function is used, notices about values that are not reported).
 
         Raises:
             InputError: the function fails, or returns no dict.
@@ -79,7 +79,7 @@ class TrainersFigures:
         return bool(figures), ((lacks,) if left_out else ()) + (() if figures else (empty,))
 
     def _collect(self, rows: Rows) -> Collected:
-        """Outputs and targets of the rows, in two batches or more, so that batches are joined."""
+        """Outputs and targets of the rows, in at least two batches, so that the joining of batches is tried, too."""
 
         def work(size: int) -> Collected:
             collected = self.collect()
@@ -110,9 +110,9 @@ class Collected:
         self._wanted = {"inputs": "inputs" in wanted, "losses": "loss" in wanted}
         self._joins = bool(getattr(self._args, "eval_do_concat_batches", True))
         self._kept: dict[str, Any] = {}
-        self._found: Any = None  # the result of the last call, if there is a call for each batch
+        self._found: Any = None  # the result of the last call, if the function is called for each batch
         self._error: Exception | None = None
-        if again:  # memory ran out in an evaluation with a call for each batch: the function has some rows twice
+        if again:  # memory ran out between calls for single batches, so the function would get some rows twice
             self._error = RuntimeError("an evaluation was begun again with smaller batches")
 
     def add(self, batch: Batch, *, last: bool, classes: int) -> tuple[Tensor, Any]:
@@ -188,7 +188,7 @@ class Collected:
                 return
 
     def figures(self) -> tuple[dict[str, float | None], list[str]]:
-        """The figures by name, and the names of what is no number.
+        """The figures by name, and the names of values that are no numbers.
 
         Raises:
             InputError: the function returns no dict.
@@ -202,12 +202,12 @@ class Collected:
         return read(found)
 
     def figures_or_none(self) -> dict[str, float | None] | None:
-        """The figures; None if there are none, because the function fails on these rows."""
+        """The figures; None if outputs or targets are missing, or the function fails on these rows."""
         if not self.complete:
             return None
         try:
             return self.figures()[0]
-        except Exception:  # e.g. a client's rows lack a class; the result names this client
+        except Exception:  # e.g. the client's rows lack a class; the result names the client
             return None
 
 
@@ -221,7 +221,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def read(found: Mapping[Any, Any]) -> tuple[dict[str, float | None], list[str]]:
-    """(figures by name, names of what is no number). A dict in a dict becomes ``outer/inner``; NaN becomes None.
+    """(figures by name, names of values that are left out). A dict in a dict becomes ``outer/inner``; NaN becomes None.
 
     Example:
         >>> read({"f1": np.float32(0.5), "by_class": {"cat": 1}, "table": [[1, 2]], "r2": float("nan")})
@@ -246,7 +246,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a float; None if it is no single number. A figure that is None is an unknown number, NaN."""
+    """The value as a float; None if it is no single number. The value None counts as an unknown number, NaN."""
     if value is None:
         return math.nan
     if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -262,7 +262,7 @@ def _number(value: Any) -> float | None:
 
 
 def join(parts: Sequence[tuple[float, Mapping[str, float | None]]]) -> dict[str, float | None]:
-    """The mean of each figure over clients, weighted by rows; a client that lacks a figure is left out of its mean.
+    """The mean of each figure over the clients that have the figure, weighted by their numbers of rows.
 
     Args:
         parts: (number of rows, figures) of each client.
@@ -285,7 +285,7 @@ def _prediction(found: Mapping[str, Any]) -> Any:
 
 
 def _to_numpy(value: Any) -> Any:
-    """The value with all its tensors as arrays; bfloat16 becomes float32, as in transformers."""
+    """The value with each tensor as a NumPy array; bfloat16 becomes float32, as in transformers."""
 
     def array(x: Tensor) -> np.ndarray:
         return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()

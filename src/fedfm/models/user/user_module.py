@@ -72,7 +72,7 @@ class Given:
         self._own_batches = collate is not None or self.trainer is not None  # whether batches may have lists and dicts
         self._columns: frozenset[str] | None = None
         self._listed = False  # whether batches are tuples
-        self._whole = False  # whether a batch is one value: a list of dicts, one for each row, or a dataclass
+        self._whole = False  # whether a batch is one value: a dataclass, or a list with a dict for each row
         self._labelled = False  # whether every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
@@ -148,8 +148,8 @@ class Given:
         return named
 
     def _carries(self, value: Any) -> bool:
-        """Whether a batch may contain this value, which is no tensor: containers of tensors; with an own collate
-        function any plain value.
+        """Whether a batch may contain this value, which is no tensor: a container of tensors or, with the user's own
+        collate function, any plain value.
         """
         if not self._own_batches:
             return only_tensors(value)
@@ -314,7 +314,7 @@ class Given:
         return model
 
     def _trainers_figures(self, model: WrappedModel, table: Table) -> TrainersFigures | None:
-        """What computes the Trainer's own figures; None if it has none."""
+        """The object that computes the Trainer's own figures; None if there are none."""
         if self.trainer is None or self.trainer.compute_metrics is None:
             return None
         from fedfm.models.user.trainer_figures import TrainersFigures
