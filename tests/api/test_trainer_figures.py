@@ -8,6 +8,7 @@ import torch
 from test_federate_trainer import Pad, arguments, bert, texts
 
 import fedfm
+from fedfm.core import tasks
 from fedfm.errors import InputError
 
 
@@ -276,7 +277,7 @@ def test_a_silo_rounds_its_figures_and_a_wrong_form_is_a_fault():
     from fedfm.runtime.evaluation import check_scores
 
     scores = {"n": 3, "metrics": {"f1": 0.123456, "none": None}}
-    assert coarse(scores)["metrics"] == {"f1": 0.1235, "none": None}
+    assert coarse(scores, tasks.find("own"))["metrics"] == {"f1": 0.1235, "none": None}
     check_scores(scores)
     for wrong in ([1.0], {"f1": "high"}, {"f1": math.inf}, {"f1": [0.5]}, "high"):
         with pytest.raises(ClientFault):

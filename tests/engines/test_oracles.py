@@ -31,6 +31,7 @@ from fedfm.linalg.params import Params
 from fedfm.privacy.exposure import HELLO
 from fedfm.sites import ledger_summary
 from fedfm.sites.request_log import MISFITS
+from fedfm.tasks import _label_scores
 
 TRAIN, SCORES = "train.FedAvg_train", "scores.Evaluation_evaluate"
 ASKS, REPLIES = "train.Threshold_train", "query.Replying_reply"
@@ -430,10 +431,7 @@ def test_one_answer_on_several_labels_tells_no_feature_of_a_row_to_two_digits(la
     told = labelled.send(SCORES, {"w": w, "part": "test"})["body"]
     (site, *_) = labelled._sites.values()
     x = np.sort(site.silos.population.data("north").test.tensors["features"].numpy()[:, :3], axis=0)
-    triples = np.reshape(told["ranks"], (-1, 3))
-    for c in range(3):
-        bins, with_label, without = triples[triples[:, 0] // (1 << 16) == c].T
-        logits = np.sinh((bins % (1 << 16) - (1 << 15) + 0.5) / 1600) * 0.01
+    for c, (logits, with_label, without) in enumerate(_label_scores._by_label(told["ranks"], 3)):
         read = np.sort(np.repeat(logits / scale - shift, with_label + without))
         assert np.abs(read - x[:, c]).max() > 0.01 * np.ptp(x[:, c])
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import fedfm
 from fedfm.aggregation.base import Aggregator
+from fedfm.core import tasks
 from fedfm.core.client import ClientData
 from fedfm.core.federation import Federation
 from fedfm.core.method import with_model
@@ -45,7 +46,7 @@ BASES = [FedAvg(), FedProx(mu=0.01), FedAdam(server_learning_rate=0.1), FedYogi(
 class Points:
     """Trainable w in R^P; the loss of a row a is ||w - a||^2 / 2, so that one full step at rate 1 lands on the mean."""
 
-    task, classes, kernels, adaptation = "regression", (), "exact", "full"
+    task, classes, kernels, adaptation = tasks.find("regression"), (), "exact", "full"
 
     def __init__(self, w):
         self.module = nn.ParameterDict({"w": nn.Parameter(torch.tensor(w))})

@@ -15,6 +15,7 @@ from torch.nn import functional
 import fedfm
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
+from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
@@ -354,7 +355,7 @@ def test_fedala_refuses_more_layers_than_there_are(tmp_path):
 class Sum:
     """A body b and a head h, both a number: the loss of a row a is (b + h - a)^2 / 2."""
 
-    task, classes, kernels, adaptation = "regression", (), "exact", "full"
+    task, classes, kernels, adaptation = tasks.find("regression"), (), "exact", "full"
     names, parts = ("body.b", "head.h"), SimpleNamespace(head="head", blocks=())
 
     def __init__(self):
