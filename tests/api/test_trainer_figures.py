@@ -278,7 +278,7 @@ def test_a_silo_rounds_its_figures_and_a_wrong_form_is_a_fault():
 
     scores = {"n": 3, "metrics": {"f1": 0.123456, "none": None}}
     assert coarse(scores, tasks.find("own"))["metrics"] == {"f1": 0.1235, "none": None}
-    check_scores(scores)
+    check_scores(scores, tasks.find("own"), ())
     for wrong in ([1.0], {"f1": "high"}, {"f1": math.inf}, {"f1": [0.5]}, "high"):
         with pytest.raises(ClientFault):
-            check_scores({"n": 3, "metrics": wrong})
+            check_scores({"n": 3, "metrics": wrong}, tasks.find("own"), ())

@@ -356,7 +356,7 @@ class Sum:
     """A body b and a head h, both a number: the loss of a row a is (b + h - a)^2 / 2."""
 
     task, classes, kernels, adaptation = tasks.find("regression"), (), "exact", "full"
-    names, parts = ("body.b", "head.h"), SimpleNamespace(head="head", blocks=())
+    names, parts, spec = ("body.b", "head.h"), SimpleNamespace(head="head", blocks=()), SimpleNamespace()
 
     def __init__(self):
         b, h = (nn.ParameterDict({name: nn.Parameter(torch.zeros(1))}) for name in "bh")
