@@ -66,7 +66,8 @@ def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[st
     """Yield for each requirement (name, packages that its extras install, versions, the extra that requires it).
 
     Args:
-        deep: whether to look up what the extras of a requirement install; a package may require its own extras.
+        deep: whether to look up what the extras of a requirement install. The look-up itself is not deep: a package may
+            require its own extras, and the recursion would not end.
     """
     for text in requires(package) or ():
         wanted, _, condition = text.partition(";")

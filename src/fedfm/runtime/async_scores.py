@@ -60,7 +60,8 @@ class Newest:
 
     def __init__(self, fed: Federation, every: int, buffer: int) -> None:
         self._fed, self._start = fed, dict[ClientId, dict[str, Any]]()
-        # If n clients are equally fast, each answers every n/K rounds, so its scores become up to 2 n/K rounds old.
+        # If n clients are equally fast, each replies every n/K rounds. The model that a reply scores is then n/K rounds
+        # old, and 2 n/K rounds old when the next reply replaces these scores.
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
@@ -95,7 +96,7 @@ class Newest:
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def _possible(self, found: Mapping[str, Any]) -> bool:
-        """Whether rows can have these scores. Honest clients report ``n``; scores without it are not used."""
+        """Whether the scores contain ``n``, as those of every honest client do, and some rows can have such scores."""
         try:
             self._fed.model.task.check_told(found, self._fed.model.classes)
         except ClientFault:

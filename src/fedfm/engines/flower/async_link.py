@@ -62,10 +62,10 @@ class FlowerStream(FlowerLink):
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver requests, and yield each reply when it arrives. A reply may answer a request of an earlier call.
 
-        Each client has one reply at most. The iterator ends when no client without a reply has a request in flight. If
-        a reply answers an older request than ``again(name)``, the client gets this newer request at once, while other
-        requests are in flight. The next call yields the reply to the newer request. A client that is absent, dies or is
-        late gets a fault, and may get another request.
+        One call yields at most one reply per client, and ends once it has a reply of every client with a request in
+        flight. If a reply answers an older request than ``again(name)``, the client gets this newer request at once,
+        while other requests are in flight. The next call yields the reply to the newer request. A client that is
+        absent, dies or is late gets a fault, and may get another request.
         """
         if self._stop():
             raise Interrupted

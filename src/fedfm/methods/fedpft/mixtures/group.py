@@ -53,7 +53,7 @@ def fit_one(
 
 
 def _several(x: Array, labels: Array, k: int, covariance: str, floor: float, max_iter: int, tol: float) -> Found:
-    """EM from hard labels (n,), each of which must have a row. The rows ``x`` are centred at their mean."""
+    """EM from hard labels (n,), in which each of the k components occurs. The rows ``x`` are centred at their mean."""
     if covariance == "full":
         return full.several(x, labels, k, floor, max_iter, tol)
     weights, work = np.empty(k), aligned_empty(7, k, x.shape[1])
