@@ -329,8 +329,9 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
     """The value in a file; None if the file is absent, truncated or altered.
 
     The value is checked against ``hint``: if it is Any, all values must be finite; if it is None, nothing is checked.
-    Tensors are memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and always with ``mapped``;
-    then a pass over them frees their pages (:mod:`fedfm.linalg.pages`). Writing to a tensor does not change the file.
+    Tensors are memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`. With ``mapped`` they always
+    are, and a pass over a large tensor frees its memory afterwards (:mod:`fedfm.linalg.pages`). Writing to a tensor
+    does not change the file.
     """
     try:
         if (found := _read_checked(path)) is None:

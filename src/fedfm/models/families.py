@@ -97,8 +97,8 @@ class Parts:
         vision: paths of the vision part, if the rows have images among their texts; else empty. With a vision part,
             ``blocks`` are those of the language part.
         vision_blocks: (path, module) of the blocks of the vision part.
-        side_by_side: the modules of each block, one from each list, for a model that lists each part of its blocks
-            separately; else empty.
+        side_by_side: for a model that has several parallel ModuleLists in place of one list of blocks (e.g. one of all
+            attentions and one of all MLPs): the modules of each block, one from each list. Else empty.
     """
 
     embedding: nn.Module | None

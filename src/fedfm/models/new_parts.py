@@ -49,7 +49,7 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
 def _of_a_head(module: nn.Module, new: Collection[str], head: str) -> int:
     """Number of new values that belong to a head: vectors, last maps, and dense layers of the last map's width.
 
-    If the model is not a base with a separate head, only its last map is known.
+    The last maps are ``head`` and those of :func:`output_maps`, which finds none without a ``num_labels``.
     """
     if labels_pixels(module):  # the decoder is the head, and is new for weights of an encoder
         return sum(_numbers(m) for path, m in _leaves(module, new) if within(path, head) and not any(m.children()))

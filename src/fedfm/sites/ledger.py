@@ -201,7 +201,9 @@ class Ledger:
         self._totals, self._sha256 = Totals(), hashlib.sha256()
 
     def admit(self, entry: Entry) -> None:
-        """Check before rows are read whether an answer may leave. An answer to a repeated question may always leave.
+        """Check before rows are read whether an answer may leave.
+
+        A repeated question always passes. Its answer is checked by :meth:`enter`.
 
         Args:
             entry: the answer's entry, as far as it is known.

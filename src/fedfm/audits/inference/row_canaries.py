@@ -74,8 +74,10 @@ def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidenc
     """The smallest epsilon that is compatible with these readings, if the noise is normal.
 
     Two tests and the estimate of the size of the noise share the error level. The first test assumes secret coins: it
-    computes epsilon from an end of each confidence interval, for the noise multiplier and for the rate. The second test
-    predicts the coins from another training; then the mean score is that of a Gaussian mechanism without sampling.
+    computes epsilon from an upper confidence bound on the noise multiplier and a lower one on the rate. The second test
+    predicts the coins from another training. A canary's score is the sum of its readings in the predicted steps,
+    divided by the root of their number. A lower confidence bound on the mean score is taken as mu of a Gaussian
+    mechanism without sampling, which gives epsilon.
     """
     tail = (1 - confidence) / 3
     size = at_least(readings.numbers, tail)

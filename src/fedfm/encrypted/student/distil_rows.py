@@ -22,7 +22,7 @@ from fedfm.models import preprocessing
 from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 
-MEASURED = 8192  # number of rows on which intervals are measured
+MEASURED = 8192  # number of rows on which the intervals of the polynomials' arguments are measured
 AT_ONCE = 64  # number of rows in a batch for evaluation
 _LEAST = 0.4  # smallest fraction of an image's area in a crop
 
@@ -149,7 +149,7 @@ class Lessons:
         return LazyBoxes(student, table, index, boxes)
 
     def calibration_batches(self) -> Iterator[Batch]:
-        """Yield batches for measuring intervals, from as many views as are needed."""
+        """Yield batches of :data:`MEASURED` rows in all, or of all rows in all views if these are fewer."""
         left = MEASURED
         for number in range(self._views):
             rows = self.view(number)

@@ -111,7 +111,11 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
 
 
 def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """Add the plan's noise to the count times ``a`` and to every sum. Off-diagonal sums get 1/sqrt(2) of this noise."""
+    """Add normal noise to the sums and, unless counts are public, to the count.
+
+    Its standard deviation is the plan's sigma for each sum, sigma/sqrt(2) for sums of x x^T off the diagonal, and
+    sigma/a for the count.
+    """
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     count, second = np.array([exact.count]), exact.second
     # One hash of all parts, since no part is released alone.
