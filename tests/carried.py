@@ -89,7 +89,11 @@ class Carried:
 
     def engine(self, **changes: Any) -> dict[str, Any]:
         """The same on the folder engine."""
-        found = self.tables(**changes)
+        return self.engine_of(self.tables(**changes))
+
+    def engine_of(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """An experiment on the folder engine."""
+        found = dict(tables)
         paths = {"folder": self.disk, "roster": self.root / "roster.toml", "identity": self.root / "server.key"}
         found["run"] = {**found["run"], "engine": "folder", "workers": 0, **{k: str(v) for k, v in paths.items()}}
         return found

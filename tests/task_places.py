@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
 
 
+def jsonl(path: Path, made: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows as lines of JSON; return the path."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
+    return path
+
+
 class Places:
     """Makes the rows and the tiny model of a task once: ``places(name)`` is (experiment's [data], [model])."""
 
@@ -66,9 +73,9 @@ class Places:
             model = self._folder / "segformer"
             tiny_segformer.folder(self._folder, {"": 20})
             tiny_segformer.save(model)
-            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
+            jsonl(path, rows(name))
         else:
-            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
+            jsonl(path, rows(name))
         if task.images_in_texts:
             model = self._folder / "llava"
             tiny_vision.save_llava(model)

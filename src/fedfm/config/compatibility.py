@@ -67,7 +67,7 @@ def check_as_asked(e: ExperimentParts) -> None:
         options.check_task(e, method)
     if e.data.classes is not None and run.engine not in ("deployment", "folder"):
         raise InputError(
-            f'data.classes: only silos have rows then; run.engine: expected "deployment" or "folder", not "{run.engine}"',
+            f'data.classes: only silos have rows; run.engine: expected "deployment" or "folder", not "{run.engine}"',
             key="data.classes",
         )
     if e.data.augment:

@@ -46,7 +46,9 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         for table in tables.values()
         if table.labels is not None
     ]
-    targets = [reorder_targets(table.targets, table.classes, code) for table in tables.values() if table.targets is not None]
+    targets = [
+        reorder_targets(table.targets, table.classes, code) for table in tables.values() if table.targets is not None
+    ]
     keys = sorted({key for table in tables.values() for key in table.columns} - {CLIENT})
     columns = {
         key: str_array([v for t in tables.values() for v in t.columns.get(key, np.full(len(t), "")).tolist()])

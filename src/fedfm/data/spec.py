@@ -82,8 +82,8 @@ class DataSpec(OpenSettings):
     )
     classes: tuple[str, ...] | None = setting(
         None,
-        "deployment: the class names, in order, for a server without rows; data.kind then says what kind of rows the "
-        "silos have",
+        "deployment, folder: the class names, in order, for a server without rows; data.kind then says what kind of "
+        "rows the silos have",
         pattern=_TEXT,
         words="a list of class names",
     )
