@@ -48,13 +48,17 @@ class Carried:
         roster = ""
         for number, name in enumerate(names):
             (root / name).mkdir()
-            features(root / name, n=60, d=4, classes=2, seed=number)
             self.file(name).write_text(
-                f'name = "{name}"\ndata = "rows.npz"\nidentity = "silo.key"\nserver = "{self.server}"\n{tables}'
+                f'name = "{name}"\n{self.rows(name, number)}identity = "silo.key"\nserver = "{self.server}"\n{tables}'
             )
             roster += f'{name} = "{silo_config.report(self.file(name))["public_key"]}"\n'
         (root / "roster.toml").write_text(roster)
         self.desks = {name: self.desk(name) for name in names}
+
+    def rows(self, name: str, number: int) -> str:
+        """Write a silo's rows; the lines of its file about them."""
+        features(self.root / name, n=60, d=4, classes=2, seed=number)
+        return 'data = "rows.npz"\n'
 
     def file(self, name: str) -> Path:
         return self.root / name / "silo.toml"
@@ -85,7 +89,11 @@ class Carried:
 
     def engine(self, **changes: Any) -> dict[str, Any]:
         """The same on the folder engine."""
-        found = self.tables(**changes)
+        return self.engine_of(self.tables(**changes))
+
+    def engine_of(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """An experiment on the folder engine."""
+        found = dict(tables)
         paths = {"folder": self.disk, "roster": self.root / "roster.toml", "identity": self.root / "server.key"}
         found["run"] = {**found["run"], "engine": "folder", "workers": 0, **{k: str(v) for k, v in paths.items()}}
         return found

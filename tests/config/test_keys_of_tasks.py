@@ -90,6 +90,17 @@ def test_a_kind_of_rows_of_a_task_is_a_value_of_its_own():
     assert DataSpec(classes=(), kind="instruction") != DataSpec(classes=(), kind="text")
 
 
+@pytest.mark.parametrize("kind", tasks.remote_kinds())
+def test_a_server_without_rows_names_classes_where_rows_have_some(kind):
+    width = {"width": 3} if kind == "features" else {}
+    needed = tasks.implied_task(kind).needs_classes
+    known, wrong = (("a", "b"), ()) if needed else ((), ("a", "b"))
+    check(build(DataSpec, {"classes": [*known], "kind": kind, **width}, "data"))
+    words = "a list of class names" if needed else rf'\[\]: rows of kind "{kind}" have no classes'
+    with pytest.raises(InputError, match=rf"data\.classes = \[.*\]: expected {words}"):
+        check(build(DataSpec, {"classes": [*wrong], "kind": kind, **width}, "data"))
+
+
 def test_all_keys_are_listed():
     for cls, added in ((ModelSpec, OTHERS), (DataSpec, tasks.columns()), (Silo, tasks.columns())):
         assert [key for key, _, _ in settings_of(cls)] == [f.name for f in dataclasses.fields(complete_class(cls))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,7 @@ from typing import Any
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-
-
-def jsonl(path: Path, made: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as lines of JSON; return the path."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return path
+from task_places import jsonl as jsonl
 
 
 def load(task: str, path: Path, **keys: Any) -> Table:

@@ -1,4 +1,4 @@
-"""What holds for every task: a new file in ``fedfm/tasks`` is tried with one entry of ``TABLES``, and no other line."""
+"""What holds for every task: a new file in ``fedfm/tasks`` is tried with one entry of ``task_places.rows``."""
 
 import json
 import re
@@ -13,11 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import tiny_clip
-import tiny_segformer
-import tiny_seq2seq
-import tiny_text
-import tiny_vision
 from fedfm.api.execute import run
 from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
@@ -36,37 +31,9 @@ from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.evaluation import check_scores
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
+from task_places import NAMES, Places, tables
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
-NAMES = tuple(task.name for task in tasks.available())
-WORDS = ("small grey fish", "old bird under sky", "leaf and root", "the quiet river", "a wing near water")
-
-MODELS = {"sequence_to_sequence": "t5"}  # of tasks that neither a LLaMA nor a BERT learns
-SAVE = {"llama": tiny_text.save_llama, "bert": tiny_text.save_bert, "t5": tiny_seq2seq.save_t5}
-
-
-def rows(name):
-    """Rows of a task as an experiment reads them."""
-    made = {
-        "classification": lambda i, text: {"text": text, "label": ("fish", "bird")[i % 2]},
-        "language_modelling": lambda i, text: {"text": text},
-        "instruction": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
-        "preference": lambda i, text: {"prompt": text, "chosen": f"old {text}", "rejected": "grey"},
-        "multi_label": lambda i, text: {
-            "text": text,
-            "label": [name for name, has in (("odd", i % 2), ("third", i % 3 == 0)) if has],
-        },
-        "embedding": lambda i, text: {"anchor": f"{text} {WORDS[i % 3]}", "positive": f"old {text} {WORDS[i % 3]}"},
-        "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
-        "segmentation": lambda i, text: {"image": f"images/{i:03d}.png", "mask": f"masks/{i:03d}.png"},
-        "token_classification": lambda i, text: {
-            "tokens": text.split(),
-            "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
-        },
-        "sequence_to_sequence": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
-        "visual_instruction": lambda i, text: tiny_vision.one_conversation(i),
-    }[name]
-    return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
 
 
 @pytest.fixture
@@ -81,31 +48,7 @@ def asked(monkeypatch):
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A function that makes the rows and the tiny model of a task once: (experiment's [data], [model])."""
-    folder, made = tmp_path_factory.mktemp("tasks"), {}
-
-    def get(name):
-        if name not in made:
-            task, path = tasks.find(name), folder / f"{name}.jsonl"
-            model = folder / ("llama" if task.is_language_model else MODELS.get(name, "bert"))
-            if task.two_encoders:
-                path, model = tiny_clip.pictures(folder / "pictures.npz"), folder / "clip"
-                tiny_clip.save("clip", model)
-            elif name == "segmentation":
-                model = folder / "segformer"
-                tiny_segformer.folder(folder, {"": 20})
-                tiny_segformer.save(model)
-                path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
-            else:
-                path.write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
-            if task.images_in_texts:
-                model = folder / "llava"
-                tiny_vision.save_llava(model)
-            if not model.exists():
-                SAVE[model.name](model)
-            made[name] = path, model
-        return made[name]
-
-    return get
+    return Places(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(params=NAMES)
@@ -261,15 +204,9 @@ def test_an_export_names_the_task_and_its_keys(ready, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(name, place, asked, tmp_path):
-    path, folder = place(name)
+    path, _ = place(name)
     out = tmp_path / "run"
-    tables = {
-        "data": {"path": str(path), "partition": {"name": "iid", "clients": 2}},
-        "model": {"name": str(folder), "task": name, "max_length": 16, "adaptation": {"name": "lora", "rank": 2}},
-        "method": {"name": "fedavg", "rounds": 1, "local": {"name": "sgd", "learning_rate": 0.1, "batch_size": 8}},
-        "run": {"seed": 1, "workers": 1},
-    }
-    result, task = run(tables, out), tasks.find(name)
+    result, task = run(tables(place(name), name), out), tasks.find(name)
     assert result["loss"] is not None
     for figure in task.figures:  # the clients' test rows together are the global ones
         assert result["details"][f"local_{figure}"] == pytest.approx(result["details"][figure], rel=1e-5)

@@ -65,9 +65,9 @@ def check_as_asked(e: ExperimentParts) -> None:
         from fedfm.config import options
 
         options.check_task(e, method)
-    if e.data.classes is not None and run.engine != "deployment":
+    if e.data.classes is not None and run.engine not in ("deployment", "folder"):
         raise InputError(
-            f'data.classes: then only silos have rows, which needs run.engine = "deployment", not "{run.engine}"',
+            f'data.classes: only silos have rows; run.engine: expected "deployment" or "folder", not "{run.engine}"',
             key="data.classes",
         )
     if e.data.augment:

@@ -46,7 +46,9 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         for table in tables.values()
         if table.labels is not None
     ]
-    targets = [_at(table.targets, table.classes, code) for table in tables.values() if table.targets is not None]
+    targets = [
+        reorder_targets(table.targets, table.classes, code) for table in tables.values() if table.targets is not None
+    ]
     keys = sorted({key for table in tables.values() for key in table.columns} - {CLIENT})
     columns = {
         key: str_array([v for t in tables.values() for v in t.columns.get(key, np.full(len(t), "")).tolist()])
@@ -70,7 +72,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
     )
 
 
-def _at(targets: np.ndarray, names: Sequence[str], code: Mapping[str, int]) -> np.ndarray:
+def reorder_targets(targets: np.ndarray, names: Sequence[str], code: Mapping[str, int]) -> np.ndarray:
     """A client's targets (n, T), put in the order of all clients' targets (n, U); NaN for targets that it lacks."""
     found = np.full((len(targets), len(code)), np.nan)
     found[:, [code[name] for name in names]] = targets

@@ -82,8 +82,8 @@ class DataSpec(OpenSettings):
     )
     classes: tuple[str, ...] | None = setting(
         None,
-        "deployment: the class names, in order, for a server without rows; data.kind then says what kind of rows the "
-        "silos have",
+        "deployment, folder: the class names, in order, for a server without rows; data.kind then says what kind of "
+        "rows the silos have",
         pattern=_TEXT,
         words="a list of class names",
     )
@@ -193,5 +193,6 @@ def _check_without_rows(spec: DataSpec) -> None:
     from fedfm.data.class_names import check_list
 
     check_list(spec.classes, "data.classes")
-    if not spec.classes and tasks.implied_task(spec.kind).needs_classes:
-        raise InputError("data.classes = []: expected a list of class names", key="data.classes")
+    if bool(spec.classes) != tasks.implied_task(spec.kind).needs_classes:
+        wanted = f'[]: rows of kind "{spec.kind}" have no classes' if spec.classes else "a list of class names"
+        raise InputError(f"data.classes = {list(spec.classes)}: expected {wanted}", key="data.classes")

@@ -139,7 +139,7 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
 
 
 def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
-    """Return the rows, with labels as indices into ``classes``; refuse classes that the silo did not agree to."""
+    """Return the rows, with labels and targets in the order of ``classes``; refuse classes not agreed to."""
     known = classes_of(rows, table)
     if classes != known:
         raise InputError(
@@ -147,11 +147,16 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
             f"agreed "
             "on the server's classes, write them into silo.toml as classes = [...], in this order"
         )
-    if table.labels is None or table.classes == known:
-        return replace(table, classes=known)
-    code = {name: index for index, name in enumerate(known)}
-    labels = np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
-    return replace(table, labels=labels, classes=known)
+    if table.classes == known:
+        return table
+    labels, targets, code = table.labels, table.targets, {name: index for index, name in enumerate(known)}
+    if labels is not None:
+        labels = np.array([code[name] for name in table.classes], dtype=np.int64)[labels]
+    if targets is not None:
+        from fedfm.data.client_files import reorder_targets
+
+        targets = reorder_targets(targets, table.classes, code)
+    return replace(table, labels=labels, targets=targets, classes=known)
 
 
 def classes_of(rows: OwnRows, table: Table) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class LanguageModelling(LanguageTask):
 
     name: ClassVar[str] = "language_modelling"
     kinds: ClassVar[tuple[str, ...]] = ("passages", "text")
-    own_kind: ClassVar[RowKind | None] = RowKind("passages", "running text", joined=True, remote=False, wording=False)
+    own_kind: ClassVar[RowKind | None] = RowKind("passages", "running text", joined=True, wording=False)
     implied_by: ClassVar[tuple[str, ...]] = ("passages",)
     means_over_tokens: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
