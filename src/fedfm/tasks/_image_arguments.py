@@ -60,7 +60,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Deferred:
+class DeferredArgument:
     """One argument of some rows, computed when a batch needs it; see :class:`fedfm.core.deferred.Deferred`."""
 
     name: str
@@ -72,9 +72,9 @@ class Deferred:
     def __len__(self) -> int:
         return len(self.index)
 
-    def take(self, index: np.ndarray) -> Deferred:
+    def take(self, index: np.ndarray) -> DeferredArgument:
         """These rows, in this order."""
-        return Deferred(self.name, self.source, self.index[index], self.axes, self.loaders)
+        return DeferredArgument(self.name, self.source, self.index[index], self.axes, self.loaders)
 
     def sources(self) -> Iterator[bytes]:
         """For each row, the SHA-256 hashes of its images."""
@@ -90,7 +90,7 @@ class Deferred:
 
 def of_rows(
     processor: Any, files: Sequence[tuple[Attachment, ...]], values: Iterable[dict[str, Tensor]]
-) -> tuple[dict[str, Deferred], dict[str, Tensor]]:
+) -> tuple[dict[str, DeferredArgument], dict[str, Tensor]]:
     """The arguments for rows with these images, and for each argument a tensor (n, axes) with the rows' shapes.
 
     Args:
@@ -111,7 +111,7 @@ def of_rows(
         name + SHAPE: torch.tensor([row.get(name, (0,) * count) for row in seen], dtype=torch.int64).reshape(-1, count)
         for name, count in axes.items()
     }
-    return {name: Deferred(name, source, index, count) for name, count in axes.items()}, shapes
+    return {name: DeferredArgument(name, source, index, count) for name, count in axes.items()}, shapes
 
 
 def for_model(batch: Batch, takes: Collection[str] | None = None) -> Batch:

@@ -32,7 +32,7 @@ _OWN = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offse
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRow:
     """The tokens of one row.
 
     Attributes:
@@ -58,7 +58,7 @@ _lengths: WeakKeyDictionary[Any, dict[Row, int]] = WeakKeyDictionary()  # of row
 _prompts: WeakKeyDictionary[Any, dict[Row, tuple[np.ndarray, dict[str, np.ndarray]]]] = WeakKeyDictionary()
 
 
-def encode(row: Row, tools: Tools) -> Encoded:
+def encode(row: Row, tools: Tools) -> EncodedRow:
     """The tokens and images of a row. If the row is too long, its answer loses its last tokens; a prompt is never cut.
 
     Raises:
@@ -93,7 +93,7 @@ def length(row: Row, tools: Tools) -> int:
     return known[row] if row in known else encode(row, tools).length
 
 
-def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor: Any) -> Encoded:
+def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor: Any) -> EncodedRow:
     from fedfm.data.pictures import rgb
 
     tokenizer = processor.tokenizer
@@ -133,7 +133,7 @@ def _encode(said: Asked, output: Output, files: Sequence[Attachment], processor:
     if last is None and not blank(output):
         raise ValueError("its chat template leaves no token to the assistant")
     begin = kept if last is None else next((i + 1 for i in range(last, -1, -1) if not counts[i]), 0)
-    return Encoded(
+    return EncodedRow(
         ids[:kept],
         counts,
         begin,
@@ -169,7 +169,7 @@ def _like(values: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return [*values[: len(tokens)], *[0] * (len(tokens) - len(values))]
 
 
-def _cut(row: Encoded, of: Row, tools: Tools) -> Encoded:
+def _cut(row: EncodedRow, of: Row, tools: Tools) -> EncodedRow:
     most, answer = tools.max_length, row.length - row.start
     if row.length <= most:
         return row

@@ -36,7 +36,7 @@ def _library(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Look:
+class Format:
     """The header of a recording: its sample rate in Hz, its number of channels, its length in seconds."""
 
     rate: int
@@ -44,7 +44,7 @@ class Look:
     seconds: float
 
 
-def look(recording: Attachment, where: str) -> Look:
+def look(recording: Attachment, where: str) -> Format:
     """Read the header of a recording; ``where`` begins the message of an error.
 
     Raises:
@@ -58,7 +58,7 @@ def look(recording: Attachment, where: str) -> Look:
         raise InputError(f"{where}: {recording} is no recording ({_first_line(error)}); {_FORMATS}") from None
     if not found.frames:
         raise InputError(f"{where}: {recording} is an empty recording: remove the row")
-    return Look(int(found.samplerate), int(found.channels), found.frames / found.samplerate)
+    return Format(int(found.samplerate), int(found.channels), found.frames / found.samplerate)
 
 
 def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:

@@ -162,12 +162,12 @@ def targets_of(batch: Batch) -> Tensor:
 
 def shift(module: Any, targets: Tensor) -> Tensor:
     """The decoder's inputs (b, L): the targets, shifted right by one, after the token that starts the decoder."""
-    base = unwrap(module)
-    own = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    inner = unwrap(module)
+    own = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         found: Tensor = own(labels=targets)
         return found
-    config = base.config
+    config = inner.config
     start = torch.full_like(targets[:, :1], config.decoder_start_token_id)
     before = targets[:, :-1].masked_fill(targets[:, :-1] == IGNORE, config.pad_token_id)
     return torch.cat([start, before], 1)

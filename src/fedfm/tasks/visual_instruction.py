@@ -87,7 +87,7 @@ class VisualInstruction(Instruction):
         files = [images for *_, images in part.inputs]
         if any(files):
             _image_arguments.check(tools.processor, type(tools.processor).__name__)
-        rows = list[_image_tokens.Encoded]()
+        rows = list[_image_tokens.EncodedRow]()
 
         def images() -> Iterator[dict[str, Tensor]]:
             for row in part.inputs:  # one after the other, since all images together may not fit into memory

@@ -55,7 +55,7 @@ def instructions(
     return Tokens.of([row.ids for row in rows]), answer_places(rows)
 
 
-class Counted(Protocol):
+class TokenRow(Protocol):
     """A row: its tokens, whether the loss counts each token, and the index where the last answer begins."""
 
     @property
@@ -66,7 +66,7 @@ class Counted(Protocol):
     def start(self) -> int: ...
 
 
-def answer_places(rows: Sequence[Counted]) -> dict[str, Tensor]:
+def answer_places(rows: Sequence[TokenRow]) -> dict[str, Tensor]:
     """The tensors ``answer_start`` and, if needed, ``answer_spans`` of the rows; :func:`instructions` explains them."""
     where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
     spans = [_spans(row.counts) for row in rows]
