@@ -15,7 +15,7 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-_ABBREVIATIONS = ("f1", "auroc", "mrr", "ndcg")  # words in names of scores that are written in capitals
+_ABBREVIATIONS = {word.lower(): word for word in ("F1", "AUROC", "MRR", "NDCG", "IoU", "ROUGE")}  # in names of scores
 MOST_BARS = 40  # largest number of clients with one bar each; if there are more, a bar is the mean of a group
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # largest number of cells in the table of class counts
@@ -47,8 +47,10 @@ def curves(run: RunFiles) -> str:
     for key in run.task.drawn:
         where = {key: "on the global test rows", f"local_{key}": "on the clients' test rows"}
         if some := {k: v for k, v in where.items() if _any(rounds, k)}:
-            title = " ".join(word.upper() if word in _ABBREVIATIONS else word for word in key.split("_"))
-            out.append(f"<h3>{esc(title[:1].upper() + title[1:])}</h3>" + _plot(rounds, some, percent))
+            title = " ".join(_ABBREVIATIONS.get(word, word) for word in key.split("_"))
+            out.append(
+                f"<h3>{esc(title[:1].upper() + title[1:])}</h3>" + _plot(rounds, some, percent, within=(0.0, 1.0))
+            )
     losses = {"loss": "loss, global test rows", "train_loss": "training loss, mean of the cohort"}
     losses["val_loss"] = "loss on the clients' validation rows"
     if not _any(rounds, "accuracy"):
