@@ -101,6 +101,25 @@ def test_a_server_without_rows_names_classes_where_rows_have_some(kind):
         check(build(DataSpec, {"classes": [*wrong], "kind": kind, **width}, "data"))
 
 
+@pytest.mark.parametrize("name", tasks.names())
+def test_a_server_without_rows_names_a_kind_that_the_task_reads(name):
+    task = tasks.find(name)
+    for kind in tasks.remote_kinds():
+        tables = {
+            "data": {"classes": ["a", "b"] if tasks.implied_task(kind).needs_classes else [], "kind": kind},
+            "model": {"name": "a-model", "task": name},
+            "method": {"name": "fedavg"},
+            "run": {"engine": "deployment"},
+        }
+        if kind == "features":
+            tables["data"]["width"] = 3
+        if kind in task.table_kinds:
+            assert Experiment.from_dict(tables).data.kind == kind
+        else:
+            with pytest.raises(InputError, match=rf'data\.kind = "{kind}": task "{name}" reads rows of kind'):
+                Experiment.from_dict(tables)
+
+
 def test_all_keys_are_listed():
     for cls, added in ((ModelSpec, OTHERS), (DataSpec, tasks.columns()), (Silo, tasks.columns())):
         assert [key for key, _, _ in settings_of(cls)] == [f.name for f in dataclasses.fields(complete_class(cls))]
