@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 import small
 from fedfm.config.experiment import Experiment
+from fedfm.config.faults import read_all
 from fedfm.config.toml import build, plain
 from fedfm.core import tasks
 from fedfm.core.fields import settings_of
 from fedfm.core.open_settings import complete_class
 from fedfm.data.spec import DataSpec, check
-from fedfm.errors import InputError
+from fedfm.errors import FaultyFile, InputError
 from fedfm.models.spec import ModelSpec
 from fedfm.sites.silo_config import Silo
 
@@ -99,6 +100,32 @@ def test_a_server_without_rows_names_classes_where_rows_have_some(kind):
     words = "a list of class names" if needed else rf'\[\]: rows of kind "{kind}" have no classes'
     with pytest.raises(InputError, match=rf"data\.classes = \[.*\]: expected {words}"):
         check(build(DataSpec, {"classes": [*wrong], "kind": kind, **width}, "data"))
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_a_server_without_rows_names_a_kind_that_the_task_reads(name):
+    task = tasks.find(name)
+    for kind in tasks.remote_kinds():
+        tables = {
+            "data": {"classes": ["a", "b"] if tasks.implied_task(kind).needs_classes else [], "kind": kind},
+            "model": {"name": "a-model", "task": name},
+            "method": {"name": "fedavg"},
+            "run": {"engine": "deployment"},
+        }
+        if kind == "features":
+            tables["data"]["width"] = 3
+        if kind in task.table_kinds:
+            assert Experiment.from_dict(tables).data.kind == kind
+        else:
+            with pytest.raises(InputError, match=rf'data\.kind = "{kind}": task "{name}" reads rows of kind'):
+                Experiment.from_dict(tables)
+
+
+def test_a_wrong_source_of_rows_is_not_reported_as_missing_too():
+    tables = {"data": {"classes": ["a"], "kind": "pairs"}, "model": {"name": "m"}, "method": {"name": "fedavg"}}
+    with pytest.raises(FaultyFile) as refusal:
+        read_all("exp.toml", tables, Experiment.from_dict)
+    assert [fault.key for fault in refusal.value.all] == ["data.classes"]
 
 
 def test_all_keys_are_listed():

@@ -58,8 +58,13 @@ def _add_others(table: Tables, read: Callable[[Tables], Any], found: list[InputE
             read(rest)
             return
         except InputError as error:
-            latest = [fault for fault in error.all if _owner(rest, fault) is not None]
+            latest = [f for f in error.all if _owner(rest, f) is not None and not _follows(f, found)]
             _add(found, latest)
+
+
+def _follows(fault: InputError, found: Iterable[InputError]) -> bool:
+    """Whether a fault of a whole table may follow from the removal of one of its keys."""
+    return any(known.key.startswith(f"{fault.key}.") for known in found)
 
 
 def _is_own(table: Tables, fault: InputError) -> bool:

@@ -10,7 +10,7 @@ from fedfm.config.parts import ExperimentParts
 from fedfm.core import tasks
 from fedfm.core.client import Update
 from fedfm.core.method import Method, nested_methods
-from fedfm.errors import InputError
+from fedfm.errors import InputError, quote_names
 from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
 from fedfm.training import Local
@@ -48,6 +48,9 @@ def check_task(e: ExperimentParts, method: str) -> None:
             raise InputError(f"data.{key}: no column of this list is read without {whose}; set it", key=f"data.{key}")
     if named is None:
         return
+    if e.data.classes is not None and e.data.kind not in named.table_kinds:
+        kinds = f'task "{named.name}" reads rows of kind {quote_names(named.table_kinds)}'
+        raise InputError(f'data.kind = "{e.data.kind}": {kinds}', key="data.kind")
     if key := named.of(e.model).needs_validation:
         if e.privacy is not None:
             raise InputError(f"{key}: [privacy] does not cover scores on validation rows; give a number")

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
+from fedfm.core import tasks
 from fedfm.core.open_settings import OpenSettings
 from fedfm.core.text import listing
 from fedfm.data.spec import WITHHELD, DataSpec
@@ -159,9 +160,17 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
     return replace(table, labels=labels, targets=targets, classes=known)
 
 
-def classes_of(rows: OwnRows, table: Table) -> tuple[str, ...]:
-    """Return the federation's classes from the silo's file, or else the classes of the silo's rows."""
+def classes_of(rows: OwnRows, table: Table, task: str | None = None) -> tuple[str, ...]:
+    """Return the federation's classes from the silo's file, or else the classes of the silo's rows.
+
+    Raises:
+        InputError: rows have further classes, or lack a target that the task needs in every row.
+    """
     known = table.classes if rows.classes is None or not table.classes else rows.classes
     if unknown := [name for name in table.classes if name not in known]:
         raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which is not in classes")
+    named = tasks.task_named(task)
+    absent = [name for name in known if name not in table.classes]
+    if absent and table.targets is not None and named is not None and named.absent_target is None:
+        raise InputError(f"{rows.data}: rows have no target {listing(absent, 8)}, which is in classes")
     return known

@@ -232,7 +232,7 @@ def report(path: Path) -> dict[str, Any]:
         "name": silo.name,
         "data": silo.data,
         "rows": {"train": len(rows.train), "val": len(rows.val), "test": len(rows.test)},
-        "classes": list(classes_of(silo.rows, federated.table)),
+        "classes": list(classes_of(silo.rows, federated.table, silo.task)),
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,
