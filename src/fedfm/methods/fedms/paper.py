@@ -10,7 +10,7 @@ SETTINGS = {
     "method.local_rounds": Paper(25),
     "method.fraction": Paper(1.0),
     "method.local.name": Paper(
-        "adam", "Adam adds weight decay to the gradient, and would rescale their sum by its size"
+        "adam", "Adam adds the weight decay to the gradient before it normalises, so the decay would be rescaled, too"
     ),
     "method.local.learning_rate": Paper(2e-4),
     "method.local.weight_decay": Paper(0.05),
