@@ -68,8 +68,8 @@ def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
     if any(of[_RETOLD] for of, _ in parts.values()):
         found.append(
             f"the chat template writes earlier answers of a prompt differently from the last answer, in "
-            f"{rows(_RETOLD)}: training writes all answers in the form of the last one, and a prompt writes the earlier ones "
-            "in the other form"
+            f"{rows(_RETOLD)}: training writes all answers in the form of the last one, and a prompt "
+            "writes the earlier ones in the other form"
         )
     return found
 
