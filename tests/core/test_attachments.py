@@ -59,3 +59,13 @@ def test_rows_with_other_files_are_not_repeated_rows() -> None:
 
     assert _wording(("Look.", Attachment(b"1"))) != _wording(("look.", Attachment(b"2")))
     assert _wording(("Look.", Attachment(b"1"))) == _wording(("look. ", Attachment(b"1")))
+
+
+def test_a_changed_file_has_another_hash(tmp_path: Path) -> None:
+    """Noise is bound to a digest of the rows, so a file that changed between two rounds must not keep its hash."""
+    path = tmp_path / "a.png"
+    path.write_bytes(b"1")
+    file = Attachment(str(path))
+    before = file.sha256, fingerprint(table([("text", file)]))
+    path.write_bytes(b"2")
+    assert not {file.sha256, fingerprint(table([("text", file)]))} & {*before}

@@ -82,7 +82,7 @@ def test_features_are_those_of_the_feature_extractor(place, whisper):
 def test_features_that_exceed_memory_are_computed_by_batch(place, whisper, monkeypatch):
     table = load(place / "spoken.jsonl")
     known = whisper.prepare(table, range(4))
-    monkeypatch.setattr(_recordings, "AT_ONCE", 1000)
+    monkeypatch.setattr("fedfm.models.images.AT_ONCE", 1000)
     rows = whisper.prepare(table, range(4))
     assert rows.deferred
     assert not known.deferred

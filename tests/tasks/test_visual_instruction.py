@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,14 +243,20 @@ def test_a_row_is_the_same_alone_and_in_a_batch(family, saved, tmp_path):
 def test_images_that_exceed_the_memory_are_computed_for_each_batch(family, saved, path, monkeypatch):
     model, table = load(saved, family), read(path)
     kept = model.prepare(table, range(8))
-    monkeypatch.setattr(_image_arguments, "AT_ONCE", 0)
+    monkeypatch.setattr("fedfm.models.images.AT_ONCE", 0)
     later = model.prepare(table, range(8))
     assert next(iter(later.deferred.values())).source.values is None
     orders = [np.array([5, 3]), np.array([3, 0])]
     for a, b in zip(kept.each(orders), later.each(orders), strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
-    assert kept.sha256() == later.sha256()
+    before = later.sha256()
+    assert kept.sha256() == before
+    file = Path(next(iter(later.deferred.values())).source.files[3][0].source)
+    content = file.read_bytes()
+    file.write_bytes(content + b"\0")  # noise must not stay the same for rows that changed
+    assert later.sha256() != before
+    file.write_bytes(content)
 
 
 def test_a_prompt_is_never_cut_and_a_cut_answer_is_announced(saved, path):

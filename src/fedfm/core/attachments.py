@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,9 +41,9 @@ class Attachment:
         except OSError as error:
             raise InputError(f"{self.source} cannot be read: {error.strerror}") from None
 
-    @functools.cached_property
+    @property
     def sha256(self) -> str:
-        """SHA-256 of the content, 64 hex digits. The first access reads the file."""
+        """SHA-256 of the content, 64 hex digits. The file is read each time, because it may have changed."""
         return hashlib.sha256(self.content()).hexdigest()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -21,11 +19,3 @@ class Groups:
     name: str
     points: tuple[tuple[float, float, float | None, float | None, int], ...]
     note: str
-
-
-@runtime_checkable
-class HasPlots(Protocol):
-    """A task whose scores a report draws."""
-
-    def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
-        """The plots, from ``details`` of a run's result."""

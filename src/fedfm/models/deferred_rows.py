@@ -7,8 +7,7 @@ import math
 import numpy as np
 
 from fedfm.core.rows import Rows
-from fedfm.linalg.out_of_core import limit
-from fedfm.models.images import AT_ONCE
+from fedfm.models.images import room
 
 
 def settle(rows: Rows, most: float | None) -> Rows:
@@ -19,7 +18,7 @@ def settle(rows: Rows, most: float | None) -> Rows:
     """
     if len(rows) < 2 or most == math.inf:
         return rows.compute()
-    most = min(AT_ONCE, limit() // 4) if most is None else most
+    most = room() if most is None else most
     first = rows.take(np.array([0])).compute()
     fits = sum(first.tensors[name].nbytes for name in rows.deferred) * len(rows) <= most
     return rows.compute() if fits else rows

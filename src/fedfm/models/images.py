@@ -60,11 +60,15 @@ class Pictures:
                 yield f"{pixels.dtype.str}{pixels.shape}".encode() + pixels.tobytes()
 
     def exceed(self, most: float | None) -> bool:
-        """Whether the prepared images take more than ``most`` bytes; for None, min(AT_ONCE, limit() / 4)."""
+        """Whether the prepared images take more than ``most`` bytes; for None, :func:`room`."""
         if len(self) < 2 or most == math.inf:
             return False
-        most = min(AT_ONCE, limit() // 4) if most is None else most
-        return self.take(np.array([0])).compute().nbytes * len(self) > most
+        return self.take(np.array([0])).compute().nbytes * len(self) > (room() if most is None else most)
+
+
+def room() -> int:
+    """Bytes that the prepared rows of a client may take in memory; more are prepared when a batch is read."""
+    return min(AT_ONCE, limit() // 4)
 
 
 class Chosen(Sequence[Any]):

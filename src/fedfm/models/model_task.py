@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable
     from fedfm.core.rows import Batch, Rows
+    from fedfm.core.score_plots import Groups
     from fedfm.data.table import Table
     from fedfm.linalg.params import Params
     from fedfm.models.network import Network
@@ -144,6 +145,9 @@ class ModelTask(RowTask, Protocol):
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """Tables of a report about the task's own scores."""
+
+    def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
+        """Plots of a report about predicted values against true values."""
 
     def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
         """Pictures of rows with their targets and predictions."""

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from fedfm.core.fields import key_of
-from fedfm.core.score_plots import HasPlots
 from fedfm.core.task_facts import TaskFacts
 from fedfm.models.model_task import ModelTask
 from fedfm.reports import score_plots
@@ -29,5 +28,5 @@ def _plots(run: RunFiles, named: TaskFacts, details: Mapping[str, object], class
     """The plots of the task. Its keys have the values in the manifest."""
     keys = {**mapping(run.experiment.get("model")), **mapping(run.manifest.get("chosen"))}
     known = {f.name: keys[key_of(f.name)] for f in fields(named) if key_of(f.name) in keys}
-    task: object = replace(cast(Any, named), **known)
-    return score_plots.drawings(task.plots(details, classes)) if isinstance(task, HasPlots) else ""
+    task = cast(ModelTask, replace(cast(Any, named), **known))
+    return score_plots.drawings(task.plots(details, classes))

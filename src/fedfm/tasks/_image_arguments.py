@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from fedfm.errors import InputError, first_line
-from fedfm.linalg.out_of_core import limit
-from fedfm.models.images import AT_ONCE
+from fedfm.models.images import room
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def of_rows(
     """
     kept: list[dict[str, Tensor]] | None = []
     seen: list[dict[str, tuple[int, ...]]] = []
-    size, most = 0, min(AT_ONCE, limit() // 4)
+    size, most = 0, room()
     for of in values:
         seen.append({name: tuple(x.shape) for name, x in of.items()})
         size += sum(x.nbytes for x in of.values())

@@ -19,8 +19,7 @@ from torch import Tensor
 from fedfm.core.attachments import Attachment
 from fedfm.data.table import Table
 from fedfm.errors import InputError, MissingExtra
-from fedfm.linalg.out_of_core import limit
-from fedfm.models.images import AT_ONCE
+from fedfm.models.images import room
 from fedfm.models.quiet import quiet
 
 _EXTRA = 'pip install "fedfm[audio]"'
@@ -143,7 +142,7 @@ class Recordings:
     def exceed(self) -> bool:
         """Whether the features take too much memory to compute them once and keep them."""
         each = 4 * self.extractor.feature_size * self.extractor.nb_max_frames
-        return len(self) > 1 and each * len(self) > min(AT_ONCE, limit() // 4)
+        return len(self) > 1 and each * len(self) > room()
 
 
 def forewarnings(parts: Mapping[str, Table], extractor: Any) -> list[str]:

@@ -148,7 +148,6 @@ class Regression(OwnTargetsTask):
         return {"task": self.name, **{key: value for key, value in scale.items() if value}}
 
     def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
-        """Plots of predicted values against true values, for a report."""
         from fedfm.tasks import _calibration
 
         return _calibration.plots(figures, classes, self.target_means, self.target_scales)

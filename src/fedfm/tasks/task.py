@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedfm.core.output_files import RowPictures
     from fedfm.core.row_targets import FigureTable, RowTargets
     from fedfm.core.rows import Batch, Rows
+    from fedfm.core.score_plots import Groups
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import FederatedData, Table
@@ -565,6 +566,10 @@ class Task:
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
         """A report's tables of the task's own scores; ``figures`` are the ``details`` of the result."""
+        return []
+
+    def plots(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[Groups]:
+        """A report's plots of predicted values against true values; ``figures`` are the ``details`` of the result."""
         return []
 
     def pictures(self, trained: Trained, table: Table) -> RowPictures | None:
