@@ -26,7 +26,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
 
-VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # fields of a finding that the manifest contains, too
+VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # fields of a finding that the manifest repeats
 Notice = Callable[[str], None]
 
 
@@ -49,11 +49,11 @@ class Audit(ABC):
     takes: ClassVar[float] = 2.0
 
     def seconds(self, run: Run, population: Partitioned) -> float:
-        """Seconds that the audit may take on one core, without the replay of the run."""
+        """Seconds that the audit may take on one core, not counting the replay of the run."""
         return self.takes
 
     def reads(self, run: Run) -> bool:
-        """Whether the audit can read runs of this kind."""
+        """Whether the audit can read runs of this kind, e.g. of this method."""
         return run.experiment.method_name in self.methods
 
     def unfit(self, run: Run) -> str | None:
@@ -268,7 +268,7 @@ def duration_text(seconds: float) -> str:
 
 
 def earlier(path: Path, of: str | None = None) -> list[dict[str, Any]]:
-    """Findings in ``audit.json``; empty if the file is missing, invalid, or about other parameters than ``of``."""
+    """Findings in ``audit.json``; empty if it is missing, invalid, or about parameters whose hash is not ``of``."""
     content = findings_file.read(path) or {}
     if of is not None and not findings_file.is_about(content, of):  # the run was continued after that audit
         return []

@@ -30,7 +30,7 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
 STRANGERS = 1000  # number of canaries that are never sent
-_MOST = 4e8  # largest number of entries of all directions in memory
+_MOST = 4e8  # largest number of entries of all canaries and all means together, which stay in memory
 
 
 class Canaries(Audit):
@@ -103,7 +103,7 @@ def finding(found: Array, strangers: Array, dim: int, delta: float, stated: floa
 
 
 class Planted:
-    """An aggregation in which each client sends its canary instead of its update. It records the releases.
+    """An aggregation in which each client sends its canary instead of its update. It records the released means.
 
     Attributes:
         aggregator: the changed copy of the run's aggregator.
@@ -123,7 +123,7 @@ class Planted:
         object.__setattr__(self.aggregator, "mean", self._mean)
 
     def scores(self, strangers: int) -> tuple[Array, Array]:
-        """Scores of the canaries that took part most often, and of ``strangers`` directions that never took part."""
+        """Scores of the canaries that were sent most often, and of ``strangers`` directions that were never sent."""
         names = sorted(self._directions)
         signs = np.array([[sent.get(name, 0) for sent in self._signs] for name in names], dtype=np.float64)
         often = (signs != 0).sum(1)

@@ -1,4 +1,4 @@
-"""Read the updates of a replay as an attacker at the server does: start and change of each local training."""
+"""Read a replay as an attacker at the server does: the model before each local training, and the model's change."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def sees_sums_only(run: Run) -> bool:
 
 
 def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -> tuple[Params, Params] | None:
-    """Return (the model in the request, the reply's tensors of the same layout); None if the reply has none."""
+    """Return (the model in the request, the reply's tensors of the same layout); None if there are no such tensors."""
     payload: Mapping[str, Any] = turn.payloads.get(reply.client, {})
     delta: Params = reply.value.delta
     prefixes = dict.fromkeys(name.partition("/")[0] for name in delta if "/" in name)

@@ -1,4 +1,4 @@
-"""Test the epsilon of a FedPFT run. The attacker knows everything except one coin for each pair of rows."""
+"""Test the epsilon of a FedPFT run. The attacker knows everything except which row of each pair was used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
 CONFIDENCE = 0.99  # confidence of a refutation; high, because audits are repeated
-ROUNDING = 2.0**-11  # rounding error of float16, which takes the place of noise in a sum without noise
+ROUNDING = 2.0**-11  # relative rounding error of float16; in a sum without noise it takes the place of the noise
 
 
 class Epsilon(Audit):
@@ -59,7 +59,7 @@ class Epsilon(Audit):
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
-    """Pair rows of each class of a client with partners; yield (class, rows, partners). No row is in two pairs."""
+    """For each class of a client, yield (class, rows, partners that nobody trained on); no row is in two pairs."""
     pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)

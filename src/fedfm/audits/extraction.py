@@ -78,7 +78,7 @@ class Extraction(Audit):
 
 
 def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
-    """(low, high) ends of the range of c_t = 1 + 1/a_t, if ``guess`` is l_t."""
+    """The range (low, high) of c_t = 1 + 1/a_t, if ``guess`` is l_t; see :class:`Lines`."""
     least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
     return extraction.place(least * guess, most * guess)
 
@@ -89,7 +89,7 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
     The estimator depends on ``method.harden``. The attacker knows all settings of the method, but not alpha.
 
     Args:
-        exact: whether u is w' itself, rather than an estimate.
+        exact: whether ``lines.u`` is w' itself, rather than an estimate.
 
     Raises:
         NoIntersectionError: there is no line.
@@ -99,7 +99,7 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
         raise NoIntersectionError("in no round was anything mixed in")
     low, high = _range(method, guess)
     # A coalition that is only a part of the cohort does not know which half of the tensors a round mixed. If alpha
-    # differs by coordinate, and the aggregate is wrong, intervals err more than one scalar alpha for each round.
+    # differs by coordinate and u is wrong, intervals err more than an estimator that assumes one alpha for a round.
     log = method.harden == "log_uniform"
     if log or method.harden == ("per_coordinate" if exact else "half"):
         x = extraction.coordinatewise(u, v, low, high, "log" if log else "uniform")
@@ -202,7 +202,7 @@ class _Attack:
 
     # --- one client that does not follow the method -------------------------------------------------------------------
     def active(self) -> Finding:
-        """The finding for one reversed update, with each of the two caps, and with a norm check at the server."""
+        """The finding for one reversed update: under each of the two caps, and under a norm check at the server."""
         name, chosen = "extraction.active_client", self._when()
         if self.method.harden == "first_round":
             says = "The only round that mixes has a_t = psi U, whatever clients send."
@@ -233,7 +233,7 @@ class _Attack:
         return self._finding(name, ACTIVE, x, says, detail)
 
     def _when(self) -> tuple[ClientId, int, float] | None:
-        """(client, round, fraction of the weight) of a client of median weight, in its second or a later round."""
+        """A client of median weight, its second or a later round, and its fraction of that round's weight."""
         known: set[ClientId] = set()
         for turn in self.rounds.turns:
             weights = {s.client: s.value.weight for s in turn.replies}
@@ -247,8 +247,8 @@ class _Attack:
     def _uploads(
         self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None, turn_around: bool
     ) -> tuple[Array, dict[str, float]]:
-        """The client's estimate and figures after its update in round t. The function repeats the server's steps on the
-        run's replies.
+        """The client's estimate after its update in round t, and figures about the estimate. The function repeats the
+        server's steps on the run's replies.
         """
         turns = [turn for turn in self.rounds.turns if turn.round <= t]
         w, names = self.rounds.model(turns[-1].before), self.rounds.server.names

@@ -31,7 +31,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 ROUNDS, MEMORY = 12, 1 << 30  # number of rounds that are kept, if they fit into this many bytes
-ROUNDING = 1e-3  # an aggregate counts as exact if its error is below this fraction of the round's step
+ROUNDING = 1e-3  # an aggregate counts as exact if its error is below this fraction of the model's change in the round
 
 
 class Target:
@@ -85,8 +85,8 @@ class Pull:
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
         """Return (tau_t as the paper prints it, l_t = psi tau_t / tau_ref as FedBaF uses it) for round t = 1, 2, ...
 
-        The paper counts rounds from 0. A client that joins late does not know the tau of round 1. It uses the first tau
-        that it can compute instead.
+        The paper counts rounds from 0. A client that joins late does not know the tau of round 1. Instead it uses the
+        first tau that it can compute.
         """
         self._calls += 1
         length = direction_distance(mean, w, self._names)
@@ -242,7 +242,7 @@ def rounds_to_keep(fraction: float, clients: int, trainable: int) -> int:
 
 
 class Rounds:
-    """A watch of a replay. It keeps the models of the first rounds, and tau and the distances of all rounds.
+    """A watch of a replay. It keeps the models of the first rounds, and the figures in ``curve`` of all rounds.
 
     Args:
         clients, rounds: the run's numbers of clients and rounds.
@@ -253,7 +253,7 @@ class Rounds:
     Attributes:
         turns: the kept rounds, with their replies.
         curve: figures of each round. ``angle`` is tau_t as the paper prints it, ``pull`` is l_t as FedBaF uses it, and
-            ``error`` and ``dist`` measure the distance of w_{t+1} from w_pre. Only audit.json has these figures.
+            ``error`` and ``dist`` measure the distance of w_{t+1} from w_pre. They are only written to audit.json.
         target: the entries of the foundation model that the attack computes.
         first, last: the model before the first round, and the model after the last.
     """
@@ -318,7 +318,7 @@ class Rounds:
     def sees(self, members: Collection[ClientId], t: int) -> bool:
         """Whether a member receives the model after round t, either in the next round or for evaluation.
 
-        With ``run.evaluate_every`` every client evaluates the model, whether it is in the cohort or not.
+        With ``run.evaluate_every`` every client evaluates the model, also a client outside the cohort.
         """
         scored = t == self._rounds or (self._every and t % self._every == 0)
         return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))

@@ -95,7 +95,7 @@ class _Coalition:
     def reconstruct(self, victim: ClientId) -> _Read:
         """Reconstruct the victim's vector with known weights.
 
-        Each layer is solved by the colluder that gives the victim most weight there.
+        Each layer is solved by the colluder in whose aggregate the victim has most weight in this layer.
         """
         v = self._clients.index(victim)
         parts = []
@@ -141,9 +141,9 @@ class _Coalition:
     def _explained_share(
         self, names: Sequence[str], others: Array, able: Sequence[int], rows: Sequence[int]
     ) -> Callable[[int], float]:
-        """A sort key: the fraction of the change of a colluder's aggregate that the colluders' own vectors explain.
+        """A sort key of a colluder: minus the fraction of its aggregate's change that the known vectors do not explain.
 
-        The fraction is 1 if the victim's vector has no weight in the change.
+        The fraction is 0 if the victim's vector has no weight in the change.
         """
         x = others[able]
         norms = np.linalg.norm(x, axis=1)

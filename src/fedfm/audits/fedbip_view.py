@@ -26,7 +26,7 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-CLIENTS, ROWS = 40, 150  # at most 40 clients are scored, with at most 150 members and 150 strangers each
+CLIENTS, ROWS = 40, 150  # at most 40 clients are scored, each on at most 150 of its training rows and 150 other rows
 ALIGNED = 300  # number of rows whose gradients are computed, with one backward pass each
 PUBLIC, WAY = (
     200,
@@ -60,7 +60,7 @@ class Eye:
         self.heads: dict[ClientId, Params] = {}  # head in the first tau of each client
         self.p: list[Array] = []  # for each round, the weights (L, K, K)
         self.full: Full | None = None
-        self.predicted: dict[ClientId, Array] = {}  # for each client, the argument ``predicted`` of class_shares
+        self.predicted: dict[ClientId, Array] = {}  # for each client, the probabilities of :func:`_mean_probabilities`
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if not turn.round:

@@ -1,4 +1,4 @@
-"""Collect the mixtures that the server of a FedPFT run receives, by client and class, and the rows behind them."""
+"""Collect the mixtures that the server of a FedPFT run receives, by client and class, and the rows they describe."""
 
 from __future__ import annotations
 

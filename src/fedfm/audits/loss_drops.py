@@ -33,7 +33,7 @@ class LossDrops(Watch):
         found: for each client the drops (n,) of its members and strangers (see
             :class:`~fedfm.audits.shadow_runs.RowPool`).
         updates: number of updates that were read; a sum counts as one.
-        sums: whether the server only sees the sum of a round.
+        sums: whether the server only sees the sum of a round's updates.
     """
 
     def __init__(self, run: Run) -> None:

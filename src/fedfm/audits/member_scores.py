@@ -32,7 +32,7 @@ class MemberScores:
 
     Args:
         generator: makes the bootstrap's random generator for a given confidence.
-        strangers: number of different strangers in all cells, which may share strangers; if None, they share none.
+        strangers: number of different strangers in all cells, since cells may share some; None if they share none.
         digits: number of decimal places to which the normal quantile is rounded; if None, it is not rounded.
 
     Attributes:

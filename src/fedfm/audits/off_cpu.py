@@ -20,7 +20,7 @@ def off_the_cpu(run: Run, population: Partitioned) -> bool:
 def distance(
     replayed: Mapping[ClientId, Params], recorded: Mapping[ClientId, Params], start: Mapping[ClientId, Params]
 ) -> float:
-    """Largest L2 distance of a client's replayed parameters from the recorded ones, relative to the training's change.
+    """Largest L2 distance of a client's replayed parameters from the recorded ones, relative to the change by training.
 
     It is infinite if names or shapes differ, or if parameters that the run left unchanged differ.
     """

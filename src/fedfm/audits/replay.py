@@ -2,8 +2,8 @@
 
 Experiment, seed and secrets determine a run, so no messages need to be stored. On a CPU a replay gives the same bits.
 On other devices sums have no fixed order, and a replay differs by at most :data:`TOLERANCE`. A replay does not change
-the run directory. It copies the secrets to a temporary folder, so that it draws the same noise. An audit whose messages
-are too large to keep has a watch, which reads every round and keeps only what the audit needs.
+the run directory. It copies the secrets to a temporary folder, so that it draws the same noise. An audit of messages
+that are too large to keep has a watch, which reads every round and keeps only what the audit needs.
 """
 
 from __future__ import annotations

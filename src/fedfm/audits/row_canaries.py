@@ -41,7 +41,7 @@ QUESTION = "Do the private steps disclose more about single rows than the stated
 DIMENSION = 4096  # length of the trained vector; the guarantee does not depend on it
 CANARIES, TRAININGS = 1000, 20  # largest number of canaries, and of trainings
 ENOUGH = 400  # the training is repeated until there are this many canaries
-_MOST = 2e4  # largest number of steps
+_MOST = 2e4  # largest number of steps of a training
 _SATURATED = 1e30  # a logit that makes the softmax exactly 1
 
 

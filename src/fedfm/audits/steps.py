@@ -25,7 +25,7 @@ class HasCost(Protocol):
     replays: ClassVar[bool]
 
     def seconds(self, run: Run, population: Partitioned) -> float:
-        """Seconds that the attack may take on one core, without the replay of the run."""
+        """Seconds that the attack may take on one core, not counting the replay of the run."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Step:
 
 
 def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> list[Step]:
-    """Plan the steps, cheap ones first. An attack that takes longer than a replay gets a replay of its own."""
+    """Plan the steps, cheap ones first. An attack that takes longer than a replay and than ``LONG`` gets its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]

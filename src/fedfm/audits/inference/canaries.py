@@ -2,7 +2,7 @@
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
 2024. arXiv:2302.03098, Algorithm 2. A canary sends a random direction with the largest allowed norm, and the attacker
-projects the releases onto this direction. Here the attacker also knows what all other clients sent, as differential
+projects the released sums on this direction. Here the attacker also knows what all other clients sent, as differential
 privacy assumes. A canary sends its direction equally often with a plus and with a minus sign, so noise that is
 common to several releases cancels.
 """

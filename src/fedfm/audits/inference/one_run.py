@@ -25,8 +25,8 @@ SHARES = (1.0, 0.5, 0.2, 0.05)  # each test uses this share of the guesses (the 
 def readings(total: Array, known: Array, used: Array, unused: Array, sigma: float) -> Array:
     """Evidence for each pair: positive if ``used`` seems to be in the released sum, negative if ``unused`` does.
 
-    The row of a pair that is in the sum is (x + x')/2 + b (x - x')/2 with b = +-1. So after all that is known is
-    subtracted, the sum is D b + noise, where the columns of D are half the differences. The reading is the posterior
+    The row of a pair that is in the sum is (x + x')/2 + b (x - x')/2 with b = +-1. After everything that is known
+    is subtracted, the sum is D b + noise, where the columns of D are half the differences. The reading is the posterior
     mean of b under the prior b ~ N(0, 1). No other linear function of the sum gives more information on b.
 
     Args:
@@ -51,7 +51,7 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
     """Probability of at least ``right`` right guesses, if the mechanism is (epsilon, delta)-private in each coin.
 
     Args:
-        coins, guesses, right: three numbers, none larger than the one before.
+        coins, guesses, right: numbers of coins, of guesses and of right guesses; none exceeds the one before.
         epsilon: at least 0. Infinity promises nothing, and gives probability 1.
         delta: from 0 to 1.
     """

@@ -20,7 +20,7 @@ from fedfm.privacy.composition import Releases, epsilon_of
 
 SURE = 1e-7  # rate of false alarms of the tests in which an alarm counts as proof
 LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since the accountant takes long for smaller ones
-_STRANGERS, _NUMBERS = 20_000, 4e7  # number of simulated rows that took no part; largest number of their entries
+_STRANGERS, _NUMBERS = 20_000, 4e7  # number of simulated rows that took no part; largest number of their readings
 _STEPS = 100  # largest number of steps of a training whose noise is compared with the noise of other steps
 
 
