@@ -66,8 +66,8 @@ class CentralGaussian(Mechanism):
         budget: the largest epsilon of the whole run; a round that would exceed it is not run.
         releases: number of means in a round.
         hidden: whether the server sees only sums.
-        rate: q. If it is below 1, a secret coin decides whether each of the N clients is in a round, and sums
-            are divided by q N.
+        rate: q. If it is below 1, a secret coin for each of the N clients decides whether the client is in a
+            round, and sums are divided by q N.
         adaptive: how the clip adapts to the clients; None: the clip is fixed.
     """
 
@@ -329,10 +329,10 @@ class DistributedGaussian(CentralGaussian):
     In a cohort of n clients, secure aggregation unmasks no sum of fewer than t > ``threshold`` n clients. A share has
     the variance (z C)^2 / t. If all n clients stay, the noise has n / t times the stated variance.
 
-    The accounting is as for sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). With shares of s >= 4096
-    steps the theorem's term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal
-    variable, whose probabilities at x standard deviations have a relative difference of (x^2 - 1) / (24 s^2) from those
-    of a discrete Gaussian.
+    The accounting is as for sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1). If the standard deviation
+    s of a share is at least 4096 steps, the theorem's term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64.
+    A share is a rounded normal variable. Its probabilities at x standard deviations have a relative difference of
+    (x^2 - 1) / (24 s^2) from those of a discrete Gaussian.
 
     An adaptive clip costs no additional epsilon: in concentrated privacy the two parts of a sum, updates and count,
     add up as in Theorem 1 of Andrew et al. A server that sends a false clip cannot weaken a client's privacy, because

@@ -21,7 +21,7 @@ _LEAST = 1024  # smallest number of coordinates of a block, for any number of cl
 
 @dataclass(frozen=True)
 class Robust(Aggregator):
-    """A rule that needs all updates x_1 ... x_m at once, so the server's memory grows by P for each client.
+    """A rule that needs all updates x_1 ... x_m at once, so the server's memory grows by one update for each client.
 
     The rule reads every update in the clear, so it does not work with a transport that hides updates.
     """

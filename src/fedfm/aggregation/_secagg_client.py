@@ -204,7 +204,7 @@ class Member:
             share: more than this fraction of the cohort must have survived.
 
         Raises:
-            ClientFault: the list is too short or malformed, or a survivor masked for another cohort or another model.
+            ClientFault: the list is too short or malformed, or a survivor's seal is for another cohort or model.
         """
         ok = self.holds and 0 <= i < self.sums and len(status) == len(self.names) and set(status) <= {OUT, DEAD, ALIVE}
         if not ok or status[self.holds[0]] == DEAD:

@@ -193,7 +193,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
 
 
 def _of_features_in(out: Path) -> tuple[str, str]:
-    """(transform of the features before the head, ``data.scale``), as the folder names them; empty strings: none."""
+    """(transform of the features before the head, ``data.scale``), as the folder's file names them; "" for none."""
     about = out / ABOUT
     said = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
     return str(said.get("head_takes", "")), str(said.get("scale", ""))
@@ -356,7 +356,7 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
     for key in figures:
-        value, least = details.get(key), 0 if key.endswith(METRICS) else 1  # a sole class's figure is the figure itself
+        value, least = details.get(key), 0 if key.endswith(METRICS) else 1  # a sole class has the figure of all
         each = mapping(value) if isinstance(value, Mapping) else {}
         rows += [
             (f"{key.replace('_', ' ')}: {name}", numeric(x)) for name, x in each.items() if least < len(each) <= _MOST

@@ -210,7 +210,7 @@ DEMO: dict[str, Any] = {
 
 
 def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
-    """Train LoRA of nano-vit over ten clients with skewed digits, and the baselines; return their results."""
+    """Train nano-vit with LoRA over ten clients with skewed digits, then the baselines; return the results of all."""
     from fedfm.reports import html
 
     out = out or own_place("demo")

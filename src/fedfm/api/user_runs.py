@@ -37,7 +37,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
 
     Args:
         given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
-        last: whether to load the model in ``last/``.
+        last: whether to load the last round's model, which is in ``last/``.
 
     Raises:
         InputError: nothing is given, or the module is not the run's.

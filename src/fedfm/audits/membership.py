@@ -38,7 +38,7 @@ class _Scored:
 
 
 class Membership(Audit):
-    """Measures how well mixtures separate the rows behind them from other rows: AUC, and TPR at 1 % false positives."""
+    """Measures how well mixtures separate the rows in them from other rows: AUC, and TPR at 1 % false positives."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 

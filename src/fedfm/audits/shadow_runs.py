@@ -37,7 +37,7 @@ BUDGET = (
     40.0  # seconds of one core for all shadow runs, estimated from counts, since results must not depend on a clock
 )
 MACS = 5e9  # multiply-accumulates per second of a core
-STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step of a complete model and of a head, without its multiplications
+STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step of a complete model, and of a head, not counting multiplications
 MASKING = 0.05  # seconds that a client needs to hide an update
 
 

@@ -106,7 +106,7 @@ class Accountant:
 
     @property
     def epsilon(self) -> float | None:
-        """The composition of all releases; None if nothing is claimed.
+        """The epsilon of all releases together; None if nothing is claimed.
 
         Raises:
             InputError: the releases do not add up (see :func:`together`).

@@ -101,7 +101,7 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
 
 
 def _smallest(epsilon_at: Callable[[float], float], epsilon: float, z: float) -> float:
-    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; the start z is large enough.
+    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` is large enough.
 
     The computation of one epsilon takes up to seconds, and longer with less noise. So the search interpolates log
     epsilon, which is nearly linear in log z, and starts at large noise.

@@ -2,7 +2,7 @@
 
 Balle, Wang: Improving the Gaussian Mechanism for Differential Privacy: Analytical Calibration and Optimal Denoising.
 ICML 2018. arXiv:1805.06530, Theorem 8 and Algorithm 1. The module also has the noise of FedPFT (Beitollahi et al. 2024,
-Theorem 4.1), with a numerical check of its guarantee.
+Theorem 4.1).
 """
 
 from __future__ import annotations

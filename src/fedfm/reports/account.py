@@ -197,7 +197,7 @@ def result(run: RunFiles) -> str:
 
 
 def share_box(run: RunFiles) -> str:
-    """A box that lists the files of the run, and the facts in this report, that must not be shared."""
+    """A box that lists which files of the run, and which facts in this report, must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
     private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
     counted = " and shows their rows per class" if read and not private else ""

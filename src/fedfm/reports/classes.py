@@ -13,7 +13,7 @@ from fedfm.reports.text import count, esc, percent
 
 _MOST = 40  # largest number of classes in a matrix
 _KEPT = 1000  # largest number of classes for which a result has counts of each class
-_WORST = 5  # largest number of worst classes that the text names; also of frequent mistakes
+_WORST = 5  # largest number of worst classes, and of most frequent mistakes, that the text names
 _ALL = 60  # a table with more classes is folded
 
 

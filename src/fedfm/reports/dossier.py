@@ -27,7 +27,7 @@ Fact = tuple[str, str | None]  # (label, text); if the text is None, the page ha
 
 FILE = DOSSIER
 _MOST = 8  # largest number of rows of a table, so that the dossier has one or two pages
-# Kind of attack in the opinion -> with what the names of this library's findings of that kind begin.
+# For each kind of attack in the opinion: how the names of this library's findings on such attacks begin.
 _KINDS = {
     "membership inference": (
         "membership",

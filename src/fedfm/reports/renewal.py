@@ -10,7 +10,7 @@ from fedfm.reports.read import DOSSIER
 
 
 def renew(run_dir: Path, rows: RowPictures | None = None) -> Path:
-    """Write the report again, with pictures of rows if given, and the dossier if the run has one; return its path."""
+    """Write the report again, with ``rows`` if given, and the dossier if the run has one; return the report's path."""
     if (Path(run_dir) / DOSSIER).is_file():
         from fedfm.reports import dossier
 

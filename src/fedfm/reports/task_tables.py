@@ -25,7 +25,7 @@ def section(run: RunFiles) -> str:
 
 
 def _plots(run: RunFiles, named: TaskFacts, details: Mapping[str, object], classes: Sequence[str]) -> str:
-    """The plots of the task. Its keys have the values in the manifest."""
+    """The plots of the task, after the task's keys have got the values in the manifest."""
     keys = {**mapping(run.experiment.get("model")), **mapping(run.manifest.get("chosen"))}
     known = {f.name: keys[key_of(f.name)] for f in fields(named) if key_of(f.name) in keys}
     task = cast(ModelTask, replace(cast(Any, named), **known))
