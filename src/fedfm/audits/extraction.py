@@ -1,4 +1,4 @@
-"""Extraction of the server's foundation model from the models that it sends."""
+"""Extraction of the server's foundation model from the models that the server sends."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROWS = 16  # number of rows that are measured; they form one batch
 
 
 class RowNorms(Audit):
-    """Measures the sum with a row minus the sum without it, with the model at the start and at the end of the run."""
+    """Measures the sum with a row minus the sum without the row, for the models at the run's start and at its end."""
 
     replays: ClassVar[bool] = False
 

@@ -53,7 +53,7 @@ class Reporter:
         """Notices about the method's settings before the first round, one line each.
 
         Args:
-            counts: numbers of training rows by client and class; empty in a run, which reports on rows when used.
+            counts: numbers of training rows by client and class; empty in a run, where rounds report on the rows.
         """
         return []
 

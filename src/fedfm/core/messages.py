@@ -65,7 +65,7 @@ class Streaming(Link, Protocol):
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
         """Wait for the replies to these requests of an earlier process.
 
-        The next :meth:`stream` is given a new request for each of these clients: it delivers it if the old one is lost.
+        The next :meth:`stream` gets a new request for each of these clients, and sends it if the old one is lost.
         """
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:

@@ -39,7 +39,7 @@ class OpenSettings(metaclass=_ByValues):
     def own_keys(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
         """The keys that settings with these values always have, even if their values are defaults.
 
-        They include a common key if its value is one that other modules have added to its allowed values.
+        They include a common key if only other modules allow its value.
         """
         return {}
 

@@ -110,7 +110,7 @@ class Rows:
 
     @property
     def names(self) -> set[str]:
-        """Names of the model's arguments, computed or deferred, without those that are made from ``tokens``."""
+        """Names of the model's arguments, computed or deferred, except those that are made from ``tokens``."""
         return self.tensors.keys() | self.deferred.keys() | self.token_arguments.keys()
 
     def sha256(self) -> str:

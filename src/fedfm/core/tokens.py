@@ -90,7 +90,7 @@ class Tokens(Sequence[Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows, without other rows of the array."""
+        """Bytes of these rows, not counting other rows of the array."""
         return 4 * int(self.length.sum()) + self.start.nbytes + self.length.nbytes
 
     def take(self, index: Sequence[int] | np.ndarray) -> Tokens:

@@ -15,7 +15,7 @@ LONGEST = 100  # characters of a name
 BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # scores of the client's trained model
 JUDGED = "judged_before_aggregation"  # 1 from a client with these two scores; its mean is the share of such clients
 SENT = "sent/"  # prefix of scores of the model that the client received, as in "sent/test/accuracy"
-PASSES = "passes_beside"  # number of forward passes over the client's rows, without the optimiser's passes
+PASSES = "passes_beside"  # number of forward passes over the client's rows, not counting the optimiser's
 
 # Keys that the server writes into a line of metrics.jsonl or into the result. No client may send one of these names,
 # nor the name of a score of the run's task (check_figures). A client's "loss" is written there as "train_loss".
@@ -107,6 +107,6 @@ class Means:
             self._sums[name] = self._sums.get(name, 0.0) + update.weight * value
 
     def means(self) -> dict[str, float]:
-        """Means by name, without those whose weighted sum overflowed."""
+        """Means by name, except those whose weighted sum overflowed."""
         means = {name: total / self._weight for name, total in self._sums.items()}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}

@@ -70,7 +70,7 @@ class Schedule(NamedTuple):
     Attributes:
         threads: number of threads.
         computing: number of threads that compute at a time; the others wait for the disk.
-        apart: bytes of padding behind each row of a window. A window begins at a multiple of this number.
+        apart: bytes of padding behind each row of a window. A window's address is a multiple of it.
     """
 
     stretches: list[Stretch]

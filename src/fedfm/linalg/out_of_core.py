@@ -1,4 +1,4 @@
-"""Stores vectors in memory-mapped anonymous files if they are too large for memory. Each is an ordinary tensor.
+"""Stores vectors in memory-mapped anonymous files if they are too large for memory. They stay ordinary tensors.
 
 :mod:`fedfm.linalg.mapped_files` makes, reads and writes the files.
 """

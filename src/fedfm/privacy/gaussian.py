@@ -92,7 +92,7 @@ def _unit_sigma(epsilon: float, delta: float) -> float:
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The smallest number for which ``holds`` is true (as at ``high``, not at ``low``), by bisection, rounded up."""
+    """The smallest number between ``low`` and ``high`` for which ``holds`` is true, by bisection, rounded up."""
     while low < (middle := 0.5 * (low + high)) < high:
         if holds(middle):
             high = middle

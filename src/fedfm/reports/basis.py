@@ -20,7 +20,7 @@ class Basis(NamedTuple):
     """A score that all runs have.
 
     Attributes:
-        key: its key in a run's metrics.
+        key: the score's key in a run's metrics.
         rows: a description of the rows on which it was measured.
         mixed: whether the headline ``accuracy`` is measured on different rows in different runs.
     """

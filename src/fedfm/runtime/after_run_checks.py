@@ -22,7 +22,7 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
     if len(known) < 3:
         return []
     last, trained = known[-1], known[1:]
-    # An untrained model predicts uniformly, so round 0 may have the lowest loss. So rounds 1, 2, ... also count alone.
+    # An untrained model predicts uniformly, so round 0 may have the lowest loss: also look at the others alone.
     lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
     worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
     if not worse:

@@ -89,7 +89,7 @@ def last_validated(found: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _with_loss(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines with a validation loss, without round 0.
+    """Return the lines with a validation loss, except the line of round 0.
 
     The uniform predictions of round 0 may have a lower loss than a model that is accurate but overconfident.
     """

@@ -50,7 +50,7 @@ class OwnRows:
 
 
 def columns_of(settings: OpenSettings) -> dict[str, Any]:
-    """The names of the columns in a [data] table or in a silo's file. Keys of single tasks are in it if set."""
+    """The names of the columns in a [data] table or in a silo's file. Keys of single tasks are included if set."""
     return {key: getattr(settings, key) for key in (*_COLUMNS, *settings.added_keys())}
 
 

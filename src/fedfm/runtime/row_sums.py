@@ -1,7 +1,7 @@
 """Keys of a task that are computed from the training rows of all silos: each silo sends sums once, before round 1.
 
-In one process the keys are computed from the rows themselves (:mod:`fedfm.runtime.keys_of_rows`). No party has the
-rows of all silos. So each silo sends its sums, the server computes the keys, and a second hello brings them to all.
+In one process the keys are computed from the rows themselves (:mod:`fedfm.runtime.keys_of_rows`). In a federation
+of silos no party has all rows. So each silo sends sums, the server computes the keys, and a second hello has them.
 A silo answers no other question until it has the keys. It stores keys and sums, which stay the same during the run.
 """
 

@@ -78,7 +78,7 @@ class SitePolicy(Protocol):
         """Agree to the run: from now on the silo takes part."""
 
     def rereading(self) -> AbstractContextManager[None]:
-        """A context for reading the rows again in a run that the silo agreed to; a run that no longer fits is counted.
+        """A context for reading the rows again in an agreed run; if the run no longer fits, it counts as a misfit.
 
         Raises a ClientFault.
         """

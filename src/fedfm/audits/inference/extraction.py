@@ -218,13 +218,13 @@ def turned_around(w: Array, share: float) -> Array:
 
 
 def relative_error(x: Array, truth: Array) -> float:
-    """|x - w_pre| / |w_pre|, Euclidean. If w_pre = 0 it is infinite, or 0 if x is 0, too."""
+    """|x - w_pre| / |w_pre|, Euclidean. If w_pre = 0, the error is infinite, or 0 if x is 0, too."""
     off, norm = float(np.linalg.norm(x.astype(np.float64) - truth)), float(np.linalg.norm(truth.astype(np.float64)))
     return off / norm if norm else (np.inf if off else 0.0)
 
 
 def dist(w: Array, truth: Array) -> float:
-    """Appendix G's Dist: the mean of |w - w_pre| / |w| over coordinates with w != 0. Small |w| dominate it."""
+    """Appendix G's Dist: the mean of |w - w_pre| / |w| over coordinates with w != 0. Small |w| dominate the mean."""
     w = w.astype(np.float64)
     on = w != 0
     return float((np.abs(w - truth)[on] / np.abs(w[on])).mean()) if on.any() else np.nan

@@ -126,7 +126,7 @@ def bound_by_counts(
 ) -> float:
     """A lower bound on epsilon for any noise, from counts of hits and of false alarms (see :func:`counted_bound`).
 
-    A score is the log-likelihood of the readings with the row minus that without it. The row's coins are unknown.
+    A score is the log-likelihood of the readings if the row took part, minus that if not. Its coins are unknown.
     """
     steps = readings.x.shape[1]
     strangers = rng.standard_normal((int(min(_STRANGERS, _NUMBERS / steps)), steps))

@@ -40,7 +40,7 @@ def check_size(head: str, data: int, most: int | None = None) -> None:
     """Refuse a message that is too large.
 
     Args:
-        data: number of bytes without the head.
+        data: number of bytes of the message's data, which exclude the head.
         most: largest number of these bytes, from :func:`room`; None means a party without a model.
 
     Raises:

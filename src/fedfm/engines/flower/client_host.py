@@ -59,7 +59,7 @@ class ClientHost:
         population: loads rows and model, given the experiment and, at a silo, the server's class names.
         on_error: receives tracebacks; they are never sent.
         own: the silo's policy if the silo has its own rows; None if its rows are a part of the server's table.
-        answers: file for the last reply to a training request, in buffered asynchronous rounds; None if there is none.
+        answers: file for the last reply to a training request, in buffered asynchronous rounds; None: none is stored.
     """
 
     def __init__(

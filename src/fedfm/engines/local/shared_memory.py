@@ -22,7 +22,7 @@ from fedfm.core.wire import payload
 from fedfm.core.wire.envelope import envelope_size
 
 _BOX = 1 << 23  # a worker reuses a file for replies of at most this many bytes
-_BOXES = 6  # files of a worker's replies: a mean uses up to three, one is read, one may be full, one is written
+_BOXES = 6  # most files of a worker's replies: a mean uses up to three, one is read, one may be full, one is written
 _LINE = 64  # data begin at a multiple of this many bytes, so that tensors can be views
 
 

@@ -61,7 +61,7 @@ def compile_part(function: Callable[..., Any]) -> Any:
 
 
 def aligned_empty(*shape: int, dtype: Any = np.float32) -> Any:
-    """An uninitialised array that begins at a cache line. If a row takes a multiple of 64 bytes, each row does, too."""
+    """An uninitialised array that begins at a cache line, and so does each row if it takes a multiple of 64 bytes."""
     entries, size = math.prod(shape), np.dtype(dtype).itemsize
     block = np.empty(entries + 64 // size, dtype)
     at = -block.ctypes.data % 64 // size
