@@ -243,7 +243,7 @@ class Federation:
         self.notices.append(text)
 
     def exclude(self, client: ClientId, code: str, reason: str, part: str = ROUND) -> None:
-        """Leave a client out of this round, or of a part of it, because of its reply."""
+        """Leave a client out of this round, or of a part of it, because of the client's reply."""
         self._exclude(client, ClientFault(code, reason), part)
 
     def mean(

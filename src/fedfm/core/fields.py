@@ -131,8 +131,8 @@ def setting(
         of: values of the field ``name`` that accept this key; others refuse it.
         metadata: further keys. ``server_only``: clients do not get the value. ``usual``: the default that ``None``
             stands for. ``alone``: a word that may stand in place of a list. ``names``: texts that messages
-            suggest for a misspelt text. ``true``: the text that the value true stands for. ``false``: likewise for
-            false; without it false is the same as an absent key.
+            suggest for a misspelt text. ``true``, ``false``: the texts that these values stand for; if ``false`` is
+            missing, the value false equals an absent key.
         bounds: arguments of :class:`Bounds`.
 
     Raises:

@@ -147,7 +147,7 @@ def columns() -> dict[str, Column]:
 def column_name(key: str) -> str:
     """The name of a column whose key is not set.
 
-    It is the key itself, unless a task gives another name. Only rows of this task have the column, so it is imported.
+    It is the key, unless a task gives another name. Only this task's rows have the column, so the task is imported.
     """
     return next((of.name for task in _imported.values() for of in task.columns if of.key == key), key)
 

@@ -193,7 +193,7 @@ class DiskMemory(MutableMapping[str, Any]):
             self._path(version).unlink(missing_ok=True)
 
     def _versions_to_keep(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return the needed versions: all of this round, and for each of BACK earlier rounds the last up to its end."""
+        """Return the needed versions: all of this round, and the last at the end of each of BACK earlier rounds."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]
         found = {version for version in past if version[0] == t}
