@@ -550,7 +550,7 @@ class Task:
         return {}
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
-        """The task and the weights for an export. If other programs need other weights, they differ from the run's."""
+        """The task and the weights for an export. The weights differ from the run's where other programs need it."""
         return self, w
 
     def add_files(self, model: Network, to: str, folder: Path) -> None:
