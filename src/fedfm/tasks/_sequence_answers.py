@@ -171,7 +171,7 @@ def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> 
 
 
 def compare(said: Sequence[Answer], right: Sequence[str]) -> dict[str, float]:
-    """The sums of :func:`fedfm.models.text_metrics.compare_texts`, the word errors, and the count of reference words.
+    """The sums of :func:`fedfm.models.text_metrics.compare_texts`, of word errors, and of words in the outputs.
 
     White space separates words; case and punctuation count.
     """

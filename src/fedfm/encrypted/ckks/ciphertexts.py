@@ -107,7 +107,7 @@ class Ciphertexts:
         return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
 
     def transparent(self) -> bool:
-        """Whether one of the ciphertexts is readable without a key, because it is zero after its first polynomial."""
+        """Whether a ciphertext is readable without a key, because all its polynomials except the first are zero."""
         return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
 
     # --- arithmetic ------------------------------------------------------------------------------------------------
