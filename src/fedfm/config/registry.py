@@ -28,7 +28,7 @@ _BASES = {
 _HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds whose classes are listed in a dict, not in a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # for each table, its kind
 _admitted: dict[tuple[str, str], type] = {}  # classes by (kind, name)
-_WINGS = {  # for each kind, its modules in other parts of fedfm (wings): files, or folders with only files of this kind
+_WINGS = {  # for each kind, further places of its modules outside fedfm.<kind>: a module, or a package of modules
     "methods": ("fedfm.encrypted.blindfed",),
     "audits": ("fedfm.encrypted.audits",),
 }

@@ -152,7 +152,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     """``value`` as the type ``hint``. Integers are accepted for a float; nothing else is converted.
 
     Args:
-        meaning: meaning of a table, for the message if the value is not a table.
+        meaning: what the expected table holds; part of the message if the value is not a table.
 
     Raises:
         InputError: the value has another type.

@@ -16,7 +16,7 @@ _SHARE = 0.005  # smallest share of rows in which such a mark recurs
 _DISTINCT = 3  # with fewer distinct values other than marks, a column has no known range
 _MANY = 20  # with fewer rows a column may match the label by chance
 _A_CLASS = 3  # with fewer rows per class on average, a column may match the label by chance
-_STEPS = 0.9  # smallest share of rows with the previous row's number plus one; each file may start again
+_STEPS = 0.9  # smallest share of rows whose number is one more than the previous row's; each file may start again
 _PIECE = 1 << 22  # number of values that are compared at a time
 
 

@@ -16,7 +16,7 @@ the validation rows of each class are divided in proportion to the clients' trai
 
 # flwr-datasets also has partitioners for the first four rules (its Dirichlet partitioner has the same distribution if
 # self_balancing is off). But its import takes 2 s. A partitioner divides one list of rows, so validation rows would get
-# other shares and clients. It cannot split the rows of one value between several clients.
+# other shares and clients. No partitioner splits the rows of one value between several clients.
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ _INPUT = "### Input:"  # the heading between an instruction and its input
 _LOOKED_AT = 500  # largest number of rows that are examined
 _LONG = 1000  # number of characters of a text that are examined
 _FEW = 8  # smallest number of texts for a comparison of languages, letters and tags
-_SOME = 4  # smallest number of new texts with a recognised language for a notice about it
+_SOME = 4  # with fewer new texts whose language is recognised, there is no notice about their language
 _MOST, _RARE = 0.8, 0.05  # share that counts as most texts, and share that counts as hardly any
 _SURE = 2  # smallest number of function words that decides a text's language
 _WORDS = re.compile(r"[^\W\d_]+")
 _TAGS = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]{0,9}(?:\s[^<>]*)?/?>")
 
-# Frequent words of each language; a word that two languages have decides nothing
+# Frequent words of each language; a word that is listed for two languages decides nothing
 _FUNCTION_WORDS = {
     "English": "the and of to is that with for this was are be it you have not what",
     "German": "der die das und nicht mit von zu den eine auf wird wurde ich einen dem",

@@ -170,7 +170,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2: send a batch of rows in the client's order; no rows if the server has their states (``go_on``)."""
+        """Step 2: send a batch of rows in the client's order, or no rows if ``go_on``: the server has their states."""
         return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
@@ -187,7 +187,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
-        """Permuted, step 1: send a batch of rows and labels; no rows if the server has their states (``go_on``)."""
+        """Permuted, step 1: send a batch of rows and labels, or no rows if ``go_on``: the server has their states."""
         return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))

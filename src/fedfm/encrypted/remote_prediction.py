@@ -49,7 +49,7 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
     """Predict as :func:`fedfm.api.predict.predict` does, with the rows at a separate node and the model at the server.
 
     Raises:
-        InputError: the run cannot predict in this way, or there are no such rows.
+        InputError: the run is not finished, or it cannot predict in this way, or ``file`` does not exist.
         RunError: the silo gave no predictions.
     """
     run = load_run(path)

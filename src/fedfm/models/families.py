@@ -224,7 +224,7 @@ def strides_are_read(parts: Parts) -> bool:
     return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 
-_MLP = (("mlp.fc1", "mlp.fc2"), ("intermediate.dense", "output.dense"))  # not BERT's attention.output.dense
+_MLP = (("mlp.fc1", "mlp.fc2"), ("intermediate.dense", "output.dense"))  # paths inside a block
 _QUERY_VALUE: tuple[tuple[str, ...], ...] = (
     *(("q_proj", "v_proj"), ("query", "value"), ("q_lin", "v_lin"), ("query_proj", "value_proj")),
     *(("c_attn",), ("query_key_value",), ("qkv_proj",), ("qkv",), ("Wqkv",), ("q", "v")),

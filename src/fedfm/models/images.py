@@ -60,14 +60,14 @@ class Pictures:
                 yield f"{pixels.dtype.str}{pixels.shape}".encode() + pixels.tobytes()
 
     def exceed(self, most: float | None) -> bool:
-        """Whether the prepared images take more than ``most`` bytes; for None, :func:`room`."""
+        """Whether the prepared images take more than ``most`` bytes; None stands for :func:`room`."""
         if len(self) < 2 or most == math.inf:
             return False
         return self.take(np.array([0])).compute().nbytes * len(self) > (room() if most is None else most)
 
 
 def room() -> int:
-    """Bytes that the prepared rows of a client may take in memory; more are prepared when a batch is read."""
+    """Largest number of bytes of a client's prepared rows in memory; if they take more, each batch prepares its own."""
     return min(AT_ONCE, limit() // 4)
 
 

@@ -18,7 +18,7 @@ def arrange(module: nn.Module, head: str, saved: Sequence[str], classes: Sequenc
     Args:
         head: path of the last linear map.
         saved: names of the outputs in the checkpoint; () if the checkpoint names none.
-        classes: the rows' classes, as many as the head has outputs.
+        classes: the rows' classes; their number equals that of the head's outputs.
         name: the model's name, for messages.
     """
     if tuple(saved) == tuple(classes):

@@ -89,7 +89,7 @@ def load_model(
         task: overrides ``spec.task``; if both are None, the kind of the data implies the task.
         seed: seeds the new head, LoRA's A and random weights, so that they are the same on all machines.
         feature_dim: d, for kind "features".
-        keep_head: whether to keep a saved head that has as many outputs as there are classes, instead of a new head.
+        keep_head: whether to keep a saved head if its outputs and the classes are equal in number.
         head_bias: whether adaptation "head" adds a zero bias to a head without one; the fingerprint ignores this bias.
         hollow: whether to skip the frozen weights if possible and stay on the CPU, for a server that computes no
             outputs. The trained tensors and the fingerprint are the same as for the complete model.

@@ -1,7 +1,7 @@
 """Checks that the randomly initialised part of a model is no larger than a head.
 
 The structure of model and checkpoint decides which parts are new (:mod:`.heads`, :mod:`.checkpoint`). This module
-measures their size: it refuses a model with an encoder among the new parts, for whatever reason the encoder is new.
+measures the size of the new parts, and refuses a model if they are as large as an encoder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedfm.models.heads import labels_pixels, output_maps, within
 from fedfm.models.quantised_maps import maps
 
 FEW = 0.05  # largest share of a model's parameters that may be new without a notice
-_DENSE = 2  # largest number of matrices that a head of transformers has before its last map: a dense layer, a pooler
+_DENSE = 2  # largest number of matrices before the last map of a head in transformers: of a pooler and a dense layer
 
 
 def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def _leaves(module: nn.Module, new: Collection[str]) -> Iterator[tuple[str, nn.M
 
 
 def _numbers(module: nn.Module) -> int:
-    """Number of values of a module; a quantised map counts as many values as it has after dequantisation."""
+    """Number of values of a module; in a quantised map, the values after dequantisation are counted."""
     bits = [(m, m.in_features * m.out_features) for _, m in maps(module)]
     packed = sum(m.weight.numel() for m, _ in bits)
     return int(sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits))

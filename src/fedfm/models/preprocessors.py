@@ -16,8 +16,8 @@ class Tools:
 
     Attributes:
         image: a function that maps PIL images to a tensor (n, 3, H, W), or None.
-        processor: the transformers processor that an export saves, or None: the image processor, or the task's own
-            processor, such as a processor of recordings.
+        processor: the transformers processor that an export saves: the image processor, or the task's own processor,
+            such as a processor of recordings. None if there is neither.
         tokenizer: the transformers tokenizer, or None.
         tokenizer_class: name of the transformers class that reads the tokenizer from its files.
         max_length: largest number of tokens of a row.

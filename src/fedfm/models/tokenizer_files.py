@@ -68,8 +68,8 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
 def choose_padding(tokenizer: Any, config: Any) -> None:
     """Set a tokenizer's padding token if it has none.
 
-    It becomes the padding token of the model's configuration, because classifiers of transformers find a text's end by
-    that token. If the configuration has none, it becomes the tokenizer's end token, else its unknown token.
+    The model's configuration gives the token, because classifiers of transformers find a text's end by that token. If
+    the configuration names none, the tokenizer's end token is used, or else the tokenizer's unknown token.
     """
     if tokenizer.pad_token_id is not None:
         return

@@ -20,7 +20,7 @@ LANGUAGE, VISION = "language", "vision"
 
 
 def with_parts(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: Iterable[str]) -> AdaptationSpec:
-    """The specification with paths of modules as targets; they replace names of parts, and missing targets.
+    """The specification with paths of modules as targets, if it names a part or has no targets; else unchanged.
 
     Raises:
         InputError: a target is in none of the chosen parts, or a part has no default targets.

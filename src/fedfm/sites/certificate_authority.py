@@ -13,7 +13,7 @@ from fedfm.engines.flower.loopback_keys import write_private
 from fedfm.errors import InputError
 
 YEARS = 10  # number of years for which the authority is valid; a certificate that it signs ends earlier
-_SKEW = datetime.timedelta(hours=2)  # a certificate is valid from this long before its creation, since clocks differ
+_SKEW = datetime.timedelta(hours=2)  # a certificate's validity begins before its creation, since clocks differ
 
 
 def create(folder: Path, name: str) -> bool:

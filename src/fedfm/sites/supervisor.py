@@ -116,7 +116,7 @@ class _Supervisor:
         self._due = dict.fromkeys(self._commands, 0.0)
         self._pause = dict.fromkeys(self._commands, _PAUSES[0])
         self._began: dict[str, float] = {}
-        self._said: dict[str, tuple[str, float]] = {}  # for each process, the last report that it ended, and when
+        self._said: dict[str, tuple[str, float]] = {}  # by process: the last report of its end, and that report's time
         self._certificate = self._stamp()
         self._admitted: dict[str, bytes] = {}  # public keys by the silo's name
         self._control: Control | None = None

@@ -1,7 +1,7 @@
 """Compare predicted with true numbers, by sums over the rows of each interval of predictions; sums can be added.
 
 Predictions and targets are standardized. The intervals are a quarter of a standard deviation wide from -2.5 to 2.5,
-and one more lies beyond each end. A silo does not send these sums: those of a single row would disclose its target.
+and one more lies beyond each end. A silo does not send these sums: if an interval has one row, they give its target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "calibration"
 _EDGES = np.linspace(-2.5, 2.5, 21)
 _BINS = len(_EDGES) + 1
 _SUMS = 4  # rows, predictions, true values, squares of true values
-SUMS = _BINS * _SUMS  # for each target
+SUMS = _BINS * _SUMS  # number of sums for each target
 
 
 def count(said: Tensor, targets: Tensor) -> list[float]:

@@ -51,7 +51,7 @@ def pooling_of(model: Network) -> Pooling:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Loads an encoder like transformers' ``AutoModel``, but without its pooler, whose output no vector needs."""
+    """Loads an encoder like transformers' ``AutoModel``, but without the encoder's pooler, which no vector needs."""
 
     pooler: bool  # whether the encoder's class has an option to leave out the pooler
 
@@ -75,7 +75,7 @@ class Encoder:
 
 
 def find(path: Path | str, config: Any) -> tuple[Encoder, tuple[str, ...]]:
-    """An object that loads the encoder, and notices on its pooling; the pooling is written into ``config``.
+    """An object that loads the encoder, and notices on the encoder's pooling, which is written into ``config``.
 
     Raises:
         InputError: the model is not a single encoder, or its folder names a pooling that fedfm does not compute.
@@ -104,7 +104,7 @@ def _has_pooler(kind: type) -> bool:
 
 
 def _pooling(path: Path | str) -> tuple[Pooling, tuple[str, ...]]:
-    """The pooling by the ``modules.json`` of a folder or hub id (the mean without this file), and notices on it."""
+    """The pooling that ``modules.json`` in a folder or hub id names (the mean without this file), and notices on it."""
     parts = _json(path, _MODULES)
     if parts is None:
         return Pooling(), (f"model.name: {path} has no {_MODULES}: a row's vector is the mean of its states",)
@@ -182,7 +182,7 @@ def add_files(model: Network, to: str, folder: Path) -> None:
     if model.tools.tokenizer is None:
         way = {"method": "forward", "method_output_name": "last_hidden_state"}
         about = {"modality_config": {"image": way}, "module_output_name": "token_embeddings"}
-    if to == "hf" and _has_pooler(type(whole)):  # the base of an adapter keeps the pooler of its files
+    if to == "hf" and _has_pooler(type(whole)):  # an adapter's base model keeps its pooler
         about["model_args"] = {"add_pooling_layer": False}
     _write(home / "sentence_bert_config.json", about)
 

@@ -2,8 +2,8 @@
 
 For one row, a processor returns a tensor (k, ...) for each argument, such as k images or k patches. For a batch, it
 pads the other axes with zeros to the largest size, and concatenates the rows along the first axis. :func:`join` does
-the same, and :func:`check` compares both once for each processor. In a batch of fedfm the first axis is that of the
-rows, as in all batches: rows are padded to the largest size, and a tensor ``NAME.shape`` has each row's own shape.
+the same, and :func:`check` compares the two once for each processor. In a batch of fedfm the first axis is that of
+the rows, as in all batches: rows are padded to the largest size, and a tensor ``NAME.shape`` has each row's own shape.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def check(processor: Any, name: str) -> None:
     """Refuse a processor that returns for a batch anything but the joined arguments of its rows.
 
     Raises:
-        InputError: it is such a processor; the message has the model's ``name``.
+        InputError: the processor is refused; the message contains the model's ``name``.
     """
     from PIL import Image
 

@@ -1,7 +1,7 @@
 """Read conversations with images: messages with places for images, and the images of each row.
 
-A place is a part ``{"type": "image"}`` of a message's content, as in TRL's data sets, or ``<image>`` in its text, as in
-those of LLaVA and LLaMA-Factory. In a row, the character :data:`fedfm.core.attachments.IMAGE` marks the place.
+A place is a part ``{"type": "image"}`` of a message's content, as in TRL's data sets, or ``<image>`` in a message's
+text, as in LLaVA and LLaMA-Factory. In a row, the character :data:`fedfm.core.attachments.IMAGE` marks the place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def conversations(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> 
 
     Raises:
         InputError: a column is missing; a cell is empty or malformed; an image is missing or damaged; a row has more or
-            fewer images than places for images; an answer has a place. The message says where.
+            fewer images than places for images; an answer has such a place. The message says where.
     """
     name = spec.column("messages")
     cells = column(sheet.columns, name, "data.messages", source)

@@ -1,7 +1,7 @@
 """Tokens of conversations with images, as the model's processor writes them.
 
 Prompt and answer are one text, in which the processor replaces each image by as many tokens as the image takes. The
-loss counts the tokens of the answers. A replaced image moves the places of later answers by the change in length.
+loss counts the tokens of the answers. Replacing an image changes the text's length, which moves all later answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
 
 Row = tuple[Asked, Output, tuple["Attachment", ...]]
-_LEAST = 2  # a cut answer keeps at least two tokens: one, and the token that ends the answer
+_LEAST = 2  # a cut answer keeps at least two tokens: one of its text, and the token that ends the answer
 _OWN = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
 
 
@@ -54,7 +54,7 @@ class EncodedRow:
     length: int
 
 
-_lengths: WeakKeyDictionary[Any, dict[Row, int]] = WeakKeyDictionary()  # of rows, by processor
+_lengths: WeakKeyDictionary[Any, dict[Row, int]] = WeakKeyDictionary()  # token counts of rows, by processor
 _prompts: WeakKeyDictionary[Any, dict[Row, tuple[np.ndarray, dict[str, np.ndarray]]]] = WeakKeyDictionary()
 
 
@@ -165,7 +165,7 @@ def _tokens(text: str, tokenizer: Any, *, special: bool) -> list[int]:
 
 
 def _like(values: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """One value for each token of a prompt. If the prompt has more tokens than the row, these are text: value 0."""
+    """One value for each token of a prompt; tokens that a prompt has beyond the row's length are text, with value 0."""
     return [*values[: len(tokens)], *[0] * (len(tokens) - len(values))]
 
 

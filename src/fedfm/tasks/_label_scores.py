@@ -27,7 +27,7 @@ Ranks = list[int]  # triples (place, rows with the label, rows without it); the 
 _KEYS = 1 << 32  # number of float32 values: a label has the places label * _KEYS to (label + 1) * _KEYS - 1
 _EXACT = 1 << 16  # for up to this number of rows, logits are exact; for more rows, they are rounded to keep counts few
 _FINE, _STEPS = 0.01, 1600  # for more rows: logit z is in bin floor(1600 asinh(z / 0.01)), 0.06 % of z wide
-_TOLD, _TAIL = 24, 4  # largest number of bins of the middle 90 % of a label's rows, and on either side of them
+_TOLD, _TAIL = 24, 4  # largest numbers of bins: for the middle 90 % of a label's rows; for the 5 % on either side
 _DIGITS = 64  # largest number of bins from 0 to the largest logit of the middle 90 %
 
 

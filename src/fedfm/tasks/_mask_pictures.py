@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedfm.models.trained import Trained
 
 _SIDE = 256  # largest width or height of one of the three parts, in pixels
-_LEAST = 128  # a small image is enlarged by the largest whole factor that keeps its sides within this, in pixels
+_LEAST = 128  # a small image is enlarged by the largest whole factor with which no side exceeds this, in pixels
 _GAP = 4  # width of the white gap between two parts, in pixels
 _TINT = 0.55  # share of the class's colour in a tinted pixel
 _COLOURS = (  # first Okabe and Ito's colours, which colour-blind people can tell apart

@@ -47,7 +47,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     """Rows from the columns of images and masks; each file is opened once, to check it.
 
     Raises:
-        InputError: a file is missing or damaged, a mask and its image differ in size, or a number is no class.
+        InputError: a file is missing or damaged, a mask and its image differ in size, or a mask's number is no class.
     """
     image_in, mask_in = spec.image, spec.column("mask")
     given = column(sheet.columns, image_in, "data.image", source)
@@ -180,7 +180,7 @@ def number_to_name(number: int, names: Sequence[str]) -> str:
 
 
 def to_rows(part: Table, tools: Tools, classes: tuple[str, ...], ignored: int) -> Rows:
-    """Rows with images, and with masks unless they are rows to predict; large data are decoded batch by batch.
+    """Rows with images and, except for rows to predict, with masks; large data are decoded batch by batch.
 
     Raises:
         InputError: the model reads no images, or a class of the rows is none of the model's classes.

@@ -37,7 +37,7 @@ MOMENTS = 9  # number of sums for each target
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _LARGEST = 1e30  # largest absolute value of a target; a larger one is a mark or an error
-_ROUNDING = 1e-15  # equal numbers differ from their rounded mean by at most this share of it
+_ROUNDING = 1e-15  # the mean of equal numbers is rounded: it differs from them by at most this share
 _SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 

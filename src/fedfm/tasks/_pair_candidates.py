@@ -3,8 +3,8 @@
 The rows of one split of a file (with ``data.clients``: of one client's file) are sorted by their hashes. They are cut
 into sets of at most ``model.candidates`` rows, as equal in size as possible. The candidates of a set are the positives
 and the negatives of its rows, without repetitions. A row's positive is ranked among the candidates of the row's set;
-every client and the server use the same sets. Other positives of the row's anchor are left out of its candidates, and
-so are candidates equal to the anchor.
+every client and the server use the same sets. Two kinds of candidates are left out for a row: other positives of the
+row's anchor, and candidates equal to the anchor.
 
 The sets of a split are made when one of its rows is first scored, so that training rows cost no time and no memory.
 """
@@ -167,7 +167,7 @@ def with_table(rows: Rows, part: Table, tools: Tools) -> Rows:
 
 
 def similarities(model: Network, rows: Rows, batch_size: int, temperature: float) -> Tensor:
-    """Cosines (n, K) of anchors with their sets' candidates, over the temperature; -infinity for those left out."""
+    """Cosines (n, K) of anchors with their sets' candidates, divided by the temperature; -infinity if left out."""
     from fedfm.tasks._pair_vectors import singles
 
     if not isinstance(rows, PairRows) or rows.tools is None or not len(rows):

@@ -23,14 +23,14 @@ _DIGITS = 7  # significant digits of predicted vectors: float32 has no more
 
 
 def logits(model: Network, batch: Batch, temperature: float) -> Tensor:
-    """For pairs, the cosines (b, m) of anchors with candidates, over the temperature t; for other rows, the vectors.
+    """For pairs, the cosines (b, m) of anchors and candidates, divided by the temperature t; for single rows, vectors.
 
     The loss is that of SimCSE and of the MultipleNegativesRankingLoss of sentence-transformers,
 
         L_i = -log(exp(cos(a_i, p_i) / t) / sum_j exp(cos(a_i, c_j) / t)),
 
-    over the candidates c_j: all positives, then all negatives. Another candidate is no negative of row i if it equals
-    a_i or p_i, or is the positive of an anchor equal to a_i. Its logit is -infinity.
+    over the candidates c_j: all positives, then all negatives. A candidate other than p_i gets the logit -infinity if
+    it is no negative of row i: if it equals a_i or p_i, or is the positive of an anchor equal to a_i.
     """
     if IDS not in batch:
         return vectors(model, batch)
@@ -40,7 +40,7 @@ def logits(model: Network, batch: Batch, temperature: float) -> Tensor:
 
 
 def _false_negatives(ids: Tensor) -> Tensor:
-    """Whether a candidate is a false negative of a row (b, m), from the numbers of the contents (b, 2 or 3)."""
+    """Whether each candidate is a false negative of each row (b, m), by the ids of the rows' contents (b, 2 or 3)."""
     anchors, positives = ids[:, :1], ids[:, 1:2]
     candidates = ids[:, 1:].T.reshape(1, -1)  # (1, m)
     same_anchor = torch.zeros(len(ids), candidates.shape[1], dtype=torch.bool, device=ids.device)

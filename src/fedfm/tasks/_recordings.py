@@ -61,14 +61,14 @@ def look(recording: Attachment, where: str) -> Format:
 
 
 def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
-    """The beginning of a recording, mono, float32 (samples,), at this sample rate.
+    """The beginning of a recording, in mono, float32 (samples,), at the sample rate ``rate``.
 
     Args:
         rate: the sample rate of the result, in Hz.
         seconds: the length of the beginning that is decoded.
 
     Raises:
-        InputError: it cannot be decoded, has no sound, or has a sample that is not finite.
+        InputError: the recording cannot be decoded, has no sound, or has a sample that is not finite.
         MissingExtra: soundfile or soxr is not installed.
     """
     soundfile = _library("soundfile")

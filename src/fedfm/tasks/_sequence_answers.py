@@ -157,7 +157,7 @@ def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> 
     """The answer in a generated sequence.
 
     The first token starts the decoder, and is no part of the answer. The sequence of a Whisper has neither the tokens
-    before the answer nor the end token. If the settings force an end at the limit, an answer that ends there is cut.
+    before the answer nor the end token. If the settings force an end at the limit, answers that end there count as cut.
     """
     spoken = model.tools.processor is not None
     begin, stops = (0, {*ends, config.pad_token_id}) if spoken else (1, ends)
@@ -171,7 +171,7 @@ def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> 
 
 
 def compare(said: Sequence[Answer], right: Sequence[str]) -> dict[str, float]:
-    """As :func:`fedfm.models.text_metrics.compare_texts`, with word errors and the number of words in the outputs.
+    """The sums of :func:`fedfm.models.text_metrics.compare_texts`, of word errors, and of words in the outputs.
 
     White space separates words; case and punctuation count.
     """

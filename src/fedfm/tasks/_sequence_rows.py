@@ -1,4 +1,4 @@
-"""Read rows of sequence to sequence from columns, and turn them into tokens, features and targets."""
+"""For the task sequence to sequence: read rows from columns, and turn them into tokens, features and targets."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def outputs(texts: Sequence[str], tools: Tools) -> Tokens:
 
 
 def _encode(texts: Sequence[str], tools: Tools, *, whole: bool = False) -> list[list[int]]:
-    """As :func:`outputs`, but as lists; with ``whole``, there is no limit of tokens."""
+    """As :func:`outputs`, but as lists; with ``whole``, outputs are not cut to ``max_length``."""
     tokenizer, start = tools.tokenizer, first_token(tools.tokenizer)
     adds = not ends_texts(tokenizer)
     room = tools.max_length - adds + (start is not None)

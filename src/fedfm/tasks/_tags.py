@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-Span = tuple[int, int, str]  # first word, the word after the last, type
+Span = tuple[int, int, str]  # an entity: index of its first word, index of the word after its last, type
 
 OUTSIDE = "O"
 PREFIX = re.compile(r"([BIESLU])(?:-(.*))?")

@@ -16,11 +16,11 @@ def check_numbers(told: Mapping[str, Any], sizes: Mapping[str, int], sums: Itera
     """Check that n and the lengths of lists are right and no sum is negative; absent values are not checked.
 
     Args:
-        sizes: for the name of each list, its number of entries.
+        sizes: the expected number of entries of each list, by the list's name.
         sums: names of the sums that are never negative.
 
     Raises:
-        ClientFault: with E_FIELD if not.
+        ClientFault: a value fails the check; the fault's code is E_FIELD.
     """
     if not 0 <= told.get("n", 0) <= _MOST:
         raise ClientFault(E_FIELD, f"n is {told['n']:g}: expected a number of rows")
@@ -48,12 +48,12 @@ def check_shares(
         figures_of: computes the scores from sums.
 
     Raises:
-        ClientFault: with E_FIELD if not.
+        ClientFault: a share is outside this range; the fault's code is E_FIELD.
     """
     known = {name: told.get(name) for name in sums}
     every = [told]
     if any(value is not None for value in known.values()):
-        # A share with divisor 0 is None and would pass, e.g. 5 right tags of 0 words: a 1 for each 0 is checked, too.
+        # A share with divisor 0 is None and would pass, e.g. 5 right tags of 0 words; so sums of 0 are also tried as 1.
         every += [figures_of(known), figures_of({name: 1 if value == 0 else value for name, value in known.items()})]
     for figures in every:
         for name in (ACCURACY, BALANCED_ACCURACY, MACRO_F1, *drawn):

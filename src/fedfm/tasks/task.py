@@ -546,15 +546,15 @@ class Task:
         }
 
     def generation_settings(self, model: Network) -> dict[str, Any]:
-        """Values for ``generation_config.json`` of an export, so that it generates what ``fedfm predict`` does."""
+        """Values for ``generation_config.json``, so that an export generates the answers of ``fedfm predict``."""
         return {}
 
     def for_export(self, model: Network, w: Params) -> tuple[Self, Params]:
-        """The task and the weights for an export. If other programs need other weights, they differ from the run's."""
+        """The task and the weights for an export. The weights differ from the run's where other programs need it."""
         return self, w
 
     def add_files(self, model: Network, to: str, folder: Path) -> None:
-        """Add the files of other libraries to an export in the format ``to``, so that they load it."""
+        """Add the files with which other libraries load an export in the format ``to``."""
 
     def about_outputs(self) -> str:
         """A sentence for the reader of an export about the model's outputs; empty if there is nothing to say."""

@@ -28,7 +28,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule, places
 
-_FIXED = 1 << 20  # the overhead of the calls, as the number of multiply-adds that take as long
+_FIXED = 1 << 20  # overhead of the calls, in multiply-adds: the number that would take the same time
 
 
 def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:

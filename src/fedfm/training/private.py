@@ -40,7 +40,7 @@ class Descent:
 
 
 class Counted:
-    """Stands for the training rows in a client half, which may count them. Only the local optimiser reads them."""
+    """The training rows as a client half gets them: it may only count the rows; the local optimiser reads them."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -31,7 +31,7 @@ Trainer = Callable[[Sequence[Job]], list[Params]]
 
 
 class _Chunk(greenlet.greenlet):  # type: ignore[misc]
-    """A running client handler; its parent is the scheduler that collects jobs."""
+    """The greenlet of one running client handler; its parent greenlet is the scheduler, which collects the jobs."""
 
 
 def train_client(client: Client, w: Params, local: Local, terms: Terms) -> Params:

@@ -23,7 +23,7 @@ LINE = 0.5
 
 
 class LossLabels(Audit):
-    """Finds the labels of a batch that mean losses disclose, and how many orders remain possible."""
+    """Computes a batch's labels from its mean losses, and counts the orders of the batch that remain possible."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False

@@ -14,8 +14,8 @@ from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Did the server receive anything of the clients' rows except ciphertexts and hidden sums?"
-# Largest size in bytes of a message in the clear that passes as row counts and scores. For comparison, the pixels of
-# one 32 x 32 image take 3,072 bytes.
+# A message in the clear may have at most this number of bytes, which is enough for row counts and scores. For
+# comparison, the pixels of one 32 x 32 image take 3,072 bytes.
 SMALL = 10_000
 HIDDEN = ("encrypted", "masked")
 

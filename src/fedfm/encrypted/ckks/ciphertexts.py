@@ -107,7 +107,7 @@ class Ciphertexts:
         return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
 
     def transparent(self) -> bool:
-        """Whether one of the ciphertexts is readable without a key, because it is zero after its first polynomial."""
+        """Whether a ciphertext is readable without a key, because all its polynomials except the first are zero."""
         return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
 
     # --- arithmetic ------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Ciphertexts:
         return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
     def _usual(self) -> Ciphertexts:
-        """Return to the parameters' scale if a narrow prime is left: a mask hides values only up to its bound."""
+        """Rescale to the parameters' scale, if a narrow prime is left; a mask hides only values up to its bound."""
         parameters, limbs = self.evaluator.ring.parameters, self.level + 1
         if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
             return self

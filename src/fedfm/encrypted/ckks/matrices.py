@@ -22,8 +22,8 @@ def linear(
     """Compute W x + b for an array of n ciphertexts, and rescale the result: (m, n), (n,), (m,) -> (m,).
 
     The entries of W become integers at the scale of a narrow prime. The residues are cut into pieces with so few bits
-    that a float64 matrix product with W is exact. If a row of W is zero, its result becomes an encryption of zero;
-    without it, anyone could read the result.
+    that a float64 matrix product with W is exact. If a row of W is zero, an encryption of zero is added to its result;
+    otherwise anyone could read the result.
 
     Raises:
         InputError: the shapes do not match, or an entry is not finite.

@@ -336,7 +336,7 @@ def _path(file: Any) -> str:
 
 
 def _pointer_fits(ciphertext: Any) -> bool:
-    """Whether the object has the expected memory layout: size and some values are as SEAL's functions say."""
+    """Whether the object has the expected memory layout: its size and some values are those that SEAL returns."""
     try:
         count = ciphertext.size() * ciphertext.coeff_modulus_size() * ciphertext.poly_modulus_degree()
         base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0

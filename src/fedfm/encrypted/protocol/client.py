@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's disclosed activations as rows, and each part's mask (n,) of rows with finite states."""
+    """A client's disclosed activations as rows, and for each part a mask (n,), true for rows with finite states."""
 
     data: ClientData
     finite: dict[str, Tensor]

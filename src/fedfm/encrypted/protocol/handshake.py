@@ -70,7 +70,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """One batch: the rows from ``start`` to ``stop`` of one part; if ``part`` is empty, they count over all parts."""
+    """One batch: the rows from ``start`` to ``stop`` of one part, or of all parts together if ``part`` is empty."""
 
     start: int
     stop: int

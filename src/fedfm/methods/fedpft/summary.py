@@ -18,7 +18,7 @@ from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.fedpft.encoding import Packed, unpack
 from fedfm.methods.fedpft.mixtures.mixture import Mixture
 
-MOST = 1 << 20  # largest count of a class in a summary; the server draws as many rows as the count, in every pass
+MOST = 1 << 20  # largest count of a class in a summary; this count is the number of rows that every pass draws
 _BLOCK = 1 << 14  # rows drawn at a time
 
 

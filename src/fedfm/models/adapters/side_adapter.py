@@ -218,7 +218,7 @@ class SideModel(Model):
     def states(self, rows: Rows) -> Tensor:
         """Disclosed activations (n, L, P, d), divided by their scales, on the CPU.
 
-        A row beyond a student's ranges has only zeros, and the head then treats it as unknown.
+        A row beyond a student's ranges has only zeros, so its logits are the head's bias.
 
         Raises:
             ValueError: this model has no backbone.

@@ -24,7 +24,7 @@ _OWN_LOOP = (
     *("get_train_dataloader", "_get_train_sampler"),
 )
 _OWN_VIEW = ("evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "log")
-_KNOWN = ("transformers.",)  # modules whose overrides of methods are known here
+_KNOWN = ("transformers.",)  # packages whose own overrides of a Trainer's methods are accepted
 _TRL = "trl."  # its trainers are accepted if they learn from the given rows
 _SENTENCES = "sentence_transformers."  # its trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")

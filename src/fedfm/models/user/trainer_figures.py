@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MOST, _LONGEST = 100, 100  # largest number of figures, and of characters of a name
 _SHOWN = 5  # largest number of names in a notice
 _PROBE = 8  # number of rows of the first trial
-_PADDING = -100  # where arrays of unequal shapes are joined, as in transformers
+_PADDING = -100  # fills the gaps when arrays of unequal shapes are joined, as in transformers
 _KINDS = ("predictions", "label_ids", "inputs", "losses")  # arguments of transformers' EvalPrediction
 _UNUSED = "of the Trainer, compute_metrics is not used: "
 

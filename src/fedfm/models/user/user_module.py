@@ -207,7 +207,7 @@ class Given:
         """The loss and the outputs of a batch; the outputs are the logits, the module's output or None."""
         native = self.native(batch)
         if self.of_trainer is not None:
-            if not self._labelled:  # SFTTrainer computes logits in a second pass
+            if not self._labelled:  # saves the second pass in which SFTTrainer computes logits
                 return self.of_trainer.loss(module, native, None, outputs=False).mean(), None
             value, found = self.of_trainer.loss(module, native, None, outputs=True)
             return value.mean(), found["logits"] if isinstance(found, Mapping) and "logits" in found else None
@@ -363,7 +363,7 @@ class Given:
         return int(logits.shape[1]) if fits and table.labels is not None else 0
 
     def at_once(self, most: int) -> int:
-        """Number of rows of a batch without gradients, which a Trainer's setting limits."""
+        """Number of rows of a batch without gradients: ``most``, or less if a Trainer's setting limits it."""
         return most if self.trainer is None else min(most, int(self.trainer.args.eval_batch_size))
 
     def _check_nan(self, model: WrappedModel) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
 _WIDTH = 4  # clients in a packed batch: 8 clients exceed the cache; with 1, overhead costs 4 ms per step
-_LONG = 64  # number of tokens of an image with which one client's batch fills the cache
+_LONG = 64  # for images of at least this number of tokens, one client's batch already fills the cache
 
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The model's net, None if unsupported. It is read once; with ``fresh``, again after frozen weights change."""
+    """The model's net, read once; None if unsupported. ``fresh``: read it again if frozen weights have changed."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")
