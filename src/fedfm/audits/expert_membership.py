@@ -64,7 +64,7 @@ class ExpertMembership(Audit):
             if len(data.train) and len(data.test):
                 cells.append(CellScores(self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
         if not cells:
-            return nothing(name, question, "No client has all three: a model here, training rows and test rows.")
+            return nothing(name, question, "No client has training rows, test rows and a stored model.")
         seed = replay.run.experiment.run.seed
         scores = MemberScores(cells, lambda level: seeds.generator(seed, "audit", name), digits=2)
         says = "A training row has a lower loss than a test row of the same client"

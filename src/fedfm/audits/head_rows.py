@@ -51,7 +51,7 @@ class Rebuilt(Watch):
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
         self.compared, self.rows, self.updates = 0, 0, 0
-        self.why = "the server saw no client's change of a whole model"  # if nothing is found
+        self.why = "the server saw no single client's update of a complete model"  # if nothing is found
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method = self._run.experiment.method

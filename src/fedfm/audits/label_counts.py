@@ -47,7 +47,7 @@ class Shares(Watch):
         self.found: dict[ClientId, Array] = {}
         self.public: Array = np.zeros(0)
         self.tried, self.bias = 0, True
-        self.why = "the server saw no client's change of a whole model"  # if nothing is found
+        self.why = "the server saw no single client's update of a complete model"  # if nothing is found
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method

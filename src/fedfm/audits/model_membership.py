@@ -60,7 +60,7 @@ class ModelMembership(Audit):
             population = replay.fresh()
             cells, how = attack(run, population, final_models(run, population), notice)
         if not cells:
-            why = "No client has all three: training rows, a model here, and test rows to compare with."
+            why = "No client has training rows, test rows to compare with, and a stored model."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
         seed, of = run.experiment.run.seed, unit(population)
         purpose = ("audit", "model membership")

@@ -21,8 +21,8 @@ class Claim:
     """Differential privacy as the ledger states it.
 
     Attributes:
-        steps: number of steps, each from a data set to a neighbouring one, that exchange one row for another: 2 if
-            neighbours differ by an added or removed row, otherwise 1.
+        steps: number of steps between neighbouring data sets that exchange one row for another. It is 2 if neighbours
+            differ by an added or removed row (remove one, then add the other), otherwise 1.
     """
 
     epsilon: float
@@ -88,8 +88,8 @@ def finding_on_claim(
 
     Args:
         figures: estimate, lower bound, and upper bound (or None).
-        rule: a rule whose verdict ``leaks`` contradicts the run: ``CLAIM`` if the lower bound
-            has a strict confidence already, otherwise the rule that ``twice`` returns.
+        rule: a rule of :mod:`fedfm.audits.finding` whose verdict ``leaks`` contradicts the run. It is ``CLAIM`` if the
+            confidence of the lower bound is high enough for that, otherwise the rule that ``twice`` returns.
         says: start of the answer, which says what the attacker measured.
     """
     estimate, low, high = figures

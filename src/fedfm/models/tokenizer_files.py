@@ -17,8 +17,8 @@ from fedfm.models.preprocessors import AUTO
 PLAIN = "PreTrainedTokenizerFast"  # a class that follows tokenizer.json
 _FILE = "tokenizer.json"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-# An embedding often has spare rows. There is no notice if the embedding has at most ``_ROUNDED`` more rows
-# than the tokenizer has tokens, or if the number of tokens exceeds the share ``_MOST`` of the number of rows.
+# An embedding often has spare rows. So ``of_another_model`` gives no notice if at most ``_ROUNDED`` rows have no token,
+# or if more than the share ``_MOST`` of the rows have one.
 _ROUNDED, _MOST = 64, 0.9
 _FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow tokenizer.json
 _PHRASES = ("The fox", "THE FOX", "naïve Über", "b12 3456", "don't stop.", "(a-b)_c/d")
@@ -154,8 +154,8 @@ def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
     if not others:
         return ()
     return (
-        f"model.template: {name!r} has {', '.join(others)}, which no tokenizer reads, and no chat template: rename "
-        f"the file with the template to {_TEMPLATE}",
+        f"model.template: {name!r} has no chat template that a tokenizer reads, but it has {', '.join(others)}: "
+        f"rename the file with the template to {_TEMPLATE}",
     )
 
 

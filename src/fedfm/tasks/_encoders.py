@@ -104,7 +104,7 @@ def _has_pooler(kind: type) -> bool:
 
 
 def _pooling(path: Path | str) -> tuple[Pooling, tuple[str, ...]]:
-    """The pooling that ``modules.json`` in a folder or hub id names (the mean without this file), and notices on it."""
+    """The pooling that a folder's or hub id's ``modules.json`` names, else the mean; and notices on the pooling."""
     parts = _json(path, _MODULES)
     if parts is None:
         return Pooling(), (f"model.name: {path} has no {_MODULES}: a row's vector is the mean of its states",)

@@ -45,7 +45,7 @@ def spans(tags: Sequence[str]) -> list[Span]:
 
 
 def scores_of_entities(entities: float, found: float, right: float, known: bool) -> dict[str, Any]:
-    """Precision, recall and F1; 0 if the divisor is 0, as in conlleval; None without words."""
+    """Precision, recall and F1: 0 if the divisor is 0, as in conlleval; None if there are no words (not ``known``)."""
     if not known:
         return dict.fromkeys(("precision", "recall", "f1"))
     return {

@@ -43,7 +43,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
 def ending_of(path: Path, task: str | None = None) -> str | None:
-    """The ending of a file of rows, without ".gz"; None if files with the ending of this name are no tables.
+    """The ending of a file of rows, without ".gz"; None if files with such a name are not read as tables.
 
     Some endings belong to a single task. The ending ".txt" counts only if the named task reads such files as tables.
     """

@@ -1,12 +1,12 @@
-"""Disclosed activations: the values of a block's output that a key holder may see, in the clear and encrypted.
+"""Disclosed activations: the values that a key holder may see of a block's output, computed in the clear or encrypted.
 
 They are computed from a block's states (tokens, d), and there are three kinds. ``class`` is the class token, or the
 mean over tokens if the model has no class token. ``grid`` is this value, and the means of the four quadrants of a
 square grid of patches. ``tokens`` is every token, projected by a secret matrix.
 
-Under encryption, several features share a ciphertext. Rotations, and products with plaintexts, move the value of slot t
-B + s (token t, sample s of B) to the slot of another token. Slots without a disclosed value are multiplied by zero. For
-``grid``, the mean over all tokens is not sent, because it is the mean of the four other means.
+Under encryption, several features share a ciphertext, whose slot t B + s belongs to token t of sample s (of B samples).
+Rotations, and products with plaintexts, move a value to the slot of another token. Slots without a disclosed value are
+multiplied by zero. For ``grid``, the mean over all tokens is not sent, because it is the mean of the four other means.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class ClientHost:
 
     @property
     def _scores_sent(self) -> int:
-        """Rounds from one update with scores of the received model to the next; 0 if the server requests scores."""
+        """A client adds scores of the received model to one update in so many rounds; 0: the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 
@@ -244,7 +244,7 @@ class ClientHost:
         """
         if self._answers is None or not handler.startswith("train."):
             return None
-        _ = self.silos  # checked first: it raises if the silo has not agreed; reading the experiment may raise, too
+        _ = self.silos  # first, so that a silo that has not agreed answers with this reason
         return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:

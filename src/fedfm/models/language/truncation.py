@@ -1,6 +1,6 @@
 """The rule that cuts a row of a prompt and its answer to ``max_length`` tokens.
 
-An answer may use the tokens that the prompt leaves free, in any case half of ``max_length``. The prompt uses the rest.
+An answer may use the tokens that the prompt leaves free, but at least half of ``max_length``. The prompt uses the rest.
 So a row that is too long gets ``max_length`` tokens and always keeps some of its answer. The prompt loses tokens at its
 beginning, after the token that begins every text (BOS). The answer loses tokens at its end, before the token that ends
 it (EOS).

@@ -93,7 +93,7 @@ class Segment:
         torch.sum(x, 0, out=self.gradient[name])
 
     def mean_of(self, rows: int) -> int:
-        """The divisor that makes the sum of this number of losses a mean."""
+        """The number by which the gradient of the sum of the losses of ``rows`` rows is divided."""
         return rows
 
 

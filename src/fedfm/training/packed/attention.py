@@ -22,7 +22,7 @@ class _Group:
     """Sequences that are computed together, each padded to ``length`` positions.
 
     Attributes:
-        take: (S * length,) row of each position; a padded position has a row of zero gradient; None: all rows.
+        take: (S * length,) the batch's row for each position, at padding a row whose gradient is zero; None: all rows.
         bias: (S, 1, 1, length): 0 at tokens, minus infinity at padding; None without padding.
         sequences: (S,) index of each sequence; None if the group has all sequences.
     """

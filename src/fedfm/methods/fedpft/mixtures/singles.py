@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 
-# A component of fewer rows than this represents one row. Two rows' shares may add up to slightly less than 2 in EM.
+# A component of fewer rows than this represents one row. EM divides each row among the
+# components, so the shares of two rows in one component may add up to slightly less than 2.
 ALONE = 2 - 0.005
 
 
