@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from numpy.typing import NDArray
 
 from fedfm.core.client import Client
@@ -10,7 +12,7 @@ from fedfm.privacy import plausibility
 from fedfm.privacy.noise import digest
 
 
-def key_of_release(client: Client, title: str, x: NDArray, y: NDArray, plan: str, delta: float) -> bytes:
+def key_of_release(client: Client, title: str, x: NDArray[Any], y: NDArray[Any], plan: str, delta: float) -> bytes:
     """The key of the noise on a release of the rows x (n, d) and their targets y, which a client may release once.
 
     Args:

@@ -105,7 +105,7 @@ class Analytic(Predictor, Private, OneShot):
 
         key = key_of_release(client, "Analytic", x.numpy(), y.numpy(), f"{self}{noise}", noise.delta)
         exact = {name: tensor.numpy() for name, tensor in _sums_of(x, y, torch.ones(1)).items()}
-        scales = {"C": noise.sigma * packed_scale(x.shape[1]), "b": noise.sigma}
+        scales: dict[str, float | Array] = {"C": noise.sigma * packed_scale(x.shape[1]), "b": noise.sigma}
         purpose = f"{client.id}/{noise}/{digest(*exact.values())}"  # both parts: none is released alone
         return Params(
             {name: torch.from_numpy(cover(key, f"{purpose}/{name}", exact[name], scales[name])) for name in exact}
@@ -264,7 +264,6 @@ def _solve(matrix: Array, cross: Array) -> Array:
     """The solution of least norm, for a symmetric matrix without negative eigenvalues."""
     try:
         factor = np.linalg.cholesky(matrix)
-        found: Array = np.linalg.solve(factor.T, np.linalg.solve(factor, cross))
+        return np.asarray(np.linalg.solve(factor.T, np.linalg.solve(factor, cross)))
     except np.linalg.LinAlgError:  # a singular matrix: no ridge, and fewer rows than features
-        found = np.linalg.lstsq(matrix, cross, rcond=None)[0]
-    return found
+        return np.asarray(np.linalg.lstsq(matrix, cross, rcond=None)[0])
