@@ -8,9 +8,10 @@ import pytest
 from scipy import stats
 
 from fedfm.errors import ClientFault, InputError
-from fedfm.methods.fedpft.noisy_moments import Cell, project, release, statistics, to_gaussian, unit_rows
+from fedfm.methods.fedpft.noisy_moments import Cell, release, statistics, to_gaussian
 from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS, Plan
 from fedfm.privacy import gaussian, noise
+from fedfm.privacy.noise import project, unit_rows
 
 KEY = b"\7" * 32
 PLANS = [Plan(relation, covariance) for relation in RELATIONS for covariance in COVARIANCES]

@@ -30,12 +30,13 @@ from fedfm.methods.fedbaf import fedbaf
 from fedfm.methods.fedbaf.pull import Piece
 from fedfm.methods.fedfed import FedFed
 from fedfm.methods.fedpft import private as fedpft
-from fedfm.methods.fedpft.noisy_moments import release, statistics, unit_rows
+from fedfm.methods.fedpft.noisy_moments import release, statistics
 from fedfm.methods.fedpft.noisy_sums import federation_sum
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import noise
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
+from fedfm.privacy.noise import unit_rows
 from fedfm.training.scheduler import train_client
 from toy import Quadratic
 

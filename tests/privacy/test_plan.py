@@ -8,9 +8,10 @@ import pytest
 from scipy.optimize import minimize
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import statistics, unit_rows
+from fedfm.methods.fedpft.noisy_moments import statistics
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, COVARIANCES, RELATIONS, Plan, too_noisy
 from fedfm.privacy import gaussian
+from fedfm.privacy.noise import unit_rows
 
 HALF = [[1.0, 0.0], [-0.5, math.sqrt(0.75)]]  # two unit rows at cosine -1/2
 

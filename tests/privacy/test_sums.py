@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import statistics, to_gaussian, unit_rows
+from fedfm.methods.fedpft.noisy_moments import statistics, to_gaussian
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
 from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS, Plan
+from fedfm.privacy.noise import unit_rows
 
 KEY = b"\3" * 32
 D, CLASSES = 5, 4

@@ -18,6 +18,7 @@ from fedfm.methods.fedpft.fedpft import FedPFT, Noised, Passed
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.summary import Summary, gaussian, mixtures_of
+from fedfm.privacy import noise
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class View:
 
     def as_used(self, x: Array) -> Array:
         """Change features into the form that the method uses, with norm 1 under differential privacy."""
-        return noisy_moments.unit_rows(x) if self.plan else x
+        return noise.unit_rows(x) if self.plan else x
 
     def held_out(self, client: ClientId, label: int) -> Array:
         """Test rows of a class that have the same distribution as this client's rows.

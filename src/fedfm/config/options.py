@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config.parts import ExperimentParts
 from fedfm.core import tasks
+from fedfm.core.capabilities import Private
 from fedfm.core.client import Update
 from fedfm.core.method import Method, nested_methods
 from fedfm.errors import InputError, quote_names
@@ -56,10 +57,19 @@ def check_task(e: ExperimentParts, method: str) -> None:
             raise InputError(f"{key}: [privacy] does not cover scores on validation rows; give a number")
         if e.data.classes is not None and not e.data.val_fraction:
             raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
-    if e.method.needs.one_class and not named.one_class_a_row:
+    needs, whose = e.method.needs, e.method.needs.because or method
+    covered = isinstance(e.method, Private) and e.privacy is not None and e.privacy.states_epsilon
+    if (needs.one_class or covered) and not named.one_class_a_row:
+        whose = whose if needs.one_class else f"[privacy] of {method}"
         raise InputError(
-            f'{method} computes with the class of each row, and rows of task "{named.name}" have no single class: use '
-            "a method that trains the model, such as fedavg",
+            f"{whose} computes with the class of each row, and rows of task "
+            f'"{named.name}" have no single class: use a method that trains the model, such as fedavg',
+            key="method.name",
+        )
+    if needs.row_targets and not (named.linear_head and (named.one_class_a_row or named.own_targets)):
+        raise InputError(
+            f'{method} fits a linear head to one vector of targets per row, and rows of task "{named.name}" have none: '
+            "use a method that trains the model, such as fedavg",
             key="method.name",
         )
     if (needed := named.of(e.model).reads_all_rows) is None:

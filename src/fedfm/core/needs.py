@@ -18,6 +18,7 @@ class Needs:
         local: the setting that requires all parties in one process, on the local engine; empty if none does.
         tasks: names of the supported tasks; if empty, all are supported.
         one_class: whether each row must have one class, e.g. because the method fits a distribution to each class.
+        row_targets: whether each row must have a vector of targets, to which the method fits a linear head.
         bias: whether the method needs a head with a bias. If the adaptation is "head", a missing bias is added as 0.
         because: the setting that causes these needs; if empty, the method itself does.
     """
@@ -30,5 +31,6 @@ class Needs:
     local: str = ""
     tasks: tuple[str, ...] = ()
     one_class: bool = False
+    row_targets: bool = False
     bias: bool = False
     because: str = ""

@@ -95,6 +95,9 @@ class ModelTask(RowTask, Protocol):
     def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss of logits and targets."""
 
+    def head_targets(self, rows: Rows, outputs: int) -> Tensor:
+        """The vectors (n, C) that a linear head is fitted to by least squares."""
+
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each row as sums and counts."""
 

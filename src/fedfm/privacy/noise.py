@@ -101,6 +101,31 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
 
 
+def unit_rows(x: Array) -> Array:
+    """Rows scaled to norm 1, float64; a zero row becomes e_1, so that every record has the same bound.
+
+    Args:
+        x: (n, d) features.
+
+    Raises:
+        InputError: x is not a matrix, or an entry is NaN or infinite.
+
+    Example:
+        >>> unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist()
+        [[0.6, 0.8], [1.0, 0.0]]
+    """
+    x = np.array(x, dtype=np.float64)
+    if x.ndim != 2 or not x.shape[1]:
+        raise InputError(f"features have shape {x.shape}; they must be (rows, features)")
+    if not np.isfinite(x).all():
+        raise InputError("features have a NaN or infinite entry: no norm bounds such a row")
+    largest = np.abs(x).max(axis=1, initial=0.0)
+    x[largest == 0, 0] = 1.0
+    # Scale first, since the norm of tiny or huge entries would be 0 or inf.
+    x /= np.where(largest == 0, 1.0, largest)[:, None]
+    return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
+
+
 def packed_scale(d: int) -> Array:
     """Standard deviations of symmetric noise on a lower triangle, row by row: (d (d + 1) / 2,).
 
@@ -117,6 +142,13 @@ def unpack(lower: Array, d: int) -> Array:
     row, column = np.tril_indices(d)
     out[row, column] = out[column, row] = lower
     return out
+
+
+def project(matrix: Array, floor: float) -> Array:
+    """The nearest symmetric matrix, in the Frobenius norm, whose eigenvalues are at least ``floor``: (d, d)."""
+    values, vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
+    nearest: Array = (vectors * np.maximum(values, floor)) @ vectors.T
+    return 0.5 * (nearest + nearest.T)
 
 
 def on_grid(values: Array, sigma: float | Array) -> Array:

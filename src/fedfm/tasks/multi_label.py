@@ -69,6 +69,10 @@ class MultiLabel(OwnTargetsTask):
 
         return _label_scores.row_losses(model.logits(batch).float(), batch["targets"])
 
+    def head_targets(self, rows: Rows, outputs: int) -> Tensor:
+        """1 for a row's labels and -1 for the others, so that a score above 0 means a probability above one half."""
+        return 2.0 * rows.tensors["targets"].float() - 1.0
+
     # --- scores -------------------------------------------------------------------------------------------------------
     def thresholds(self, classes: Sequence[str]) -> dict[str, float]:
         """For each label, the least probability at which a row gets it."""

@@ -96,6 +96,11 @@ class Regression(OwnTargetsTask):
 
         return _numbers.row_losses(model, batch, self.target_means, self.target_scales)
 
+    def head_targets(self, rows: Rows, outputs: int) -> Tensor:
+        from fedfm.tasks import _numbers
+
+        return _numbers.scale(rows.tensors["targets"], self.target_means, self.target_scales)
+
     # --- scores -------------------------------------------------------------------------------------------------------
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
         from fedfm.tasks import _calibration, _numbers

@@ -409,6 +409,13 @@ class Task:
 
         return F.cross_entropy(logits, targets, ignore_index=IGNORE)
 
+    def head_targets(self, rows: Rows, outputs: int) -> Tensor:
+        """The vectors (n, C) that a linear head is fitted to by least squares: one-hot labels."""
+        from torch.nn.functional import one_hot
+
+        assert rows.labels is not None  # noqa: S101 - a task with a linear head has labels or overrides this
+        return one_hot(rows.labels, outputs).float()
+
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each row as (sums (b,), counts (b,)); total sum divided by total count is :meth:`loss`."""
         import torch.nn.functional as F

@@ -30,7 +30,7 @@ from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
-from fedfm.methods.fedpft import noisy_moments, private, rules
+from fedfm.methods.fedpft import private, rules
 from fedfm.methods.fedpft.account import bound_details, communication, divergences, left_out
 from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
 from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
@@ -41,6 +41,7 @@ from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, check_errors,
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
+from fedfm.privacy import noise
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.spec import PrivacySpec, need
 from fedfm.training import fit_head
@@ -287,7 +288,7 @@ class FedPFT(Predictor, Private, Method[State]):
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         model.load(w)
         if self.privacy is not None:  # the head was trained on features of norm 1
-            unit = noisy_moments.unit_rows(model.features(rows).numpy())
+            unit = noise.unit_rows(model.features(rows).numpy())
             rows = Rows({"features": torch.from_numpy(unit).float()})
         said: Tensor = model.predict(rows)
         return said

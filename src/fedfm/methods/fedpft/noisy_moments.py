@@ -23,31 +23,6 @@ from fedfm.privacy.noise import Array
 _LEAST, _FLOOR = 1e-4, 1e-6  # smallest mean variance; smallest eigenvalue, as a fraction of the mean variance
 
 
-def unit_rows(x: Array) -> Array:
-    """Rows scaled to norm 1, float64; a zero row becomes e_1, so that every record has the same bound.
-
-    Args:
-        x: (n, d) features.
-
-    Raises:
-        InputError: x is not a matrix, or an entry is NaN or infinite.
-
-    Example:
-        >>> unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist()
-        [[0.6, 0.8], [1.0, 0.0]]
-    """
-    x = np.array(x, dtype=np.float64)
-    if x.ndim != 2 or not x.shape[1]:
-        raise InputError(f"features have shape {x.shape}; they must be (rows, features)")
-    if not np.isfinite(x).all():
-        raise InputError("features have a NaN or infinite entry: no norm bounds such a row")
-    largest = np.abs(x).max(axis=1, initial=0.0)
-    x[largest == 0, 0] = 1.0
-    # Scale first, since the norm of tiny or huge entries would be 0 or inf.
-    x /= np.where(largest == 0, 1.0, largest)[:, None]
-    return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
-
-
 @dataclass(frozen=True)
 class Cell:
     """The released statistics of one class, at one client or over the federation.
@@ -159,15 +134,8 @@ def normal_of(cell: Cell, sigma: float) -> tuple[float, Array, Array | float]:
         variance = np.maximum(cell.second / n - mean**2 + inflated, floor)
         return n, mean, variance * (d * level / variance.sum())
     moment = noise.unpack(cell.second / n, d)
-    covariance = project(moment - np.outer(mean, mean) + inflated * np.eye(d), floor)
+    covariance = noise.project(moment - np.outer(mean, mean) + inflated * np.eye(d), floor)
     return n, mean, covariance * (d * level / float(np.trace(covariance)))
-
-
-def project(matrix: Array, floor: float) -> Array:
-    """The nearest symmetric matrix, in the Frobenius norm, whose eigenvalues are at least ``floor``: (d, d)."""
-    values, vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
-    nearest: Array = (vectors * np.maximum(values, floor)) @ vectors.T
-    return 0.5 * (nearest + nearest.T)
 
 
 def _check(cell: Cell, plan: Plan, d: int) -> None:

@@ -18,18 +18,18 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import MAX_WEIGHT, Client, ClientId, Update
 from fedfm.core.federation import Federation
-from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RowsChanged, RunError
+from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Params, layout_of
+from fedfm.methods._one_release import key_of_release
 from fedfm.methods._one_shot import rows_of
 from fedfm.methods.fedpft.mixtures import Mixture
-from fedfm.methods.fedpft.noisy_moments import Cell, release, to_gaussian, unit_rows
+from fedfm.methods.fedpft.noisy_moments import Cell, release, to_gaussian
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
 from fedfm.methods.fedpft.release_plan import Plan, too_noisy
 from fedfm.methods.fedpft.summary import MOST, Synthetic, gaussian
-from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.gaussian import paper_sigma
-from fedfm.privacy.noise import Array, digest
+from fedfm.privacy.noise import digest, unit_rows
 
 Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, rows to draw, mixture)
 
@@ -56,7 +56,9 @@ class Noised:
 
 def noisy_sums(client: Client, plan: Plan) -> Noised:
     """Noisy sums of every class; each class has one component."""
-    x, y, key = _released_once(client, plan)
+    x, y = (t.numpy() for t in rows_of(client))
+    x = unit_rows(x)
+    key = key_of_release(client, "FedPFT", x, y, f"{plan}", plan.delta)
     classes, dim = len(client.model.classes), x.shape[1]
     counts, totals = torch.zeros(classes), torch.zeros(classes, dim)
     seconds = torch.zeros(classes, plan.seconds(dim))
@@ -69,25 +71,6 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
         if cell.second is not None:
             seconds[c] = torch.from_numpy(cell.second)
     return Noised(counts, totals, seconds, len(y) if plan.calibration == "paper_client" else 0)
-
-
-def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
-    """The unit rows (n, d) and labels (n,) that this run may release once, and the key of the noise.
-
-    Raises:
-        ClientFault: E_REFUSED, the client has released other rows earlier in this run.
-    """
-    x, y = (t.numpy() for t in rows_of(client))
-    x = unit_rows(x)
-    mark = digest(x, y, f"{plan}").encode()
-    if client.write_once("fedpft", mark) != mark:
-        raise RowsChanged(
-            "FedPFT: this run has already released sums of different rows; another release would spend privacy that is "
-            "not accounted. Put the rows back, or start a new run",
-        )
-    if said := plausibility.of_delta(plan.delta, len(y), "training rows of this client"):
-        client.log(said)
-    return x, y, client.secret("noise")
 
 
 def draw_rows(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,269 @@
+"""Analytic: AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models.
+
+He, Tong, Fang, Sun, Zeng, Li, Chen, Zhuang. CVPR 2025. arXiv:2405.16240. Equation numbers are the paper's.
+
+Ridge regression of the targets on frozen features has a closed solution in two sums over rows, C = sum x x^T and
+b = sum x y^T. The paper aggregates local solutions by its law of equation (9) and removes the clients' regularisation
+by equation (16). The result is the pooled solution (C + gamma I)^-1 b, so here clients send the sums themselves, and
+the server solves once, as in Algorithm 1. The result is the same for every partition, and sums also pass through
+secure aggregation. Random features make the fit non-linear, as in SAFLe (arXiv:2512.03336).
+
+The server sees what its aggregator discloses of the sums. C of fewer rows than features reveals these rows up to a
+rotation, so hide the sums by secure aggregation or cover them by [privacy].
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.capabilities import Needs, Predictor, Private
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
+from fedfm.core.rows import Rows
+from fedfm.errors import Faults, InputError
+from fedfm.linalg.params import Params
+from fedfm.methods._one_shot import OneShot, head_of, need_head
+from fedfm.models.head_inputs import UNIT_NORM
+from fedfm.models.model import Model
+from fedfm.privacy.accountant import Accountant, Spent
+from fedfm.privacy.noise import Array, project, unit_rows, unpack
+from fedfm.privacy.spec import PrivacySpec, need
+
+_RANDOM = 1024  # random features, unless ``width`` sets another number
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one client's release under (epsilon, delta), for one row more or less.
+
+    A row x of norm 1 and its one-hot y change C by x x^T and b by x y^T. Both have norm 1, so the sensitivity of the
+    two together is sqrt(2).
+    """
+
+    epsilon: float
+    delta: float
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise on b and on the diagonal of C; other entries of C have 1/sqrt(2) of it."""
+        from fedfm.privacy import gaussian
+
+        return gaussian.sigma_for(self.epsilon, self.delta, math.sqrt(2))
+
+
+@dataclass(frozen=True)
+class Analytic(Predictor, Private, OneShot):
+    """One round: clients send sums over their rows, and the server solves the ridge regression of all rows.
+
+    Classification's targets y are 1 for the row's class and 0 for the others; multi_label's are 1 and -1; regression's
+    are scaled. The intercept is not regularised, except under [privacy]. The scores are no calibrated probabilities.
+    """
+
+    noise: ClassVar[Noise | None] = None  # protect() sets it on an instance
+
+    ridge: float = setting(1.0, "gamma, the weight of |W|^2 next to the sum of squared errors", ge=0, finite=True)
+    features: str = setting(
+        "linear", "linear: the model's features; random: ReLU of random combinations", choices=("linear", "random")
+    )
+    width: int = setting(0, f"number of random features; 0 means {_RANDOM}", ge=0, le=1 << 14)
+    class_weights: str = setting(
+        "none", "balanced: all classes count the same, whatever their numbers of rows", choices=("none", "balanced")
+    )
+
+    # --- client half --------------------------------------------------------------------------------------------------
+    @on_client
+    def count(self, client: Client) -> Update:
+        """The number of rows of each class, (C,)."""
+        return Update(Params({"count": _targets(client).sum(0)}), 1.0)
+
+    @on_client
+    def sums(self, client: Client, seed: int, weights: Tensor) -> Update:
+        """Lines 2 and 3: C_k = sum x x^T, packed as a lower triangle, and b_k = sum x y^T.
+
+        Args:
+            seed: the seed of the random features.
+            weights: (C,) the weight of a row of each class.
+        """
+        x, y = self._inputs(client.model.features(client.data.train), seed), _targets(client)
+        if self.noise is not None:
+            return Update(self._noisy(client, x, y, self.noise), 1.0)
+        return Update(_sums_of(x, y, (y @ weights)[:, None] if len(weights) else torch.ones(1)), 1.0)
+
+    def _noisy(self, client: Client, x: Tensor, y: Tensor, noise: Noise) -> Params:
+        """The sums with normal noise; the key of the noise never leaves the client."""
+        from fedfm.methods._one_release import key_of_release
+        from fedfm.privacy.noise import cover, digest, packed_scale
+
+        key = key_of_release(client, "Analytic", x.numpy(), y.numpy(), f"{self}{noise}", noise.delta)
+        exact = {name: tensor.numpy() for name, tensor in _sums_of(x, y, torch.ones(1)).items()}
+        scales: dict[str, float | Array] = {"C": noise.sigma * packed_scale(x.shape[1]), "b": noise.sigma}
+        purpose = f"{client.id}/{noise}/{digest(*exact.values())}"  # both parts: none is released alone
+        return Params(
+            {name: torch.from_numpy(cover(key, f"{purpose}/{name}", exact[name], scales[name])) for name in exact}
+        )
+
+    def _inputs(self, x: Tensor, seed: int) -> Tensor:
+        """The inputs (n, D + 1) of the regression, float64: linear or random features, and a constant.
+
+        Under [privacy] their norm is 1.
+        """
+        x = torch.cat([self._features(x, seed), torch.ones(len(x), 1)], 1)
+        return x if self.noise is None else x / math.sqrt(2)
+
+    def _features(self, x: Tensor, seed: int) -> Tensor:
+        """Linear or random features (n, D), float64, of features x (n, d)."""
+        x = x.double()
+        if self.features == "random":
+            generator, size = seeds.generator(seed, "random features"), (x.shape[1], self.width or _RANDOM)
+            x = (x @ torch.from_numpy(generator.standard_normal(size)) / math.sqrt(size[0])).relu()
+        return x if self.noise is None else torch.from_numpy(unit_rows(x.numpy()))
+
+    # --- server half --------------------------------------------------------------------------------------------------
+    def init(self, fed: Federation) -> Params:
+        need_head(fed.model)
+        if self.features == "linear":
+            return fed.initial
+        outputs, d = len(fed.model.classes), self.width or _RANDOM
+        return self._head(fed.model, np.zeros((outputs, d)), np.zeros(outputs), 0)
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        outputs, seed = len(fed.model.classes), fed.seed_for("random features")
+        weights = torch.zeros(0, dtype=torch.float64)
+        if self.class_weights == "balanced":
+            n = fed.mean(self.count, like=Params({"count": torch.zeros(outputs, dtype=torch.float64)}).layout)["count"]
+            weights = n.sum() / (outputs * n.clamp_min(n[n > 0].min()))
+        d = self._inputs(torch.zeros(0, fed.model.feature_dim), seed).shape[1]
+        like = _sums_of(torch.zeros(0, d).double(), torch.zeros(0, outputs).double(), torch.ones(1)).layout
+        mean = fed.mean(self.sums, like=like, seed=seed, weights=weights)
+        total = fed.heard * mean  # the mean was unweighted; the sum is the mean times the number of replies
+        W, b = self.solve(total["C"].numpy(), total["b"].numpy(), fed.heard)
+        return self._head(fed.model, W, b, seed)
+
+    def solve(self, packed: Array, cross: Array, clients: int = 1) -> tuple[Array, Array]:
+        """W (C, D) and intercept (C,) of the regression: (C + gamma I)^-1 b.
+
+        Args:
+            packed: ((D + 1)(D + 2) / 2,) the lower triangle of C; the last row belongs to the constant.
+            cross: (D + 1, C) b.
+            clients: the number of clients whose noise is in the sums.
+        """
+        C, penalty = unpack(packed, len(cross)), np.full(len(cross), self.ridge)
+        if self.noise is None:
+            penalty[-1] = 0.0
+            found = _solve(C + np.diag(penalty), cross)
+            return found[:-1].T, found[-1]
+        # Noise with standard deviation s off the diagonal has a spectral norm of about 2 s sqrt(D). A smaller penalty
+        # would fit this noise.
+        noise = self.noise.sigma * math.sqrt(2 * clients * len(cross))
+        found = _solve(project(C, 0.0) + np.diag(np.maximum(penalty, noise)), cross) / math.sqrt(2)
+        return found[:-1].T, found[-1]
+
+    def _head(self, model: Model, W: Array, b: Array, seed: int) -> Params:
+        """The model's head, or W, b and the seed of the random features that they take."""
+        weight, bias = torch.from_numpy(W), torch.from_numpy(b)
+        if self.features == "linear":
+            return head_of(model, weight, bias)
+        return Params({"weight": weight.float(), "bias": bias.float(), "seed": torch.tensor(seed)})
+
+    # --- prediction ---------------------------------------------------------------------------------------------------
+    def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
+        if self.features == "random":
+            x = self._features(model.features(rows), int(w["seed"]))
+            return (x @ w["weight"].double().T + w["bias"].double()).float()
+        model.load(w)
+        if self.noise is not None:
+            rows = Rows({"features": self._features(model.features(rows), 0).float()})
+        scores: Tensor = model.predict(rows)
+        return scores
+
+    @property
+    def feature_transform(self) -> str | None:
+        return None if self.noise is None else UNIT_NORM
+
+    # --- settings -----------------------------------------------------------------------------------------------------
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Class weights need rows with one class."""
+        if self.class_weights == "none":
+            return Needs("head", ("head",), row_targets=True, bias=True)
+        because = 'method.class_weights = "balanced"'
+        return Needs("head", ("head",), row_targets=True, bias=True, one_class=True, because=because)
+
+    @property
+    def means(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The sums, and before them the classes' numbers of rows if classes are weighted."""
+        return ("sums",) if self.class_weights == "none" else ("count", "sums")
+
+    def validate(self) -> None:
+        if self.width and self.features == "linear":
+            raise InputError(
+                f'method.width = {self.width}: only features = "random" have a width; drop it', key="method.width"
+            )
+
+    def settle(self, privacy: PrivacySpec | None) -> Self:
+        return self
+
+    def protect(self, privacy: PrivacySpec) -> Self:
+        faults = Faults()
+        if privacy.mechanism not in (None, "gaussian"):
+            faults.say(f'privacy.mechanism = "{privacy.mechanism}": analytic has "gaussian"', key="privacy.mechanism")
+        if privacy.unit != "record":
+            faults.say(f'privacy.unit = "{privacy.unit}": analytic protects a "record"', key="privacy.unit")
+        if self.class_weights != "none":
+            faults.say(
+                f'method.class_weights = "{self.class_weights}": the numbers of rows would be another release; under '
+                '[privacy] expected "none"',
+                key="method.class_weights",
+            )
+        faults.refuse()
+        epsilon, delta = need(privacy.target_epsilon, "target_epsilon"), need(privacy.delta, "delta")
+        method = copy.copy(self)
+        object.__setattr__(method, "noise", Noise(epsilon, delta))
+        return method
+
+    def spend(self, accountant: Accountant) -> None:
+        if self.noise is None or not self.rounds:
+            return
+        accountant.compose(
+            Spent(
+                mechanism="Gaussian, analytic",
+                unit="record",
+                relation="add_remove",
+                epsilon=self.noise.epsilon,
+                delta=self.noise.delta,
+                sensitivity=math.sqrt(2),
+                sigma=self.noise.sigma,
+                composition="one release of one client; a record at several clients spends at each of them",
+                note="",
+            )
+        )
+
+
+def _targets(client: Client) -> Tensor:
+    """The targets (n, C) of the client's training rows, float64."""
+    return client.model.task.head_targets(client.data.train, len(client.model.classes)).double()
+
+
+def _sums_of(x: Tensor, y: Tensor, weight: Tensor) -> Params:
+    """C, packed, and b of inputs x (n, D + 1) and targets y (n, C); ``weight`` is (n, 1) or (1,)."""
+    rows, columns = torch.tril_indices(x.shape[1], x.shape[1])
+    weighted = (weight * x).T
+    return Params({"C": (weighted @ x)[rows, columns], "b": weighted @ y})
+
+
+def _solve(matrix: Array, cross: Array) -> Array:
+    """The solution of least norm, for a symmetric matrix without negative eigenvalues."""
+    try:
+        factor = np.linalg.cholesky(matrix)
+        return np.asarray(np.linalg.solve(factor.T, np.linalg.solve(factor, cross)))
+    except np.linalg.LinAlgError:  # a singular matrix: no ridge, and fewer rows than features
+        return np.asarray(np.linalg.lstsq(matrix, cross, rcond=None)[0])
