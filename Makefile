@@ -9,7 +9,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo image test test-proofs test-engines test-release test-models test-outages test-gpu campaign lint type bench docs site clean
+.PHONY: help setup demo wheel image test test-proofs test-engines test-release test-models test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,8 +24,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## the built-in example and its baselines
+$(VENV)/.stamp-run: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedfm needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -e $(STAMP) || echo "Installing what a run needs into $(VENV) (once; a minute) ..."
+	@test -e $(STAMP) || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+demo: $(VENV)/.stamp-run ## the built-in example and its baselines
 	@$(BIN)/fedfm demo
+
+wheel: $(VENV)/.stamp-run ## the file in dist/ that other machines install
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 image: ## a container image for the machines of a federation, where Docker is
 	docker build --tag fedfm:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .

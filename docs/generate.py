@@ -99,6 +99,8 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # as the table shows it -> as an exp
 }
 MOST = 6  # packages of an extra that the table names
 EXTRAS = {  # what each is for
+    "flower": "every `run.engine` but `local`, kits and silos, `fedfm app`, `run.wire`",
+    "accounting": "the epsilon of releases of samples, such as DP-SGD's steps",
     "hub": "`data.hub`: data sets of the Hugging Face hub",
     "partitioners": '`data.partition` with `name = "flower"`',
     "simulation": '`run.engine = "simulation"`, on Ray',

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from fedfm.engines.flower.private_api import TESTED
-
 _NAME = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?\s*(.*)")  # a requirement: name, extras, versions
 _EXTRA = re.compile(r"\bextra\s*==\s*[\"']([^\"']+)[\"']")
 _WIDTH = 768  # number of inputs, and of outputs, of the linear maps that are timed
@@ -49,17 +47,18 @@ def _packages() -> Iterator[tuple[str, str, str]]:
             extras.setdefault(extra, set()).update({name, *brought})
             continue
         found = _version(name)
-        wrong = name == "flwr" and found is not None and not found.startswith(TESTED)
-        if found is None:
-            yield name, "bad", f"missing: pip install '{name}{versions}'"
-        else:
-            yield name, "bad" if wrong else "ok", f"{found}, expected {versions}" if wrong else found
+        yield name, "ok" if found else "bad", found or f"missing: pip install '{name}{versions}'"
     for extra, packages in sorted(extras.items()):
         there = {name: found for name in packages if (found := _version(name)) is not None}
         parts = [f"{name} {found}" for name, found in sorted(there.items())]
         if missing := sorted(packages - there.keys()):
             parts.append(f"not installed: {', '.join(missing)}; pip install 'fedfm[{extra}]' installs them")
         yield f"extra {extra}", "note" if missing else "ok", "; ".join(parts)
+    if found := _version("flwr"):
+        from fedfm.engines.flower.private_api import TESTED
+
+        right = found.startswith(TESTED)
+        yield "flower", "ok" if right else "bad", found if right else f"{found}, expected {'x or '.join(TESTED)}x"
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedfm.errors import InputError
+from fedfm.errors import InputError, MissingExtra
 from fedfm.privacy import gaussian
 
 LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
@@ -66,8 +66,13 @@ def _without_sampling(spent: Sequence[Releases], delta: float) -> float:
 def _compose(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
     if min(r.noise_multiplier for r in spent) < LITTLE:
         return _without_sampling(spent, delta)
-    import dp_accounting as dp  # takes half a second, and only sampled releases need it
-    from dp_accounting.pld import PLDAccountant
+    try:
+        import dp_accounting as dp  # takes half a second, and only sampled releases need it
+        from dp_accounting.pld import PLDAccountant
+    except ImportError:
+        raise MissingExtra(
+            'the epsilon of releases of samples needs dp-accounting: pip install "fedfm[accounting]"'
+        ) from None
 
     accountant = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
     for r in spent:

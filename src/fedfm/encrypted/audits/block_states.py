@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.client import ClientId
-from fedfm.data.scikit_files import scikit_file
 from fedfm.data.table import Table
+from fedfm.encrypted.audits.photographs import two_photographs
 from fedfm.encrypted.student.conversion import block_states, fold
 from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
@@ -71,8 +71,7 @@ def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -
 def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
     """Compute states of squares from the two photographs in scikit-learn, which are not rows of any client."""
     rng = seeds.generator(seed, "audit", "photographs")
-    files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
-    photographs = [np.asarray(Image.open(file)) for file in files]
+    photographs = two_photographs()
     cut = []
     for _ in range(count):
         photograph = photographs[rng.integers(len(photographs))]

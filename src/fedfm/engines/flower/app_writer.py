@@ -148,7 +148,7 @@ def _how_to(folder: Path, experiment: Experiment) -> str:
 
 {_how_to_simulate(folder, experiment)}
 
-on real machines, each with `pip install fedfm=={__version__}` and the three variables above:
+on real machines, each with fedfm {__version__}, its extra "flower" and the three variables above:
   the operator, once
     flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
       --enable-supernode-auth --host 127.0.0.1 --port 8444 --database state.db \\
