@@ -864,7 +864,7 @@ def test_doctor(capsys):
     report = json.loads(out)
     assert report["ok"]
     found = {c["what"]: c["found"] for c in report["checks"]}
-    assert {"torch", "flwr", "nano-vit"} <= found.keys()
+    assert {"torch", "flower", "nano-vit"} <= found.keys()
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} <= found.keys()
     for extra, packages in project["optional-dependencies"].items():

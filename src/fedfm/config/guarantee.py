@@ -15,6 +15,7 @@ from fedfm.config.registry import name_of
 from fedfm.core.capabilities import Personal, Private
 from fedfm.core.method import Method
 from fedfm.errors import Faults, InputError, quote_names
+from fedfm.privacy import composition
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.training import TrainsLocally
 
@@ -40,9 +41,11 @@ def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec
 
     Raises:
         InputError: no mechanism gives this guarantee.
+        MissingExtra: the library that counts epsilon is not installed.
     """
     if isinstance(method, Private):
         return protect(method, privacy), aggregation
+    composition.check_library()
     if privacy.mechanism == "dp_sgd":
         return method, dp_sgd.under(method, aggregation, privacy)
     _check_method(method)

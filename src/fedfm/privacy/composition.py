@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -62,17 +63,23 @@ def _without_sampling(spent: Sequence[Releases], delta: float) -> float:
     return gaussian.epsilon_of(1.0, mu, delta)
 
 
+def check_library() -> None:
+    """Check that the accountant of sampled releases is installed; a run checks it before it starts.
+
+    Raises:
+        MissingExtra: it is not.
+    """
+    if find_spec("dp_accounting") is None:
+        raise MissingExtra('[privacy] needs dp-accounting to count epsilon: pip install "fedfm[accounting]"')
+
+
 @lru_cache(maxsize=256)
 def _compose(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
     if min(r.noise_multiplier for r in spent) < LITTLE:
         return _without_sampling(spent, delta)
-    try:
-        import dp_accounting as dp  # takes half a second, and only sampled releases need it
-        from dp_accounting.pld import PLDAccountant
-    except ImportError:
-        raise MissingExtra(
-            'the epsilon of releases of samples needs dp-accounting: pip install "fedfm[accounting]"'
-        ) from None
+    check_library()
+    import dp_accounting as dp  # takes half a second, and only sampled releases need it
+    from dp_accounting.pld import PLDAccountant
 
     accountant = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
     for r in spent:
