@@ -34,7 +34,7 @@ def test_own_data_are_not_called_iid(tmp_path):
     text = words(runs.make(tmp_path / "sites", experiment=sites, split=None))
     assert "with the silos’ own data at 6" in text
     assert "(dirichlet 0.1)" in words(path)
-    assert "[data.partition]" in words(path)
+    assert "partition = {" in words(path)
     for own in ("own", "sites"):
         assert "partition" not in words(tmp_path / own)
         assert "partition" in json.loads((tmp_path / own / "manifest.json").read_text())["experiment"]["data"]

@@ -48,21 +48,22 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """Nested tables as TOML: one section per table, deeper tables inline."""
+    """Nested tables as TOML: one section per table, deeper tables inline. Keys without a value are left out."""
 
     def inline(value: Any) -> str:
         if isinstance(value, Mapping):
-            return "{ " + ", ".join(f"{_bare(k)} = {inline(v)}" for k, v in value.items() if v is not None) + " }"
+            return "{ " + ", ".join(lines(value)) + " }"
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(inline, value)) + "]"
         return json.dumps(value, ensure_ascii=False)
 
-    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
+    def lines(table: Mapping[str, Any]) -> list[str]:
+        return [f"{_bare(key)} = {inline(value)}" for key, value in table.items() if value is not None]
+
+    top = lines({key: value for key, value in tables.items() if not isinstance(value, Mapping)})
     for section, table in tables.items():
         if isinstance(table, Mapping):
-            top += ["", f"[{_bare(section)}]"] + [
-                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
-            ]
+            top += ["", f"[{_bare(section)}]", *lines(table)]
     return "\n".join(top).strip() + "\n"
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.core.text import finite, to_json
+from fedfm.core.toml_text import to_toml
 from fedfm.reports.page import aside, code, details, note, table
 from fedfm.reports.plain_words import present, reading
 from fedfm.reports.read import WEIGHTS, RunFiles, mapping, numeric, sequence
-from fedfm.reports.text import count, esc, number, plural, size, toml
+from fedfm.reports.text import count, esc, number, plural, size
 from fedfm.runtime.exposure import MEAN, SERVER, Traffic
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
@@ -178,7 +179,7 @@ def manifest(run: RunFiles) -> str:
     if run.silos_own_rows:
         experiment["data"] = {k: v for k, v in mapping(experiment.get("data")).items() if k != "partition"}
     listing = table(["what", "value"], facts, "Versions and fingerprints", words=(1,))
-    return text + code(toml(experiment), "Experiment") + listing
+    return text + code(to_toml(experiment), "Experiment") + listing
 
 
 def result(run: RunFiles) -> str:

@@ -6,19 +6,16 @@ Names of clients, classes and files are not trusted. So text of a run is written
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from fedfm.core.text import visible
 
 NBSP = "\N{NO-BREAK SPACE}"
 NONE = "\N{EN DASH}"  # shown for a missing value
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def esc(text: object) -> str:
@@ -110,36 +107,3 @@ def duration(seconds: float | None) -> str:
 def plural(n: int, one: str, many: str = "") -> str:
     """A count and a noun, e.g. ``1 round`` or ``2 rounds``."""
     return f"{count(n)}{NBSP}{one if n == 1 else many or one + 's'}"
-
-
-def toml(table: Mapping[str, Any]) -> str:
-    """The mapping as TOML; null values become comments, since TOML has no null."""
-    return "\n".join(_lines(table, ())).strip() + "\n"
-
-
-def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterable[str]:
-    for key, value in table.items():
-        if value is None:
-            yield f"# {_key(key)}: absent"
-        elif not isinstance(value, Mapping):
-            yield f"{_key(key)} = {_value(value)}"
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            inner = (*path, _key(key))
-            yield from ("", f"[{'.'.join(inner)}]", *_lines(value, inner))
-
-
-def _key(key: str) -> str:
-    return key if _BARE.fullmatch(key) else json.dumps(visible(key), ensure_ascii=False)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(v) for v in value if v is not None) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return json.dumps(visible(value), ensure_ascii=False)

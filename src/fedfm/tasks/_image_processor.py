@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError, first_line
 from fedfm.models import preprocessing, processor_files, refusals, unknown_keys
-from fedfm.models.locate import stored_file
+from fedfm.models.locate import stored_table
 from fedfm.models.quiet import quiet
 
 _FILE, _VIDEO_FILE = "processor_config.json", "video_preprocessor_config.json"
@@ -82,15 +81,15 @@ def _class_of(path: Path | str) -> Any:
     import transformers
 
     for file in (_FILE, "tokenizer_config.json", "preprocessor_config.json"):
-        name = _table(path, file).get("processor_class")
+        name = stored_table(path, file).get("processor_class")
         if isinstance(name, str) and hasattr(transformers, name):
             return getattr(transformers, name)
     return None
 
 
 def _settings_of_video(path: Path | str) -> dict[str, Any]:
-    inside = _table(path, _FILE).get(_VIDEO)
-    return inside if isinstance(inside, dict) else _table(path, _VIDEO_FILE)
+    inside = stored_table(path, _FILE).get(_VIDEO)
+    return inside if isinstance(inside, dict) else stored_table(path, _VIDEO_FILE)
 
 
 def _without_video(kind: Any, settings: dict[str, Any]) -> Any:
@@ -125,15 +124,6 @@ def _template(processor: Any, name: str) -> str:
             key="model.name",
         )
     return found
-
-
-def _table(path: Path | str, name: str) -> dict[str, Any]:
-    try:
-        file = stored_file(path, name)
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, ValueError):
-        return {}  # transformers reports what is wrong with the file
-    return found if isinstance(found, dict) else {}
 
 
 def _unread(name: str, why: str) -> InputError:

@@ -85,7 +85,7 @@ def _alone(path: Path) -> Sheet:
 
 def _homes(path: Path) -> Iterator[tuple[Path, str | None]]:
     """Each folder that has ``images``, and the folder's split; the split of ``path`` itself is None."""
-    folders = [p for p in _visible(path) if p.is_dir()]
+    folders = [p for p in images.visible_entries(path) if p.is_dir()]
     named = [p for p in folders if p.name.lower() in SPLIT_NAMES and (p / IMAGES).is_dir()]
     if named and (path / IMAGES).is_dir():
         raise InputError(f"{path} has the folder {IMAGES} and {listing(p.name for p in named)}, too: {_LAYOUT}")
@@ -102,16 +102,12 @@ def _homes(path: Path) -> Iterator[tuple[Path, str | None]]:
                 )
 
 
-def _visible(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
-
-
 def _files(folder: Path, strange: list[str]) -> list[Path]:
     """The images below a folder, sorted; names of other files are added to ``strange``."""
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: {_LAYOUT}")
     found = []
-    for entry in _visible(folder):
+    for entry in images.visible_entries(folder):
         if entry.is_dir():
             found += _files(entry, strange)
         elif entry.suffix.lower() in images.SUFFIXES:

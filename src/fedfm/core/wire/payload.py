@@ -4,8 +4,7 @@ A payload has two parts: ``head``, a compact JSON text with structure, names, dt
 little-endian bytes of all numbers in the order of the head. One block per message is faster: otherwise Flower would
 move two objects per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
 
-Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone;
-:func:`size` computes it without serialising.
+Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone.
 
 Head grammar: ``"f"`` float64, ``"i"`` int64 (both in data); ``{"s": text}``, ``true``, ``false``, ``null``;
 ``{"t": [dtype, shape]}`` tensor; ``{"p": [[name, dtype, shape], ...]}`` Params; ``{"m": {key: node}}`` mapping or
@@ -18,7 +17,7 @@ import dataclasses
 import functools
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 Pieces = list[memoryview | bytes]
-Encoder = Callable[[Any, Pieces], str]  # (value, pieces) -> head; appends the value's data to the pieces
-Sizer = Callable[[Any], tuple[int, int]]  # value -> lengths of its head and data
+Parts = list[Tensor | np.ndarray | bytes]  # the data in order, before tensors and arrays become bytes
+Encoder = Callable[[Any, Parts], str]  # (value, parts) -> head; appends the value's data to the parts
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
@@ -49,28 +48,48 @@ def encode(value: Any) -> tuple[str, Pieces]:
     Raises:
         TypeError: the value holds a type that cannot be sent.
     """
-    pieces: Pieces = []
+    head, parts = _head_and_parts(value)
+    return head, [part if isinstance(part, bytes) else _bytes_of(part) for part in parts]
+
+
+def size(value: Any) -> tuple[int, int]:
+    """Lengths of the head and the data that :func:`encode` would return. Tensors stay on their devices.
+
+    Raises:
+        TypeError: the value holds a type that cannot be sent.
+    """
+    head, parts = _head_and_parts(value)
+    return len(head), sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
+
+
+def _head_and_parts(value: Any) -> tuple[str, Parts]:
+    parts: Parts = []
     try:
-        return _encoder(type(value))(value, pieces), pieces  # type: ignore[arg-type]
+        return _encode(value, parts), parts
     except RecursionError:
-        raise _too_deep() from None
+        raise TypeError("a value that is nested too deep, or that contains itself, cannot be sent") from None
+
+
+def _bytes_of(part: Tensor | np.ndarray) -> memoryview:
+    tensor = part if isinstance(part, Tensor) else torch.from_numpy(part)
+    return to_bytes(tensor.detach().cpu().contiguous())
 
 
 @functools.lru_cache(maxsize=512)
 def _encoder(kind: type) -> Encoder:
     """The encoder for a type, cached, since a search for each value would cost more than the encoding."""
     if kind is type(None):
-        return lambda value, pieces: "null"
-    for kinds, encoder, _ in _KINDS:
+        return lambda value, parts: "null"
+    for kinds, encoder in _KINDS:
         if issubclass(kind, kinds):
             return encoder
     if not dataclasses.is_dataclass(kind):
         raise _cannot_travel(kind)
     names = [(name, f"{quote(name)}:") for name in _fields(kind)]
 
-    def of_fields(value: Any, pieces: Pieces) -> str:
+    def of_fields(value: Any, parts: Parts) -> str:
         fields = [(label, getattr(value, name)) for name, label in names]
-        return _mapping([label + _encoder(type(field))(field, pieces) for label, field in fields])  # type: ignore[arg-type]
+        return _mapping([label + _encoder(type(field))(field, parts) for label, field in fields])  # type: ignore[arg-type]
 
     return of_fields
 
@@ -79,50 +98,48 @@ def _mapping(items: Sequence[str]) -> str:
     return f'{{"m":{{{",".join(items)}}}}}'
 
 
-def _encode(value: Any, pieces: Pieces) -> str:
-    return _encoder(type(value))(value, pieces)  # type: ignore[arg-type]
+def _encode(value: Any, parts: Parts) -> str:
+    return _encoder(type(value))(value, parts)  # type: ignore[arg-type]
 
 
-def _encode_params(value: Params, pieces: Pieces) -> str:
-    pieces.extend(to_bytes(value.flats[dtype]) for dtype in value.layout.sizes)
+def _encode_params(value: Params, parts: Parts) -> str:
+    parts.extend(value.flats[dtype] for dtype in value.layout.sizes)
     return f'{{"p":{_entries(value.layout)}}}'
 
 
-def _encode_int(value: int, pieces: Pieces) -> str:
-    pieces.append(_INT.pack(_eight_bytes(value)))
+def _encode_int(value: int, parts: Parts) -> str:
+    parts.append(_INT.pack(_eight_bytes(value)))
     return '"i"'
 
 
-def _encode_float(value: float, pieces: Pieces) -> str:
-    pieces.append(_FLOAT.pack(value))
+def _encode_float(value: float, parts: Parts) -> str:
+    parts.append(_FLOAT.pack(value))
     return '"f"'
 
 
-def _encode_tensor(value: Tensor, pieces: Pieces) -> str:
-    name = _tensor_name(value)
-    pieces.append(to_bytes(value.detach().cpu().contiguous()))
-    return f'{{"t":["{name}",{_compact(list(value.shape))}]}}'
+def _encode_tensor(value: Tensor, parts: Parts) -> str:
+    return _announce(_tensor_name(value), value, parts)
 
 
-def _encode_array(value: np.ndarray, pieces: Pieces) -> str:
-    _array_name(value)
-    return _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), pieces)
+def _encode_array(value: np.ndarray, parts: Parts) -> str:
+    return _announce(_array_name(value), np.ascontiguousarray(value), parts)
 
 
-def _encode_mapping(value: Mapping[str, Any], pieces: Pieces) -> str:
-    return _mapping([f"{quote(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()])
+def _announce(dtype: str, value: Tensor | np.ndarray, parts: Parts) -> str:
+    parts.append(value)
+    return f'{{"t":["{dtype}",{_compact(list(value.shape))}]}}'
 
 
-def _encode_list(value: Sequence[Any], pieces: Pieces) -> str:
-    return f"[{','.join([_encode(v, pieces) for v in value])}]"
+def _encode_mapping(value: Mapping[str, Any], parts: Parts) -> str:
+    return _mapping([f"{quote(_key(k))}:{_encode(v, parts)}" for k, v in value.items()])
+
+
+def _encode_list(value: Sequence[Any], parts: Parts) -> str:
+    return f"[{','.join([_encode(v, parts) for v in value])}]"
 
 
 def _cannot_travel(kind: type) -> TypeError:
     return TypeError(f"{kind.__name__} cannot be sent: use Params, tensors, numbers, text, lists, dicts, dataclasses")
-
-
-def _too_deep() -> TypeError:
-    return TypeError("a value that is nested too deep, or that contains itself, cannot be sent")
 
 
 def _eight_bytes(value: int) -> int:
@@ -172,74 +189,17 @@ def quote(text: str) -> str:
     return json.dumps(text)
 
 
-def size(value: Any) -> tuple[int, int]:
-    """Lengths of the head and the data that :func:`encode` would return, from structure and shapes alone.
-
-    Raises:
-        TypeError: the value holds a type that cannot be sent.
-    """
-    try:
-        return _sizer(type(value))(value)  # type: ignore[arg-type]
-    except RecursionError:
-        raise _too_deep() from None
-
-
-@functools.lru_cache(maxsize=512)
-def _sizer(kind: type) -> Sizer:
-    if kind is type(None):
-        return lambda value: (4, 0)
-    for kinds, _, sizer in _KINDS:
-        if issubclass(kind, kinds):
-            return sizer
-    if dataclasses.is_dataclass(kind):
-        names = _fields(kind)
-        frame = 8 + sum(len(quote(name)) + 1 for name in names) + max(len(names) - 1, 0)
-
-        def of_fields(value: Any) -> tuple[int, int]:
-            head, data = frame, 0
-            for name in names:
-                field = getattr(value, name)
-                h, d = _sizer(type(field))(field)  # type: ignore[arg-type]
-                head, data = head + h, data + d
-            return head, data
-
-        return of_fields
-    raise _cannot_travel(kind)
-
-
-def _size_of_int(value: int) -> tuple[int, int]:
-    _eight_bytes(value)
-    return 3, 8
-
-
-def _size_of_items(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
-    head, data, count = 8, 0, 0
-    for k, v in items:
-        h, d = size(v)
-        head, data, count = head + len(quote(_key(k))) + 1 + h, data + d, count + 1
-    return head + max(count - 1, 0), data
-
-
-def _size_of_list(value: Sequence[Any]) -> tuple[int, int]:
-    sizes = [size(v) for v in value]
-    return sum(h for h, _ in sizes) + 2 + max(len(sizes) - 1, 0), sum(d for _, d in sizes)
-
-
-def _size_of_array(dtype: str, value: Any) -> tuple[int, int]:
-    return 11 + len(dtype) + len(_compact(list(value.shape))), value.nbytes
-
-
-_KINDS: tuple[tuple[type | tuple[type, ...], Encoder, Sizer], ...] = (
-    (bool, lambda value, pieces: "true" if value else "false", lambda value: (4 if value else 5, 0)),
-    (int, _encode_int, _size_of_int),
-    (float, _encode_float, lambda value: (3, 8)),
-    (str, lambda value, pieces: f'{{"s":{quote(value)}}}', lambda value: (6 + len(quote(value)), 0)),
-    (Params, _encode_params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
-    (Tensor, _encode_tensor, lambda value: _size_of_array(_tensor_name(value), value)),
-    (np.ndarray, _encode_array, lambda value: _size_of_array(_array_name(value), value)),
-    (np.generic, lambda value, pieces: _encode(value.item(), pieces), lambda value: size(value.item())),
-    (Mapping, _encode_mapping, lambda value: _size_of_items(value.items())),
-    ((list, tuple), _encode_list, _size_of_list),
+_KINDS: tuple[tuple[type | tuple[type, ...], Encoder], ...] = (
+    (bool, lambda value, parts: "true" if value else "false"),
+    (int, _encode_int),
+    (float, _encode_float),
+    (str, lambda value, parts: f'{{"s":{quote(value)}}}'),
+    (Params, _encode_params),
+    (Tensor, _encode_tensor),
+    (np.ndarray, _encode_array),
+    (np.generic, lambda value, parts: _encode(value.item(), parts)),
+    (Mapping, _encode_mapping),
+    ((list, tuple), _encode_list),
 )
 
 

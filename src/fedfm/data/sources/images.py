@@ -183,13 +183,14 @@ def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
     )
 
 
-def _visible(folder: Path) -> list[Path]:
+def visible_entries(folder: Path) -> list[Path]:
+    """The files and folders in a folder, sorted, without hidden ones."""
     return sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
 
 
 def _parts(path: Path) -> dict[Path, str | None]:
     """{folder: its split}; if no folder has the name of a split, {path: None}."""
-    folders = [p for p in _visible(path) if p.is_dir()]
+    folders = [p for p in visible_entries(path) if p.is_dir()]
     named = {p: SPLIT_NAMES[p.name.lower()] for p in folders if p.name.lower() in SPLIT_NAMES}
     if not named:
         return {path: None}
@@ -197,7 +198,7 @@ def _parts(path: Path) -> dict[Path, str | None]:
         if folder not in named:
             hint = close(folder.name, SPLIT_NAMES)
             raise InputError(f"{folder} is next to {listing(p.name for p in named)} and is not a split{hint}")
-    for file in _visible(path):
+    for file in visible_entries(path):
         if file.suffix.lower() in SUFFIXES and file.is_file():
             raise InputError(f"{file} is outside {listing(p.name for p in named)}: move it into a class folder")
     return dict(named)
@@ -209,8 +210,8 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
     If ``deep`` is true, folders at any depth are read, otherwise only class folders.
     """
     found = []
-    for entry in _visible(folder):
-        inside = _visible(entry) if entry.is_dir() else [entry]
+    for entry in visible_entries(folder):
+        inside = visible_entries(entry) if entry.is_dir() else [entry]
         if not inside and not deep:
             strange.append(f"{entry}{os.sep}")
         for file in inside:

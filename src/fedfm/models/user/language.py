@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError, first_line
+from fedfm.models.families import unwrap
 from fedfm.models.language.generation import GREEDY
 from fedfm.models.preprocessing import IGNORE
 from fedfm.models.quiet import quiet
@@ -35,7 +36,7 @@ def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
     whole = [x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()]
     if not whole or not whole[0].numel() or output.dim() != 3 or output.shape[:2] != whole[0].shape:
         return False
-    inner: Any = _base(module)
+    inner: Any = unwrap(module)
     if type(inner).__module__.startswith("transformers.") and inner.get_output_embeddings() is None:
         return False  # for example a classifier of tokens
     read = max(int(x.max()) for x in whole if x.numel())  # largest token id; a vocabulary has more entries
@@ -46,7 +47,7 @@ def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
 
 def translates(module: nn.Module) -> bool:
     """Whether the module is an encoder-decoder that writes text from an input, such as T5 or Whisper."""
-    inner: Any = _base(module)
+    inner: Any = unwrap(module)
     both = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     return bool(both and hasattr(inner, "can_generate") and inner.can_generate())
 
@@ -148,7 +149,7 @@ def _prompt(batch: Batch) -> Tensor | None:
 
 def _unable(given: Given, prompts: Sequence[Tensor | None]) -> str:
     """Why there are no answers; "" if there are answers."""
-    can = getattr(_base(given.module), "can_generate", None)
+    can = getattr(unwrap(given.module), "can_generate", None)
     if can is None or not can():
         return "the module has no generate(...) of transformers"
     if any(prompt is None for prompt in prompts):
@@ -162,11 +163,6 @@ def _tokenizer(given: Given) -> Any:
     """The Trainer's tokenizer, which may be inside a processor."""
     found = getattr(given.trainer, "processing_class", None)
     return getattr(found, "tokenizer", found)
-
-
-def _base(module: Any) -> Any:
-    """The module below PEFT's wrapper."""
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def _places(module: Any) -> int:
