@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,7 +150,9 @@ class GroupModel(Model):
         return replace(rows, tensors=tensors)
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Raise an error: this process has no weights."""
+        """Raise an error, since this process has no weights; without it only where shapes alone matter."""
+        if not self.hollow:
+            return super().outputs(batch)
         raise RunError(
             f"{self._settings.key}: a method or a task asks this process for outputs of the model, of which only its "
             "group has the weights"
@@ -248,3 +251,20 @@ class GroupModel(Model):
     def _fitting(self, rows: int) -> int:
         """The number of rows at once, after the halvings."""
         return max(rows >> self._halvings, 1)
+
+
+@contextmanager
+def running(model: Model) -> Iterator[None]:
+    """Context manager: the group of a model runs; it is ended at the end.
+
+    Raises:
+        InputError: the group cannot be started here.
+    """
+    if not isinstance(model, GroupModel):
+        yield
+        return
+    try:
+        model.begin()
+        yield
+    finally:
+        model.close()

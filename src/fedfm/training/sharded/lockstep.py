@@ -25,7 +25,7 @@ from fedfm.models.model import Model
 from fedfm.training.local_job import Job
 from fedfm.training.loop import loss_of
 from fedfm.training.optimisers import Local
-from fedfm.training.sharded.shards import TrainedShards, root_of, rows_of
+from fedfm.training.sharded.shards import TrainedShards, root_of
 from fedfm.training.update_rules import Rule
 
 
@@ -34,7 +34,7 @@ class Pass:
     """One client's local training, from the parameters that the ranks have.
 
     Attributes:
-        most: largest number of rows of all ranks at once; 0: no limit.
+        most: largest number of rows of a rank at once.
     """
 
     rows: Rows
@@ -42,7 +42,7 @@ class Pass:
     terms: Terms
     seed: int
     span: tuple[float, float]
-    most: int = 0
+    most: int
 
 
 def train(model: Model, work: Pass, say: Callable[[str], None] = lambda text: None) -> float:
@@ -89,30 +89,29 @@ def train(model: Model, work: Pass, say: Callable[[str], None] = lambda text: No
 
 
 class _Backward:
-    """Computes this rank's part of the gradient of a batch's mean loss."""
+    """Computes this rank's part of the gradient of a batch's mean loss.
+
+    A batch is cut into parts of at most ``micro_batch`` rows, or into one part a rank. The ranks take the parts in
+    turn. So a rank's sums are those of one process that has the same ``micro_batch``.
+    """
 
     def __init__(self, job: Job, most: int) -> None:
         self._model, self._loss = job.client.model, loss_of(job)
-        self._most = most
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._size = min(most, -(-job.local.batch_size // self._ranks))
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
         """This rank's part of the mean loss, float64: its sum over its targets, divided by all ranks' targets."""
-        model = self._model
-        size = min(self._most or len(index), len(index))
-        parts = [index[at : at + size] for at in range(0, len(index), size)]
+        model, parts = self._model, [index[at : at + self._size] for at in range(0, len(index), self._size)]
         counts = [model.count_targets(rows.batch(part)) for part in parts]
+        counted = [(part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count]
         total = torch.zeros((), dtype=torch.float64, device=model.device)
-        for part, count in zip(parts, counts, strict=True):
-            if not count:
-                continue  # for all ranks
-            own = part[rows_of(len(part), self._rank, self._ranks)]
-            batch = rows.batch(own) if len(own) else {}
-            targets = model.count_targets(batch) if len(own) else 0
-            if targets:
-                loss = self._loss(batch) * (targets / sum(counts))
+        for turn in range(0, len(counted), self._ranks):
+            if turn + self._rank < len(counted):
+                part, share = counted[turn + self._rank]
+                loss = self._loss(rows.batch(part)) * share
             else:
-                loss = _nothing(model, rows.batch(part[:1]))
+                loss = _nothing(model, rows.batch(index[:1]))
             loss.backward()
             total += loss.detach().double()
         return total
