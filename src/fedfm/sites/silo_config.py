@@ -7,6 +7,8 @@
     models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, as well as built-in models
     methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
     device = "cuda:1"                       # the model's device; default: the device that the experiment names
+    processes = 8                           # processes that share the model's weights, each with a GPU; default: 1
+    launch = "srun --ntasks=8"              # the command that starts them; default: on this machine
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; default: all
@@ -132,6 +134,13 @@ class Silo(OpenSettings):
         pattern="|auto-map|(auto|cpu|cuda|mps)(:.*)?",
         words='"auto", "cpu", "cuda", "mps" or "auto-map"',
     )
+    processes: int = setting(
+        1, "processes that compute the model together, each with a part of every weight", ge=1, le=4096
+    )
+    launch: str = setting(
+        "",
+        "the command line that starts these processes, e.g. torchrun or srun, on other machines, too [this machine]",
+    )
     downloads: bool = setting(False, "whether models are downloaded from a hub")
     text: str = _column("text")
     image: str = _column("image")
@@ -143,7 +152,8 @@ class Silo(OpenSettings):
     def rows(self) -> OwnRows:
         """The settings of the silo's rows and models."""
         of = columns_of(self)
-        return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, of)
+        paths = self.name, self.data, self.classes, self.models, self.device, self.predict
+        return OwnRows(*paths, self.processes, self.launch, of)
 
     @property
     def policy(self) -> Policy:
@@ -236,6 +246,8 @@ def report(path: Path) -> dict[str, Any]:
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,
+        "processes": silo.processes,
+        "launch": silo.launch,
         "downloads": silo.downloads,
         "allow": list(silo.allow),
         "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},
