@@ -110,7 +110,12 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
     if experiment.model.name != WITHHELD:
         spec = listed_model(rows, experiment.model)
         here = replace(spec, device=rows.device or spec.device)
-        model = model_of(replace(experiment, model=here), table, group=_group(rows, experiment))
+        group = _group(rows, experiment)
+        model = model_of(replace(experiment, model=here), table, group=group)
+        if group is not None:
+            from fedfm.training.sharded.group_model import begin
+
+            begin(model)  # what does not fit is refused before the silo agrees to the run
         augment = augmentation(experiment, table, model)
     return Partitioned(replace(federated, table=table), model, augment=augment)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,7 @@ def model_of(
     if group is not None:
         from fedfm.training.sharded.group_model import load_group_model
 
+        group = replace(group, device=spec.device, deterministic=experiment.run.deterministic)
         return load_group_model(spec, group, **about)
     from fedfm.models.load import load_model
 

@@ -82,7 +82,7 @@ class ClientHost:
     def may_end(self) -> bool:
         """Whether the host may free its accelerator, since no round follows. A later message loads the model again."""
         model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
-        several = getattr(model, "train_jobs", None) is not None  # processes, which may each have a GPU
+        several = getattr(model, "group", None) is not None  # processes, which may each have a GPU
         elsewhere = model is not None and (several or model.device.type != "cpu")
         return elsewhere and self._round >= self.experiment.method.rounds
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -63,7 +63,7 @@ class ProcessGroup:
         self._watch: dict[int, Connection] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: tempfile.TemporaryDirectory[str] | None = None
-        self._finalizer = lambda: None
+        self._finalizer: Callable[[], object] = lambda: None
 
     @property
     def ranks(self) -> int:
@@ -143,10 +143,8 @@ class ProcessGroup:
                     hello = messages.decode(link.recv_bytes())
                     rank = hello["rank"]
                     if hello["ranks"] != self.ranks or not 0 <= rank < self.ranks:
-                        raise GroupFailure(
-                            "refused",
-                            f"launch: it starts {hello['ranks']} processes, and processes = {self.ranks}; make them equal",
-                        )
+                        started = f"launch: it starts {hello['ranks']} processes"
+                        raise GroupFailure("refused", f"{started}, and processes = {self.ranks}: make them equal")
                     if hello["channel"] == "watch":
                         self._watch[rank] = link
                     else:
@@ -168,7 +166,9 @@ class ProcessGroup:
                 continue
             name = "launch" if self._settings.launch else f"rank {number}"
             last = self._tail(name)
-            raise GroupFailure("refused" if name == "launch" else "ended", f"{name} {_how(code)} before it was ready{last}")
+            raise GroupFailure(
+                "refused" if name == "launch" else "ended", f"{name} {_how(code)} before it was ready{last}"
+            )
 
     def _check(self, greetings: list[dict[str, Any]]) -> None:
         """Raise a GroupFailure if the ranks' versions differ, or there are too few GPUs."""
@@ -181,6 +181,18 @@ class ProcessGroup:
                         f"rank {rank} on {hello['machine']} has {name} {hello[name]}, and this process {version}; "
                         "install the same version on all machines",
                     )
+
+        if self._settings.device == "cpu":
+            return
+        machines = [hello["machine"] for hello in greetings]
+        for hello in greetings:
+            here = machines.count(hello["machine"])
+            if 0 < hello["gpus"] < here:
+                raise GroupFailure(
+                    "refused",
+                    f"{hello['machine']} has {hello['gpus']} GPUs for {here} processes; expected at most one process a "
+                    'GPU, or device = "cpu"',
+                )
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a request to the ranks; rank 0 passes it on."""
@@ -270,7 +282,7 @@ class ProcessGroup:
                 except (EOFError, OSError):
                     seen[waiting[link]] = None  # type: ignore[index]
             codes = [process.poll() for process in self._processes]
-            if not waiting or all(message is None for message in seen.values()) and any(codes):
+            if not waiting or (all(message is None for message in seen.values()) and any(codes)):
                 break
         told = {r: message for r, message in seen.items() if message is not None}
         cause = next(((r, m) for r, m in told.items() if m["kind"] != "lost"), None)
@@ -340,8 +352,3 @@ def environment() -> dict[str, str]:
     """The variables of this process that ranks get: where programs and devices are, and no secrets."""
     kept = {k: v for k, v in os.environ.items() if k in _KEPT or k.startswith(_KEPT_PREFIXES)}
     return {"OMP_NUM_THREADS": "1", **kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def tensors_of(group: ProcessGroup, names: Iterator[str]) -> Iterator[tuple[str, Tensor]]:
-    """Receive a tensor for each name."""
-    return ((name, group.receive_tensor()) for name in names)

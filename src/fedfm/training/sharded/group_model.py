@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError, RunError
@@ -22,7 +20,7 @@ from fedfm.models.spec import ModelSpec
 from fedfm.training.local_job import Job
 from fedfm.training.sharded import messages
 from fedfm.training.sharded.group import GroupFailure, ProcessGroup
-from fedfm.training.sharded.settings import GroupSettings, check_model
+from fedfm.training.sharded.settings import GroupSettings, check_model, place_of
 
 T = TypeVar("T")
 
@@ -40,6 +38,10 @@ def load_group_model(spec: ModelSpec, settings: GroupSettings, **about: Any) -> 
 class GroupModel(Model):
     """A model that a group of processes computes.
 
+    Attributes:
+        group: the processes.
+        ranks_hold: for each rank the bytes of its part of the weights, and by how much its memory grew.
+
     Args:
         bare: the model without weights.
         settings: the group.
@@ -52,7 +54,7 @@ class GroupModel(Model):
         why = bare.mixes_rows or ("the model has an encoder and a decoder" if self._is_encoder_decoder() else "")
         if why:
             raise InputError(f"{settings.key}: {why}, so that rows cannot be shared among processes", key=settings.key)
-        self._group = ProcessGroup(settings)
+        self.group = ProcessGroup(settings)
         self._built = False
         self._halvings = 0  # of the rows at once, after a rank was out of memory
         self._w: Params | None = None  # the values that load() was given last
@@ -63,13 +65,23 @@ class GroupModel(Model):
 
     # --- weights ------------------------------------------------------------------------------------------------------
     def params(self) -> Params:
-        """The values that were loaded last; at first those of the files, and the new tensors."""
+        """The values of the trained tensors; those of the files before any others are loaded."""
+        if not any(self._is_unread(tensor) for tensor in self._tensors.values()):
+            return super().params()
         if self._w is None:
-            slices = self.slices
-            names = slices.names if slices is not None else {}
-            found = {n: slices.read(t) if slices is not None and t in names else t for n, t in self._tensors.items()}  # type: ignore[arg-type]
-            self._w = Params(found)
+            self._w = Params({name: self._value(tensor) for name, tensor in self._tensors.items()})
         return self._w
+
+    def _is_unread(self, tensor: Tensor) -> bool:
+        """Whether a parameter has no memory in this process, since its values are in the files or at the ranks."""
+        return self.slices is not None and tensor in self.slices.names
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        return (
+            self.slices.read(cast("nn.Parameter", tensor))
+            if self.slices is not None and self._is_unread(tensor)
+            else tensor
+        )
 
     def load(self, w: Params) -> None:
         """Keep these values; the ranks get them when they compute next."""
@@ -78,14 +90,17 @@ class GroupModel(Model):
         w.check_like(self.layout)
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                if self.slices is None or tensor not in self.slices.names:
+                if not self._is_unread(tensor):
                     tensor.copy_(w[name])
         self._w = w
 
     # --- computation --------------------------------------------------------------------------------------------------
-    def train_jobs(self, jobs: Sequence[Job]) -> list[Params]:
-        """Train one job after the other."""
-        return [self._train(job) for job in jobs]
+    @property
+    def train_jobs(self) -> Callable[[Sequence[Job]], list[Params]] | None:
+        """The trainer; None for a head on features, which this process trains as usual."""
+        if self.adaptation == "head" and self.head is not None:
+            return None
+        return lambda jobs: [self._train(job) for job in jobs]
 
     def _train(self, job: Job) -> Params:
         client, rows = job.client, job.client.data.train
@@ -102,11 +117,12 @@ class GroupModel(Model):
         }
 
         def work() -> tuple[float, Params]:
-            most = self._fitting(job.local.micro_batch or job.local.batch_size)
+            share = job.local.micro_batch or -(-job.local.batch_size // self.group.ranks)
+            most = self._fitting(share)
             loss = self._ask(job.w, {**request, "most": most})[0]["loss"]
             self._at_ranks = None
             trained = self._collect()
-            self._at_ranks = trained
+            self._at_ranks = trained  # they have these values already
             return loss, trained
 
         def note(text: str) -> None:
@@ -114,12 +130,13 @@ class GroupModel(Model):
             warn(text)
 
         client.metrics["loss"], trained = self._with_group(work, note)
+        self.load(trained)
         return trained if job.terms.only is None else job.w.replace(trained.only(job.terms.only))
 
     def _collect(self) -> Params:
-        self._group.tell({"do": "collect"})
-        found = Params({name: self._group.receive_tensor() for name in self.names})
-        self._group.answers()
+        self.group.tell({"do": "collect"})
+        found = Params({name: self.group.receive_tensor() for name in self.names})
+        self.group.answers()
         return found
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
@@ -166,10 +183,16 @@ class GroupModel(Model):
         request = {"do": what, "rows": messages.of_rows(rows)}
 
         def work() -> list[Any]:
-            found = self._ask(self.params(), {**request, "batch_size": self._fitting(batch_size)})
+            found = self._ask(self._current(), {**request, "batch_size": self._fitting(batch_size)})
             return [answer[of] for answer in found if answer[of] is not None]
 
         return self._with_group(work, warn)
+
+    def _current(self) -> Params:
+        """The trained values, as the same object as long as they stay the same."""
+        if self._w is None:
+            self._w = self.params()
+        return self._w
 
     # --- the group ----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -182,20 +205,20 @@ class GroupModel(Model):
 
     def close(self) -> None:
         """End the group."""
-        self._group.close()
+        self.group.close()
         self._built, self._at_ranks = False, None
 
     def _ask(self, w: Params, request: dict[str, Any]) -> list[dict[str, Any]]:
         """The ranks' answers to a request, computed from the trained values ``w``."""
         if self._at_ranks is not w:
             self._at_ranks = None
-            self._group.tell({"do": "load"})
+            self.group.tell({"do": "load"})
             for name in self.names:
-                self._group.send_tensor(w[name])
-            self._group.answers()
+                self.group.send_tensor(w[name])
+            self.group.answers()
             self._at_ranks = w
-        self._group.tell(request)
-        return self._group.answers()
+        self.group.tell(request)
+        return self.group.answers()
 
     def _with_group(self, work: Callable[[], T], note: Callable[[str], None]) -> T:
         """The result of ``work``. After a failure the group is started again, and the work begins again.
@@ -227,30 +250,38 @@ class GroupModel(Model):
                 raise
 
     def _build(self) -> None:
-        group = self._group
+        group = self.group
         group.start()
-        path = self.spec.name
-        absolute = str(Path(path).resolve()) if os.path.isdir(path) and not self._settings.launch else path
         group.tell(
             {
                 "do": "build",
-                "spec": messages.of_spec(replace(self.spec, name=absolute)),
+                "spec": messages.of_spec(self.spec),
                 "classes": list(self.classes),
                 "kind": self._about["kind"],
                 "task": self.task.name,
                 "seed": self._about.get("seed", 0),
                 "head_bias": self._about.get("head_bias", False),
                 "fingerprint": self.fingerprint,
-                "hashing": [],
+                "place": place_of(self.spec.name),
+                "deterministic": self._settings.deterministic,
             }
         )
-        answers = group.answers()
-        self.bytes_at_ranks = [answer["bytes"] for answer in answers]
+        self.ranks_hold = group.answers()
         self._built = True
 
     def _fitting(self, rows: int) -> int:
         """The number of rows at once, after the halvings."""
         return max(rows >> self._halvings, 1)
+
+
+def begin(model: Model) -> None:
+    """Start the group of a model.
+
+    Raises:
+        InputError: the group cannot be started here.
+    """
+    assert isinstance(model, GroupModel)  # noqa: S101 - for mypy; its loader made it
+    model.begin()
 
 
 @contextmanager
@@ -260,9 +291,7 @@ def running(model: Model) -> Iterator[None]:
     Raises:
         InputError: the group cannot be started here.
     """
-    if not isinstance(model, GroupModel):
-        yield
-        return
+    assert isinstance(model, GroupModel)  # noqa: S101 - for mypy; its loader made it
     try:
         model.begin()
         yield

@@ -91,14 +91,14 @@ def train(model: Model, work: Pass, say: Callable[[str], None] = lambda text: No
 class _Backward:
     """Computes this rank's part of the gradient of a batch's mean loss.
 
-    A batch is cut into parts of at most ``micro_batch`` rows, or into one part a rank. The ranks take the parts in
-    turn. So a rank's sums are those of one process that has the same ``micro_batch``.
+    A batch is cut into parts of ``micro_batch`` rows, or without this setting into one part a rank. The ranks take the
+    parts in turn. So with ``micro_batch`` the sums within a part are those of one process, bit for bit.
     """
 
     def __init__(self, job: Job, most: int) -> None:
         self._model, self._loss = job.client.model, loss_of(job)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._size = min(most, -(-job.local.batch_size // self._ranks))
+        self._size = most
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
         """This rank's part of the mean loss, float64: its sum over its targets, divided by all ranks' targets."""
@@ -112,7 +112,7 @@ class _Backward:
                 loss = self._loss(rows.batch(part)) * share
             else:
                 loss = _nothing(model, rows.batch(index[:1]))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
         return total
 

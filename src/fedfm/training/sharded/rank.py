@@ -15,17 +15,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Client as connect
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
 
 from fedfm.errors import InputError, first_line
 from fedfm.models import devices, memory_budget
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.training.sharded import group, lockstep, messages, shards
+from fedfm.training.sharded.settings import place_of
 from fedfm.version import __version__
 
 _FOREVER = datetime.timedelta(days=3650)  # the client's process decides when a rank hangs
@@ -79,13 +83,14 @@ def main() -> None:
         "port": 0 if store is None else store.port,
         "fedfm": __version__,
         "torch": str(torch.__version__),
+        "gpus": torch.cuda.device_count(),
     }
     watch.send_bytes(messages.encode({"rank": place.rank, "ranks": place.ranks, "channel": "watch"}))
     work.send_bytes(messages.encode(hello | {"channel": "work"}))
     threading.Thread(target=_tell_progress, args=(watch, progress), daemon=True).start()
     try:
         master = messages.decode(work.recv_bytes())
-        store = store or dist.TCPStore(master["host"], master["port"], is_master=False, timeout=_FOREVER)
+        store = store or TCPStore(master["host"], master["port"], is_master=False, timeout=_FOREVER)
         Rank(place, work, store, progress).serve()
     except (EOFError, ConnectionError):
         pass
@@ -95,11 +100,11 @@ def main() -> None:
     os._exit(0)  # other ranks may be gone, for which torch would wait
 
 
-def _store(place: RankPlace) -> dist.TCPStore | None:
+def _store(place: RankPlace) -> TCPStore | None:
     """The store by which ranks find each other; rank 0 has it."""
     if place.rank:
         return None
-    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)  # noqa: S104
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)  # noqa: S104
 
 
 def _tell_progress(watch: Connection, progress: ProgressCount) -> None:
@@ -139,7 +144,7 @@ class Rank:
         progress: is told each step.
     """
 
-    def __init__(self, place: RankPlace, work: Connection, store: dist.Store, progress: ProgressCount) -> None:
+    def __init__(self, place: RankPlace, work: Connection, store: Store, progress: ProgressCount) -> None:
         self._place, self._work, self._say = place, work, progress
         self._model: Model | None = None
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -183,7 +188,11 @@ class Rank:
         """Build the model, and read this rank's part of its weights."""
         spec = messages.spec_of(message["spec"])
         device = devices.pick(spec.device)
-        own = self._place.rank in message["hashing"]
+        if message["deterministic"]:
+            devices.make_deterministic()
+        # The first rank of another machine, or of another folder, compares the weights themselves.
+        own = not self._place.local and place_of(spec.name) != message["place"]
+        before = _memory()
         model = load_model(
             spec,
             classes=tuple(message["classes"]),
@@ -200,11 +209,11 @@ class Rank:
                 f"on {socket.gethostname()} the weights of {spec.name} are {model.fingerprint[:16]}..., and at the "
                 f"client's process {message['fingerprint'][:16]}...: copy the same folder to all machines"
             )
-        mesh = torch.distributed.init_device_mesh(device.type, (self._place.ranks,))
+        mesh = init_device_mesh(device.type, (self._place.ranks,))
         shards.shard_model(model, mesh, self._say)
         model.eval_mode()
         self._model = model
-        return {"bytes": shards.held_bytes(model), "names": list(model.names)}
+        return {"bytes": shards.held_bytes(model), "grown": _memory() - before}
 
     def load(self, message: dict[str, Any]) -> dict[str, Any]:
         """Copy trained parameters into the model. Tensors come one at a time, so that no rank holds all of them."""
@@ -213,7 +222,11 @@ class Rank:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, (dtype, shape) in shards.shapes(self.model).items():
-            tensor = messages.decode(self._work.recv_bytes())["t"] if not self._place.rank else torch.empty(shape, dtype=dtype)
+            tensor = (
+                messages.decode(self._work.recv_bytes())["t"]
+                if not self._place.rank
+                else torch.empty(shape, dtype=dtype)
+            )
             dist.broadcast(tensor, 0)
             yield name, tensor
             self._say(f"loading {name}")
@@ -246,7 +259,9 @@ class Rank:
         """Scores on this rank's part of the rows."""
         from fedfm.models import metrics
 
-        return {"scores": self._share(message, lambda model, part: metrics.evaluate(model, part, message["batch_size"]))}
+        return {
+            "scores": self._share(message, lambda model, part: metrics.evaluate(model, part, message["batch_size"]))
+        }
 
     def encode(self, message: dict[str, Any]) -> dict[str, Any]:
         """The tensors of this rank's part of the rows after the frozen weights."""
@@ -258,6 +273,15 @@ class Rank:
         some = shards.rows_of(len(rows), place.rank, place.ranks)
         with lockstep.at_own_pace(self.model, rows, self._say):
             return of(self.model, rows.take(range(some.start, some.stop))) if some.stop > some.start else None
+
+
+def _memory() -> int:
+    """Bytes of this process in memory, without mapped files; 0 where the system does not say."""
+    try:
+        resident, shared = (int(pages) for pages in Path("/proc/self/statm").read_text().split()[1:3])
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _from_first(raw: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedfm.errors import InputError
 from fedfm.models import devices
@@ -21,6 +22,8 @@ class GroupSettings:
         processes: number of processes, which are called ranks.
         launch: a command line that starts the ranks, e.g. on several machines; "": this process starts them here.
         limit: largest number of seconds without progress of any rank.
+        device: ``model.device``.
+        deterministic: ``run.deterministic``.
         key: the setting that asks for the group, for messages.
     """
 
@@ -28,6 +31,8 @@ class GroupSettings:
     launch: str = ""
     limit: float = 600.0
     key: str = KEY
+    device: str = "auto"
+    deterministic: bool = False
 
 
 def check_model(spec: ModelSpec, key: str = KEY) -> None:
@@ -45,7 +50,7 @@ def check_model(spec: ModelSpec, key: str = KEY) -> None:
     elif spec.quantization is not None:
         why = (
             f'model.quantization = "{spec.quantization}": bitsandbytes packs a whole matrix with its scales, which '
-            "cannot be cut by rows; drop it, and use dtype = \"bfloat16\""
+            'cannot be cut by rows; drop it, and use dtype = "bfloat16"'
         )
     elif spec.compile is not None:
         why = "model.compile: compiled blocks cannot collect their weights from other processes; drop it"
@@ -54,8 +59,21 @@ def check_model(spec: ModelSpec, key: str = KEY) -> None:
     elif spec.device == "mps":
         why = 'model.device = "mps": torch shares weights on cpu and cuda only'
     elif adaptation is not None and adaptation.name not in ADAPTATIONS:
-        why = f'model.adaptation.name = "{adaptation.name}" is trained by one process; expected {", ".join(ADAPTATIONS)}'
+        why = (
+            f'model.adaptation.name = "{adaptation.name}" is trained by one process; expected {", ".join(ADAPTATIONS)}'
+        )
     elif adaptation is not None and adaptation.dora:
         why = "model.adaptation.dora reads the norms of whole matrices, of which each process has a part; drop it"
     if why:
         raise InputError(f"{key}: {why}", key=key)
+
+
+def place_of(name: str) -> str:
+    """A text that is the same for processes of one machine that see the same model folder under this name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else ""
+    path = Path(name)
+    if not machine or not path.exists():
+        return f"{machine} {name}"
+    about = path.stat()
+    return f"{machine} {about.st_dev} {about.st_ino}"

@@ -48,7 +48,8 @@ def shard_model(model: Model, mesh: DeviceMesh, say: Callable[[str], None] = lam
     slices, root = model.slices, unwrap(model.module)
     if slices is None:
         raise InputError("only a model without weights can be cut among processes")
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    on_gpu = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
     unread: dict[nn.Parameter, tuple[nn.Parameter, list[Place]]] = {}  # parameter -> itself without memory, its places
     whole: set[nn.Parameter] = set()
     for module in root.modules():
@@ -79,9 +80,7 @@ def shard_model(model: Model, mesh: DeviceMesh, say: Callable[[str], None] = lam
         cut: Any = getattr(module, name)
         # On its own memory: a view of a safetensors file keeps the file mapped.
         values = slices.read(p, rows_of(p.shape[0], rank, ranks)).to(device, copy=True)
-        local = DTensor.from_local(
-            values, mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-        )
+        local = DTensor.from_local(values, mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride())
         made = nn.Parameter(local, requires_grad=p.requires_grad)
         for module, name in places:
             setattr(module, name, made)
