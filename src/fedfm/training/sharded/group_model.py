@@ -17,6 +17,7 @@ from fedfm.models.load import load_model
 from fedfm.models.memory_budget import warn
 from fedfm.models.model import Model
 from fedfm.models.spec import ModelSpec
+from fedfm.tasks.task import Task
 from fedfm.training.local_job import Job
 from fedfm.training.sharded import messages
 from fedfm.training.sharded.group import GroupFailure, ProcessGroup
@@ -40,7 +41,8 @@ class GroupModel(Model):
 
     Attributes:
         group: the processes.
-        ranks_hold: for each rank the bytes of its part of the weights, and by how much its memory grew.
+        ranks_hold: for each rank the bytes of its part of the weights, and by how many its memory grew while
+            it read them.
 
     Args:
         bare: the model without weights.
@@ -143,7 +145,7 @@ class GroupModel(Model):
         """Logits of all rows: each rank computes those of its part."""
         if self._has_features(rows) or not len(rows):
             return self.in_batches(rows, batch_size) if len(rows) else super().predict(rows, batch_size)
-        if self.is_language_model:
+        if type(self.task).predict is not Task.predict:  # type: ignore[attr-defined]
             rows = rows.to_padded()
         parts = self._shared("predict", rows, "logits", batch_size)
         return torch.cat(parts)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedfm import seeds
 from fedfm.core.client import Client, ClientData, Terms
-from fedfm.core.rows import Batch, Rows
+from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training.local_job import Job
@@ -107,19 +107,13 @@ class _Backward:
         counted = [(part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count]
         total = torch.zeros((), dtype=torch.float64, device=model.device)
         for turn in range(0, len(counted), self._ranks):
-            if turn + self._rank < len(counted):
-                part, share = counted[turn + self._rank]
-                loss = self._loss(rows.batch(part)) * share
-            else:
-                loss = _nothing(model, rows.batch(index[:1]))
+            idle = turn + self._rank >= len(counted)
+            part, share = counted[turn if idle else turn + self._rank]
+            # Without a part of its own a rank makes the passes of rank 0, which collect the same weights, for nothing.
+            loss = self._loss(rows.batch(part)) * (0.0 if idle else share)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
         return total
-
-
-def _nothing(model: Model, batch: Batch) -> Tensor:
-    """A loss of 0 with gradients of 0, from a pass that collects the same weights as that of other ranks."""
-    return model.outputs(batch).float().nan_to_num().sum() * 0.0
 
 
 @contextmanager

@@ -192,7 +192,7 @@ class Rank:
             devices.make_deterministic()
         # The first rank of another machine, or of another folder, compares the weights themselves.
         own = not self._place.local and place_of(spec.name) != message["place"]
-        before = _memory()
+        before, most = _memory(), 0
         model = load_model(
             spec,
             classes=tuple(message["classes"]),
@@ -210,10 +210,16 @@ class Rank:
                 f"client's process {message['fingerprint'][:16]}...: copy the same folder to all machines"
             )
         mesh = init_device_mesh(device.type, (self._place.ranks,))
-        shards.shard_model(model, mesh, self._say)
+
+        def read(name: str) -> None:
+            nonlocal most
+            most = max(most, _memory())
+            self._say(f"reading {name}")
+
+        shards.shard_model(model, mesh, read)
         model.eval_mode()
         self._model = model
-        return {"bytes": shards.held_bytes(model), "grown": _memory() - before}
+        return {"bytes": shards.held_bytes(model), "grown": most - before}
 
     def load(self, message: dict[str, Any]) -> dict[str, Any]:
         """Copy trained parameters into the model. Tensors come one at a time, so that no rank holds all of them."""

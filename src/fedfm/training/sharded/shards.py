@@ -74,6 +74,7 @@ def shard_model(model: Model, mesh: DeviceMesh, say: Callable[[str], None] = lam
         if isinstance(part, FSDPModule):  # the sum of the gradients, without a division by the number of ranks
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(True, recurse=False)  # experts may have no rows at one rank
     rank, ranks = mesh.get_rank(), mesh.size()
     for p, (_, places) in unread.items():
         module, name = places[0]
