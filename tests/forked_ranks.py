@@ -9,9 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import peft  # noqa: F401 - so that the ranks share the imports
 import torch
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
 
-import fedfm.training.loop  # noqa: F401 - so that the ranks share the import
+import fedfm.models.adapters.lora
+import fedfm.models.hub
+import fedfm.training.loop  # noqa: F401
 from fedfm.training.sharded import lockstep, rank
 
 COUNT, FAULT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

@@ -150,15 +150,15 @@ def test_reduced_precision_and_checkpointing(folder):
     ("fault", "says"),
     [
         ("killed", "rank 1 of 2 has ended; the group is started again, and the request is repeated"),
-        ("stopped", "rank 1 of 2 hangs: no progress within 4 s"),
-        ("asleep", "of 2 hangs: no progress within 4 s"),
+        ("stopped", "rank 1 of 2 hangs: no progress within 15 s"),
+        ("asleep", "of 2 hangs: no progress within 15 s"),
         ("memory", "rank 1 of 2: OutOfMemoryError: of the device: the group is started again, with half as many rows"),
     ],
 )
 def test_the_group_recovers(folder, tmp_path, fault, says):
     local = AdamW(learning_rate=0.01, batch_size=8, micro_batch=4)
     with (
-        Pair(folder, launched(2, fault, tmp_path, 4.0), {"name": "lora", "rank": 2}) as pair,
+        Pair(folder, launched(2, fault, tmp_path, 15.0), {"name": "lora", "rank": 2}) as pair,
         quietly(),
     ):
         w, losses, _, lines = pair.rounds(pair.group, local)
@@ -210,7 +210,7 @@ def test_one_line_says_what_is_wrong(folder, tmp_path, monkeypatch, fault, kind,
     [
         ("no-such-launcher --now", "launch: no-such-launcher cannot be started: No such file or directory"),
         ("false", "launch ended with exit status 1 before it was ready"),
-        (f"{sys.executable} -c pass", "did not start within 3 s"),
+        (f"{sys.executable} -c pass", "launch ended with exit status 0 before it was ready"),
     ],
 )
 def test_a_launch_line_that_fails(folder, launch, says):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import secrets
 import shlex
 import signal
@@ -12,12 +11,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ ADDRESS, SECRET = "FEDFM_GROUP", "FEDFM_GROUP_KEY"  # where this process listens
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "USER", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME")
 _KEPT_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "SLURM_", "PMI", "UCX_", "TORCH_")
 _LOOK = 1.0  # seconds between two questions for the ranks' progress
+_START = 120.0  # seconds that ranks get to start at least; a launcher may wait for machines up to the group's limit
+_HANDSHAKE = 10  # seconds in which a program that connects has to show that it has the group's key
 _GRACE = 2.0  # seconds in which further ranks may report, since a rank that ends makes the others fail
 _LOST = "connection to another rank"  # how ranks name the failure of a collective operation
 
@@ -84,11 +85,11 @@ class ProcessGroup:
         key = secrets.token_bytes(32)
         self._logs = tempfile.TemporaryDirectory(prefix="fedfm-ranks-")
         self._finalizer = weakref.finalize(self, _end, self._processes, self._logs)
-        with Listener(("" if far else "127.0.0.1", 0), backlog=2 * self.ranks, authkey=key) as listener:
-            port = listener.address[1]
+        with socket.create_server(("" if far else "127.0.0.1", 0), backlog=2 * self.ranks) as listener:
+            port = listener.getsockname()[1]
             where = {ADDRESS: f"{socket.gethostname() if far else '127.0.0.1'}:{port}", SECRET: key.hex()}
             self._launch(environment() | where)
-            greetings = self._meet(listener)
+            greetings = self._meet(listener, key)
         self._check(greetings)
         first = greetings[0]
         for rank in range(self.ranks):
@@ -118,51 +119,40 @@ class ProcessGroup:
         except OSError as error:
             raise GroupFailure("refused", f"launch: {command[0]} cannot be started: {error.strerror}") from None
 
-    def _meet(self, listener: Listener) -> list[dict[str, Any]]:
+    def _meet(self, listener: socket.socket, key: bytes) -> list[dict[str, Any]]:
         """Both connections of each rank; returns the ranks' greetings in order."""
-        arrived: queue.Queue[Connection] = queue.Queue()
-
-        def accept() -> None:
-            while True:
-                try:
-                    arrived.put(listener.accept())
-                except (OSError, EOFError):
-                    if stopped.is_set():
-                        return
-                except Exception:  # noqa: S112 - a stranger without the key
-                    continue
-
-        stopped = threading.Event()
-        threading.Thread(target=accept, daemon=True).start()
         greetings: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + self._settings.limit
-        try:
-            while len(self._work) + len(self._watch) < 2 * self.ranks:
-                with suppress(queue.Empty):
-                    link = arrived.get(timeout=0.1)
-                    hello = messages.decode(link.recv_bytes())
-                    rank = hello["rank"]
-                    if hello["ranks"] != self.ranks or not 0 <= rank < self.ranks:
-                        started = f"launch: it starts {hello['ranks']} processes"
-                        raise GroupFailure("refused", f"{started}, and processes = {self.ranks}: make them equal")
-                    if hello["channel"] == "watch":
-                        self._watch[rank] = link
-                    else:
-                        self._work[rank], greetings[rank] = link, hello
-                    continue
+        seconds = max(self._settings.limit, _START)
+        deadline = time.monotonic() + seconds
+        listener.settimeout(0.1)
+        while len(self._work) + len(self._watch) < 2 * self.ranks:
+            try:
+                end, _ = listener.accept()
+            except TimeoutError:
                 self._check_alive()
                 if time.monotonic() > deadline:
                     absent = sorted({*range(self.ranks)} - self._work.keys())
                     names = ", ".join(f"rank {rank}" for rank in absent)
-                    raise GroupFailure("ended", f"{names} did not start within {self._settings.limit:g} s")
-        finally:
-            stopped.set()
+                    raise GroupFailure("ended", f"{names} did not start within {seconds:g} s") from None
+                continue
+            link = _greet(end, key)
+            if link is None:
+                continue
+            hello = messages.decode(link.recv_bytes())
+            rank = hello["rank"]
+            if hello["ranks"] != self.ranks or not 0 <= rank < self.ranks:
+                started = f"launch: it starts {hello['ranks']} processes"
+                raise GroupFailure("refused", f"{started}, and processes = {self.ranks}: make them equal")
+            if hello["channel"] == "watch":
+                self._watch[rank] = link
+            else:
+                self._work[rank], greetings[rank] = link, hello
         return [greetings[rank] for rank in range(self.ranks)]
 
     def _check_alive(self) -> None:
         """Raise a GroupFailure if a process ended before it was connected."""
         for number, process in enumerate(self._processes):
-            if (code := process.poll()) is None or (code == 0 and self._settings.launch):
+            if (code := process.poll()) is None:
                 continue
             name = "launch" if self._settings.launch else f"rank {number}"
             last = self._tail(name)
@@ -218,10 +208,8 @@ class ProcessGroup:
 
     def _send(self, rank: int, message: Mapping[str, Any]) -> None:
         link = self._work[rank]
-        seconds = struct.pack("ll", max(int(self._settings.limit), 1), 0)
         try:
-            with socket.socket(fileno=os.dup(link.fileno())) as end:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            _set_timeout(link, socket.SO_SNDTIMEO, max(int(self._settings.limit), 1))
             link.send_bytes(messages.encode(message))
         except BlockingIOError:
             raise GroupFailure("hangs", f"rank {rank} hangs: it reads nothing") from None
@@ -329,6 +317,27 @@ class ProcessGroup:
             lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             return f": {lines[-1][:300]}" if lines else ""
         return ""
+
+
+def _greet(end: socket.socket, key: bytes) -> Connection | None:
+    """The connection of a program that has the group's key; None for any other."""
+    end.setblocking(True)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE, 0))
+    link = Connection(end.detach())
+    try:
+        deliver_challenge(link, key)
+        answer_challenge(link, key)
+    except (OSError, EOFError, AuthenticationError):
+        link.close()
+        return None
+    _set_timeout(link, socket.SO_RCVTIMEO, 0)
+    return link
+
+
+def _set_timeout(link: Connection, which: int, seconds: int) -> None:
+    """Limit the seconds for which a connection waits to send or to receive; 0: no limit."""
+    with socket.socket(fileno=os.dup(link.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", seconds, 0))
 
 
 def _end(processes: list[subprocess.Popen[bytes]], logs: tempfile.TemporaryDirectory[str]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
+from fedfm.models.families import unwrap
 from fedfm.models.load import load_model
 from fedfm.models.memory_budget import warn
 from fedfm.models.model import Model
@@ -56,6 +57,7 @@ class GroupModel(Model):
         why = bare.mixes_rows or ("the model has an encoder and a decoder" if self._is_encoder_decoder() else "")
         if why:
             raise InputError(f"{settings.key}: {why}, so that rows cannot be shared among processes", key=settings.key)
+        unwrap(self.module).register_forward_pre_hook(lambda module, args: self._refuse())
         self.group = ProcessGroup(settings)
         self._built = False
         self._halvings = 0  # of the rows at once, after a rank was out of memory
@@ -145,7 +147,7 @@ class GroupModel(Model):
         """Logits of all rows: each rank computes those of its part."""
         if self._has_features(rows) or not len(rows):
             return self.in_batches(rows, batch_size) if len(rows) else super().predict(rows, batch_size)
-        if type(self.task).predict is not Task.predict:  # type: ignore[attr-defined]
+        if type(self.task).predict is not Task.predict:
             rows = rows.to_padded()
         parts = self._shared("predict", rows, "logits", batch_size)
         return torch.cat(parts)
@@ -170,12 +172,15 @@ class GroupModel(Model):
 
     def outputs(self, batch: Batch) -> Tensor:
         """Raise an error, since this process has no weights; without it only where shapes alone matter."""
-        if not self.hollow:
-            return super().outputs(batch)
-        raise RunError(
-            f"{self._settings.key}: a method or a task asks this process for outputs of the model, of which only its "
-            "group has the weights"
-        )
+        self._refuse()
+        return super().outputs(batch)
+
+    def _refuse(self) -> None:
+        if self.hollow:
+            raise RunError(
+                f"{self._settings.key}: a method or a task asks this process for outputs of the model, of which only "
+                "its group has the weights"
+            )
 
     def _has_features(self, rows: Rows) -> bool:
         return "features" in rows.tensors and self.head is not None
@@ -261,7 +266,7 @@ class GroupModel(Model):
                 "classes": list(self.classes),
                 "kind": self._about["kind"],
                 "task": self.task.name,
-                "seed": self._about.get("seed", 0),
+                "seed": str(self._about.get("seed", 0)),
                 "head_bias": self._about.get("head_bias", False),
                 "fingerprint": self.fingerprint,
                 "place": place_of(self.spec.name),

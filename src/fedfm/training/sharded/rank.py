@@ -198,7 +198,7 @@ class Rank:
             classes=tuple(message["classes"]),
             kind=message["kind"],
             task=message["task"],
-            seed=message["seed"],
+            seed=int(message["seed"]),
             head_bias=message["head_bias"],
             bare=True,
             known=None if own else message["fingerprint"],
