@@ -79,6 +79,8 @@ for number in range(COUNT):
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
     os._exit(1)
-for pid in children:
-    if os.WEXITSTATUS(os.waitpid(pid, 0)[1]) and FAULT == "exit":
+while children:
+    pid, status = os.wait()
+    children.remove(pid)
+    if os.WEXITSTATUS(status) and FAULT == "exit":
         sys.exit(3)

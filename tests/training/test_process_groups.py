@@ -247,7 +247,7 @@ def test_a_silo_with_processes_answers_like_any_other(folder, tmp_path):
     from fedfm.runtime.own_rows import OwnRows, populate
 
     tables = tiny_text.tables(folder, "fedavg", "llama", local={"micro_batch": 2})
-    tables["data"], tables["run"]["processes_per_client"] = {"classes": [], "kind": "text"}, 2
+    tables["data"], tables["run"]["processes_per_client"] = {"classes": [], "kind": "passages"}, 2
     tables["run"] |= {"engine": "deployment", "workers": 0}
     experiment = Experiment.from_dict(tables)
     deltas = []

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.models.families import unwrap
 from fedfm.models.load import load_model
 from fedfm.models.memory_budget import warn
 from fedfm.models.model import Model
@@ -57,7 +56,7 @@ class GroupModel(Model):
         why = bare.mixes_rows or ("the model has an encoder and a decoder" if self._is_encoder_decoder() else "")
         if why:
             raise InputError(f"{settings.key}: {why}, so that rows cannot be shared among processes", key=settings.key)
-        unwrap(self.module).register_forward_pre_hook(lambda module, args: self._refuse())
+        vars(self.module)["generate"] = self._refuse
         self.group = ProcessGroup(settings)
         self._built = False
         self._halvings = 0  # of the rows at once, after a rank was out of memory
@@ -175,7 +174,7 @@ class GroupModel(Model):
         self._refuse()
         return super().outputs(batch)
 
-    def _refuse(self) -> None:
+    def _refuse(self, *_: object, **__: object) -> None:
         if self.hollow:
             raise RunError(
                 f"{self._settings.key}: a method or a task asks this process for outputs of the model, of which only "
