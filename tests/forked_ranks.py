@@ -34,6 +34,8 @@ def once() -> bool:
 def fail(number: int) -> None:
     """Prepare the fault in the last rank."""
     train = lockstep.train
+    if FAULT == "gpus":
+        rank.gpu_of = lambda local: "GPU-7"
     if number != COUNT - 1 or FAULT == "none":
         return
 
@@ -55,8 +57,6 @@ def fail(number: int) -> None:
     lockstep.train = failing
     if FAULT == "version":
         rank.__version__ = "0.0"
-    if FAULT == "gpus":
-        torch.cuda.device_count = lambda: 1
     if FAULT == "exit":
         raise SystemExit("no licence")
 

@@ -133,10 +133,10 @@ def _group(rows: OwnRows, experiment: Experiment) -> GroupSettings | None:
     if processes == 1:
         return None
     from fedfm.config.processes import check
-    from fedfm.training.sharded.settings import GroupSettings
+    from fedfm.training.sharded.settings import PATIENCE, GroupSettings
 
     check(experiment, "processes")
-    return GroupSettings(processes, rows.launch, experiment.run.timeout, "processes")
+    return GroupSettings(processes, rows.launch, PATIENCE * experiment.run.timeout, "processes")
 
 
 def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:

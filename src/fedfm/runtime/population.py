@@ -65,9 +65,9 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     idle = server and not len(federated.test) and handles_parameters(experiment)
     group = None
     if experiment.run.processes_per_client > 1 and experiment.run.engine == "local":
-        from fedfm.training.sharded.settings import GroupSettings
+        from fedfm.training.sharded.settings import PATIENCE, GroupSettings
 
-        group = GroupSettings(experiment.run.processes_per_client, limit=experiment.run.timeout)
+        group = GroupSettings(experiment.run.processes_per_client, limit=PATIENCE * experiment.run.timeout)
     model = model_of(experiment, table, hollow=idle, group=group)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:

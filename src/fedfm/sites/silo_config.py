@@ -276,6 +276,7 @@ def render(found: Mapping[str, Any]) -> str:
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
         f"runs {', '.join(runs) or 'nothing'}",
+        *([f"computes a model with {found['processes']} processes"] if found["processes"] > 1 else []),
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"discloses at most {key} = {value} in all runs" for key, value in found["budget"].items() if key != "delta"),
         *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),

@@ -174,13 +174,12 @@ class ProcessGroup:
 
         if self._settings.device == "cpu":
             return
-        machines = [hello["machine"] for hello in greetings]
-        for hello in greetings:
-            here = machines.count(hello["machine"])
-            if 0 < hello["gpus"] < here:
+        for machine in dict.fromkeys(hello["machine"] for hello in greetings):
+            gpus = [hello["gpu"] for hello in greetings if hello["machine"] == machine and hello["gpu"]]
+            if len(set(gpus)) < len(gpus):
                 raise GroupFailure(
                     "refused",
-                    f"{hello['machine']} has {hello['gpus']} GPUs for {here} processes; expected at most one process a "
+                    f"{machine} has {len(set(gpus))} GPUs for {len(gpus)} processes; expected at most one process a "
                     'GPU, or device = "cpu"',
                 )
 

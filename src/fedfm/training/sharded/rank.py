@@ -83,7 +83,7 @@ def main() -> None:
         "port": 0 if store is None else store.port,
         "fedfm": __version__,
         "torch": str(torch.__version__),
-        "gpus": torch.cuda.device_count(),
+        "gpu": gpu_of(place.local),
     }
     watch.send_bytes(messages.encode({"rank": place.rank, "ranks": place.ranks, "channel": "watch"}))
     work.send_bytes(messages.encode(hello | {"channel": "work"}))
@@ -98,6 +98,13 @@ def main() -> None:
         _report(work, error)
     sys.stderr.flush()
     os._exit(0)  # other ranks may be gone, for which torch would wait
+
+
+def gpu_of(local: int) -> str:
+    """The identity of this rank's GPU; "" without GPUs. A launcher may show each rank its own GPU alone."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(local % torch.cuda.device_count()).uuid)
 
 
 def _store(place: RankPlace) -> TCPStore | None:

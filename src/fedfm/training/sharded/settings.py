@@ -14,6 +14,9 @@ ADAPTATIONS = ("lora", "ffa_lora", "head", "top_layers", "full")
 KEY = "run.processes_per_client"
 
 
+PATIENCE = 0.25  # share of run.timeout after which a group hangs, so that it can still answer when it starts again
+
+
 @dataclass(frozen=True)
 class GroupSettings:
     """A client's group of processes.
