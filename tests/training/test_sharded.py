@@ -17,6 +17,7 @@ from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.sites import silo_config
 from fedfm.training import SGD, AdamW, Proximal
 from fedfm.training.sharded import messages
 from fedfm.training.sharded.group import environment
@@ -171,6 +172,16 @@ def test_one_folder_has_one_place(tmp_path):
     assert place_of(str(tmp_path)) == place_of(str(tmp_path / "link"))
     (tmp_path / "other").mkdir()
     assert place_of(str(tmp_path)) != place_of(str(tmp_path / "other"))
+
+
+def test_a_silo_says_how_many_processes_its_launcher_starts(tmp_path):
+    path = tmp_path / "silo.toml"
+    path.write_text('name = "a"\ndata = "rows.csv"\nlaunch = "srun"\n')
+    with pytest.raises(InputError, match='launch = "srun": set processes to the number of processes that it starts'):
+        silo_config.load(path)
+    path.write_text('name = "a"\ndata = "rows.csv"\nlaunch = "srun"\nprocesses = 8\n')
+    rows = silo_config.load(path).rows
+    assert (rows.processes, rows.launch) == (8, "srun")
 
 
 def test_the_page_has_a_job_and_a_script(tmp_path):

@@ -183,6 +183,8 @@ def _read(table: Mapping[str, Any]) -> Silo:
         check_fields(silo, "")
     with faults:
         check_list(silo.classes or (), "classes")
+    if silo.launch and silo.processes == 1:
+        faults.say(f'launch = "{silo.launch}": set processes to the number of processes that it starts', key="launch")
     # Policy reports wrong words in allow and allow_by_method in more detail, so drop what check_fields found in them.
     faults.found += [fault for fault in bounds.found if fault.key not in ("allow", "allow_by_method")]
     faults.refuse()

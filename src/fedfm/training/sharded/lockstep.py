@@ -30,7 +30,7 @@ from fedfm.training.update_rules import Rule
 
 
 @dataclass(frozen=True)
-class Pass:
+class ClientPass:
     """One client's local training, from the parameters that the ranks have.
 
     Attributes:
@@ -45,7 +45,7 @@ class Pass:
     most: int
 
 
-def train(model: Model, work: Pass, say: Callable[[str], None] = lambda text: None) -> float:
+def train(model: Model, work: ClientPass, say: Callable[[str], None] = lambda text: None) -> float:
     """Train; the ranks then have the trained parameters. Returns the mean loss over the steps.
 
     Args:
@@ -62,7 +62,7 @@ def train(model: Model, work: Pass, say: Callable[[str], None] = lambda text: No
     correction = None if terms.correction is None else shards.flat(terms.correction)
     frozen = [] if terms.only is None else shards.places([name for name in model.live() if name not in terms.only])
     kept = [shards.p[piece].clone() for piece in frozen]
-    backward, rates = _Backward(job, work.most), job.rates()
+    backward, rates = _SharedBackward(job, work.most), job.rates()
     seen, total = 0, torch.zeros((), dtype=torch.float64, device=shards.p.device)
     model.train_mode()
     # Each rank draws LoRA's dropout for its own rows.
@@ -88,7 +88,7 @@ def train(model: Model, work: Pass, say: Callable[[str], None] = lambda text: No
     return float(total) / max(seen, 1)
 
 
-class _Backward:
+class _SharedBackward:
     """Computes this rank's part of the gradient of a batch's mean loss.
 
     A batch is cut into parts of ``micro_batch`` rows, or without this setting into one part a rank. The ranks take the

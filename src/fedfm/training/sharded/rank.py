@@ -246,7 +246,7 @@ class Rank:
 
     def train(self, message: dict[str, Any]) -> dict[str, Any]:
         """Train on a client's rows."""
-        work = lockstep.Pass(
+        work = lockstep.ClientPass(
             messages.rows_of(message["rows"]),
             messages.local_of(message["local"]),
             messages.terms_of(message["terms"]),
