@@ -70,11 +70,6 @@ class ProcessGroup:
     def ranks(self) -> int:
         return self._settings.processes
 
-    @property
-    def runs(self) -> bool:
-        """Whether the group was started, and not closed since."""
-        return bool(self._work)
-
     def start(self) -> None:
         """Start the ranks, and wait until they are connected to each other.
 
@@ -138,7 +133,11 @@ class ProcessGroup:
             link = _greet(end, key)
             if link is None:
                 continue
-            hello = messages.decode(link.recv_bytes())
+            try:
+                hello = messages.decode(link.recv_bytes())
+            except (EOFError, OSError):  # it has ended, which the next look at the processes shows
+                link.close()
+                continue
             rank = hello["rank"]
             if hello["ranks"] != self.ranks or not 0 <= rank < self.ranks:
                 started = f"launch: it starts {hello['ranks']} processes"
@@ -171,7 +170,6 @@ class ProcessGroup:
                         f"rank {rank} on {hello['machine']} has {name} {hello[name]}, and this process {version}; "
                         "install the same version on all machines",
                     )
-
         if self._settings.device == "cpu":
             return
         for machine in dict.fromkeys(hello["machine"] for hello in greetings):
