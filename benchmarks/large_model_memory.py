@@ -2,6 +2,7 @@
 
     python benchmarks/large_model_memory.py                        an 8 B LLaMA, nf4, as docs/how-to/large-models.md
     python benchmarks/large_model_memory.py --config config.json --quantization none --length 2048 --rows 4
+    python benchmarks/large_model_memory.py --size 70B --quantization none --processes 8    as docs/how-to/many-gpus.md
 
 Weights, LoRA, gradients and Adam's states are counted from the shapes. What a backward pass keeps of a block is counted
 by running the block on tensors without data (FakeTensorMode). It leaves out CUDA's context (about 0.5 GB), the
@@ -39,6 +40,13 @@ EIGHT_B = {  # the shape of Llama 3.1 8B
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": False,
 }
+SEVENTY_B = EIGHT_B | {  # the shape of Llama 3.1 70B
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "intermediate_size": 28_672,
+}
+SIZES = {"8B": EIGHT_B, "70B": SEVENTY_B}
 BLOCK, NESTED = 64, 256  # weights of one scale, and scales of one scale of theirs
 
 
@@ -91,9 +99,12 @@ def kept_by_a_block(module: Any, parts: families.Parts, shape: tuple[int, int, i
 
 
 def plan(
-    config: Any, spec: AdaptationSpec, *, quantization: str, dtype: str, rows: int, length: int
+    config: Any, spec: AdaptationSpec, *, quantization: str, dtype: str, rows: int, length: int, processes: int = 1
 ) -> dict[str, float]:
-    """Bytes by what they are for, at the peak of a training step with gradient checkpointing."""
+    """Bytes by what they are for, at the peak of a training step with gradient checkpointing.
+
+    Several processes each hold their part of every weight, and for a moment whole blocks.
+    """
     half = DTYPES[dtype]
     module, parts = skeleton(config, spec, half)
     width = config.hidden_size
@@ -112,6 +123,26 @@ def plan(
     block = kept_by_a_block(module, parts, (rows, length, width), half)
     tokens = rows * length
     logits = min(tokens * config.vocab_size, max(PIECE, config.vocab_size))
+    activations = {
+        f"inputs of {len(parts.blocks)} blocks, {dtype}": len(parts.blocks) * tokens * width * half.itemsize,
+        "what one block keeps while it is computed again": block,
+        f"logits of {logits // config.vocab_size} tokens, {dtype} and float32, and their gradients": logits
+        * (half.itemsize + 4 + 4 + 4),
+    }
+    if processes > 1:
+        part = f"1/{processes}"
+        return {
+            f"linear maps of the blocks, {dtype}, {part}": maps / processes,
+            f"embeddings, head and norms, {dtype}, {part}": rest / processes,
+            f"LoRA, float32, {part}, twice": 8 * lora / processes,
+            f"gradients of LoRA, float32, {part}, twice": 8 * lora / processes,
+            f"Adam's two moments, float32, {part}": 8 * lora / processes,
+            "three blocks: one computes, the next one arrives and is unpacked": 3
+            * (maps + 4 * lora)
+            / len(parts.blocks),
+            f"embeddings, head and norms, {dtype}, whole": rest,
+            **activations,
+        }
     return {
         f"linear maps of the blocks, {quantization}": maps,
         f"embeddings, head and norms, {dtype}": rest,
@@ -119,10 +150,7 @@ def plan(
         "gradients of LoRA, float32": 4 * lora,
         "Adam's two moments, float32": 8 * lora,
         f"one map in {dtype} while it multiplies": 0 if quantization == "none" else largest,
-        f"inputs of {len(parts.blocks)} blocks, {dtype}": len(parts.blocks) * tokens * width * half.itemsize,
-        "what one block keeps while it is computed again": block,
-        f"logits of {logits // config.vocab_size} tokens, {dtype} and float32, and their gradients": logits
-        * (half.itemsize + 4 + 4 + 4),
+        **activations,
     }
 
 
@@ -136,7 +164,9 @@ def table(found: dict[str, float]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="config.json of a LLaMA-like model [8 B]")
+    parser.add_argument("--size", default="8B", choices=tuple(SIZES), help="the shape of Llama 3.1 of this size")
+    parser.add_argument("--config", type=Path, help="config.json of a LLaMA-like model, instead of --size")
+    parser.add_argument("--processes", type=int, default=1, help="run.processes_per_client; without quantization")
     parser.add_argument("--quantization", default="nf4", choices=("nf4", "int8", "none"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rank", type=int, default=16)
@@ -144,11 +174,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="rows at once: micro_batch")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row: max_length")
     args = parser.parse_args()
-    config = LlamaConfig(**EIGHT_B)
+    if args.processes > 1 and args.quantization != "none":
+        parser.error("--processes: several processes share weights without quantization; add --quantization none")
+    config = LlamaConfig(**SIZES[args.size])
     if args.config:
         config = AutoConfig.for_model(**json.loads(args.config.read_text()))
     spec = AdaptationSpec("lora", rank=args.rank, targets=tuple(args.targets))
-    shape = {"rows": args.rows, "length": args.length}
+    shape = {"rows": args.rows, "length": args.length, "processes": args.processes}
     print(table(plan(config, spec, quantization=args.quantization, dtype=args.dtype, **shape)))
 
 

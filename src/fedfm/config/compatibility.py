@@ -94,6 +94,10 @@ def check_as_asked(e: ExperimentParts) -> None:
             f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs",
             key="run.gpus_per_client",
         )
+    if run.processes_per_client > 1:
+        from fedfm.config import processes
+
+        processes.check(e)
     if e.model.compile and run.kernels != "exact":
         raise InputError(
             f'run.kernels = "{run.kernels}": packed clients skip the blocks that model.compile compiles; drop one',

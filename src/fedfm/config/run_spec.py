@@ -52,6 +52,12 @@ class RunSpec:
         "results do not depend on it",
         ge=0,
     )
+    processes_per_client: int = setting(
+        1,
+        "processes that train one client together, each with a part of every weight; silos: at least so many of each",
+        ge=1,
+        le=4096,
+    )
     gpus_per_client: float | None = setting(
         None, "GPUs per working client: with 0.5 two clients share one, with 2 a model uses two [1]", gt=0, finite=True
     )

@@ -79,6 +79,8 @@ def load_model(
     keep_head: bool = False,
     head_bias: bool = False,
     hollow: bool = False,
+    bare: bool = False,
+    known: str | None = None,
 ) -> Model:
     """The model of an experiment.
 
@@ -93,6 +95,8 @@ def load_model(
         head_bias: whether adaptation "head" adds a zero bias to a head without one; the fingerprint ignores this bias.
         hollow: whether to skip the frozen weights if possible and stay on the CPU, for a server that computes no
             outputs. The trained tensors and the fingerprint are the same as for the complete model.
+        bare: whether to leave all weights in the files, for processes that each read a part of them.
+        known: the fingerprint, if another process of this machine has computed it.
 
     Raises:
         InputError: there is no such model, or it does not fit the data, the task or the adaptation.
@@ -114,7 +118,7 @@ def load_model(
     adapt = adaptation.with_defaults(adapt, task)
     spec = dataclasses.replace(spec, task=task.name, adaptation=adapt)
     device = devices.pick(spec.device)
-    hollow = hollow and adapt.name in adaptation.LORA and not adapt.dora and spec.weights == "pretrained"
+    hollow = bare or (hollow and adapt.name in adaptation.LORA and not adapt.dora and spec.weights == "pretrained")
     loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim, hollow)
     device = torch.device("cpu") if loaded.hollow else device
     if keep_head:
@@ -141,7 +145,7 @@ def load_model(
     bits = loaded.stored is not None and not loaded.hollow
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
     look = Finite(spec.name, _weights(loaded))
-    print_ = fingerprint(weights, loaded.config, loaded.new, look)
+    print_ = known or fingerprint(weights, loaded.config, loaded.new, look)
     if spec.fingerprint is not None and print_ != spec.fingerprint:
         raise InputError(
             f"model.fingerprint: {spec.name} here is {print_}, and the experiment needs {spec.fingerprint}: use the "
@@ -149,8 +153,13 @@ def load_model(
             key="model.fingerprint",
         )
     del weights
-    if spec.weights == "pretrained":
+    if spec.weights == "pretrained" and known is None:
         loaded.notices += tuple(look.notices())
+    slices = None
+    if bare:
+        from fedfm.models.file_slices import FileSlices
+
+        slices = FileSlices(loaded, spec.name)
     loaded.stored = None
     loaded.module.eval()
     if adapt.name == "side_adapter":
@@ -205,7 +214,7 @@ def load_model(
         fingerprint=print_,
         head=head,
     )
-    model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
+    model.new, model.hollow, model.added_bias, model.slices = tuple(loaded.new), loaded.hollow, biased, slices
     model.notices = (*_notices(loaded, parts, spec), *drawn, *notices)
     if parts.vision:
         from fedfm.models import vision_part

@@ -10,12 +10,19 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+_alone = True  # whether no other process takes part in this process's passes
 TOKENS = 1 << 15  # number of tokens of a batch without gradients, e.g. 64 rows of 512 tokens
 
 
 def warn(text: str) -> None:
     """Issue the text as a warning."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def raise_when_full() -> None:
+    """Let :func:`in_halves` raise its errors from now on, in a process that computes together with others."""
+    global _alone
+    _alone = False
 
 
 def by_tokens(longest: int, most: int, each: int = 1, budget: int = TOKENS) -> int:
@@ -51,7 +58,7 @@ def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -
         try:
             return work(most), most
         except torch.OutOfMemoryError:
-            if most <= 1:
+            if most <= 1 or not _alone:
                 raise
         # This is outside the handler, because the error's traceback keeps the tensors of the failed call alive.
         most //= 2

@@ -30,6 +30,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 if TYPE_CHECKING:
     from fedfm.core.task_facts import TaskFacts
     from fedfm.data.table import Table
+    from fedfm.models.file_slices import FileSlices
     from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Pool
 
@@ -60,6 +61,7 @@ class Model:
         compiled: whether the blocks compile at their first call.
         hollow: whether the frozen weights are not loaded; then the model cannot compute outputs.
         added_bias: whether the head has a bias that the architecture does not have.
+        slices: where the values of its parameters are, if they are still in the files.
         no_weight_decay: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
         weigh: maps the parts of a batch to (part, factor of its loss); None stands for factors in proportion to the
             numbers of targets.
@@ -71,6 +73,7 @@ class Model:
     notices: tuple[str, ...] = ()
     compiled: bool = False
     hollow: bool = False
+    slices: FileSlices | None = None
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     pool: Pool | None = None  # how a classifier pools its head's inputs (b, T, d); None until known
@@ -100,7 +103,7 @@ class Model:
         self.adaptation = self.adaptation_spec.name
         self.head = head
         self._arguments = frozenset(inspect.signature(unwrap(module).forward).parameters)
-        self._tensors = dict(_sent_tensors(module, running_statistics=self.adaptation == "full"))
+        self.find_tensors()
         self.names = tuple(self._tensors)
         self.layout: Layout = layout_of(tuple((n, t.dtype, tuple(t.shape)) for n, t in self._tensors.items()))
         self.train_too = [
@@ -175,6 +178,10 @@ class Model:
         """Clear caches that modules computed from other weights, see :mod:`fedfm.models.kept_outputs`."""
         for module in self._keepers:
             kept_outputs.forget(module)
+
+    def find_tensors(self) -> None:
+        """Find the trained tensors in the module, again if its parameters were replaced."""
+        self._tensors = dict(_sent_tensors(self.module, running_statistics=self.adaptation == "full"))
 
     def live(self) -> dict[str, Tensor]:
         """The trainable parameters themselves, not copies."""

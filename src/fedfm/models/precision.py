@@ -28,7 +28,9 @@ def train_in_single(module: nn.Module) -> None:
         own = dict(part.named_parameters(recurse=False))
         if isinstance(part, NORMS) or any(p.requires_grad for p in own.values()):
             for p in own.values():
-                p.data = p.data.float()
+                # A placeholder, one number as large as a matrix, stays one.
+                whole = any(p.stride()) or not p.dim()
+                p.data = p.data.float() if whole else p.data.as_strided((), ()).float().expand(p.shape)
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(part, name, buffer.float())

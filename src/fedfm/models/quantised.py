@@ -288,6 +288,10 @@ class Unquantised(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._checkpoint[self._names[name]].to(self._state[name].dtype)
 
+    def part(self, name: str, rows: slice) -> Tensor:
+        """Some rows of a tensor; the others are not read."""
+        return self._checkpoint.part(self._names[name], rows).to(self._state[name].dtype)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
 

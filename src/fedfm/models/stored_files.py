@@ -55,6 +55,13 @@ class StoredWeights(Mapping[str, Tensor]):
         with safe_open(self._files[name], "pt") as file:
             return file.get_tensor(name)  # type: ignore[no-any-return]
 
+    def part(self, name: str, rows: slice) -> Tensor:
+        """Some rows of a tensor; the others are not read."""
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_slice(name)[rows]  # type: ignore[no-any-return]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without its values."""
         from safetensors import safe_open

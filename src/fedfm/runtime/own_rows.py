@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from fedfm.runtime import keys_of_rows, row_sums, user_population
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import augmentation, model_of
 
+if TYPE_CHECKING:
+    from fedfm.training.sharded.settings import GroupSettings
+
 _COLUMNS = ("text", "image", "label", "label_name", "split")  # keys of all tasks
 
 
@@ -37,6 +40,8 @@ class OwnRows:
         models: folders and hub ids that experiments may name in addition to the built-in models.
         device: the model's device; "" for the device in the experiment.
         predict: file or folder with rows to predict; "" for no predictions.
+        processes: number of processes that compute the model together; None for the number in the experiment.
+        launch: the command line that starts these processes; "" to start them on this machine.
         columns: names of the columns in the client's file, by key of the [data] table.
     """
 
@@ -46,6 +51,8 @@ class OwnRows:
     models: tuple[str, ...] = ()
     device: str = ""
     predict: str = ""
+    processes: int | None = None
+    launch: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,9 +110,33 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
     if experiment.model.name != WITHHELD:
         spec = listed_model(rows, experiment.model)
         here = replace(spec, device=rows.device or spec.device)
-        model = model_of(replace(experiment, model=here), table)
+        group = _group(rows, experiment)
+        model = model_of(replace(experiment, model=here), table, group=group)
+        if group is not None:
+            from fedfm.training.sharded.group_model import begin
+
+            begin(model)  # what does not fit is refused before the silo agrees to the run
         augment = augmentation(experiment, table, model)
     return Partitioned(replace(federated, table=table), model, augment=augment)
+
+
+def _group(rows: OwnRows, experiment: Experiment) -> GroupSettings | None:
+    """The group of processes that computes the model; None for one process.
+
+    Raises:
+        InputError: the experiment asks for more processes, or cannot be computed by several.
+    """
+    asked = experiment.run.processes_per_client
+    processes = asked if rows.processes is None else rows.processes
+    if processes < asked:
+        raise InputError(f"run.processes_per_client = {asked}: this silo's file has processes = {processes}")
+    if processes == 1:
+        return None
+    from fedfm.config.processes import check
+    from fedfm.training.sharded.settings import PATIENCE, GroupSettings
+
+    check(experiment, "processes")
+    return GroupSettings(processes, rows.launch, PATIENCE * experiment.run.timeout, "processes")
 
 
 def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:

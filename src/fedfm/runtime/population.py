@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage, tasks
@@ -21,6 +21,9 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
+
+if TYPE_CHECKING:
+    from fedfm.training.sharded.settings import GroupSettings
 
 _LOOK = 64  # number of training rows that are prepared to count the operations per row
 
@@ -60,7 +63,12 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     if experiment.model.name == WITHHELD:  # this process is a silo, and only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)
-    model = model_of(experiment, table, hollow=idle)
+    group = None
+    if experiment.run.processes_per_client > 1 and experiment.run.engine == "local":
+        from fedfm.training.sharded.settings import PATIENCE, GroupSettings
+
+        group = GroupSettings(experiment.run.processes_per_client, limit=PATIENCE * experiment.run.timeout)
+    model = model_of(experiment, table, hollow=idle, group=group)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:
         from fedfm.attacks.attackers import Attackers
@@ -79,23 +87,28 @@ def handles_parameters(experiment: Experiment) -> bool:
     return declared and plain and method.needs == Needs() and experiment.attack is None
 
 
-def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> Model:
-    """Load the experiment's model for the rows of a table; see :func:`fedfm.models.load.load_model` for ``hollow``."""
-    from fedfm.models.load import load_model
+def model_of(
+    experiment: Experiment, table: Table, *, hollow: bool = False, group: GroupSettings | None = None
+) -> Model:
+    """Load the experiment's model for the rows of a table.
 
+    Args:
+        hollow: see :func:`fedfm.models.load.load_model`.
+        group: the processes that compute the model; None if this process does.
+    """
     if experiment.run.deterministic:
         devices.make_deterministic()
-    spec, dim = experiment.model, feature_dim(table)
-    model = load_model(
-        spec,
-        classes=table.classes,
-        kind=table.kind,
-        task=spec.task,
-        seed=experiment.run.seed,
-        feature_dim=dim,
-        head_bias=experiment.method.needs.bias,
-        hollow=hollow,
-    )
+    spec = experiment.model
+    about: dict[str, Any] = {"classes": table.classes, "kind": table.kind, "task": spec.task}
+    about |= {"seed": experiment.run.seed, "head_bias": experiment.method.needs.bias}
+    if group is not None:
+        from fedfm.training.sharded.group_model import load_group_model
+
+        group = replace(group, device=spec.device, deterministic=experiment.run.deterministic)
+        return load_group_model(spec, group, **about)
+    from fedfm.models.load import load_model
+
+    model = load_model(spec, feature_dim=feature_dim(table), hollow=hollow, **about)
     model.kernels, model.loaders = experiment.run.kernels, experiment.run.loader_workers
     model.predictor = packed.predict
     return model

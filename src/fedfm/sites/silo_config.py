@@ -7,6 +7,8 @@
     models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, as well as built-in models
     methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
     device = "cuda:1"                       # the model's device; default: the device that the experiment names
+    processes = 8                           # processes that share the model's weights, each with a GPU; default: 1
+    launch = "srun --ntasks=8"              # the command that starts them; default: on this machine
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; default: all
@@ -132,6 +134,13 @@ class Silo(OpenSettings):
         pattern="|auto-map|(auto|cpu|cuda|mps)(:.*)?",
         words='"auto", "cpu", "cuda", "mps" or "auto-map"',
     )
+    processes: int = setting(
+        1, "processes that compute the model together, each with a part of every weight", ge=1, le=4096
+    )
+    launch: str = setting(
+        "",
+        "the command line that starts these processes, e.g. torchrun or srun, on other machines, too [this machine]",
+    )
     downloads: bool = setting(False, "whether models are downloaded from a hub")
     text: str = _column("text")
     image: str = _column("image")
@@ -143,7 +152,8 @@ class Silo(OpenSettings):
     def rows(self) -> OwnRows:
         """The settings of the silo's rows and models."""
         of = columns_of(self)
-        return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, of)
+        paths = self.name, self.data, self.classes, self.models, self.device, self.predict
+        return OwnRows(*paths, self.processes, self.launch, of)
 
     @property
     def policy(self) -> Policy:
@@ -173,6 +183,8 @@ def _read(table: Mapping[str, Any]) -> Silo:
         check_fields(silo, "")
     with faults:
         check_list(silo.classes or (), "classes")
+    if silo.launch and silo.processes == 1:
+        faults.say(f'launch = "{silo.launch}": set processes to the number of processes that it starts', key="launch")
     # Policy reports wrong words in allow and allow_by_method in more detail, so drop what check_fields found in them.
     faults.found += [fault for fault in bounds.found if fault.key not in ("allow", "allow_by_method")]
     faults.refuse()
@@ -236,6 +248,8 @@ def report(path: Path) -> dict[str, Any]:
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,
+        "processes": silo.processes,
+        "launch": silo.launch,
         "downloads": silo.downloads,
         "allow": list(silo.allow),
         "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},
@@ -264,6 +278,7 @@ def render(found: Mapping[str, Any]) -> str:
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
         f"runs {', '.join(runs) or 'nothing'}",
+        *([f"computes a model with {found['processes']} processes"] if found["processes"] > 1 else []),
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"discloses at most {key} = {value} in all runs" for key, value in found["budget"].items() if key != "delta"),
         *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),

@@ -191,7 +191,7 @@ class _Backward:
 
     def __init__(self, job: Job, flat: Flat) -> None:
         self.model, self.note = job.client.model, job.client.log
-        self.loss = _within_intervals(self.model, _loss(job))
+        self.loss = _within_intervals(self.model, loss_of(job))
         self.flat, self.most = flat, job.local.micro_batch
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
@@ -243,7 +243,7 @@ def _without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-def _loss(job: Job) -> Callable[[Batch], Tensor]:
+def loss_of(job: Job) -> Callable[[Batch], Tensor]:
     """The local objective without the proximal term.
 
     If the optimiser sets ``absent``, the objective replaces the logits of classes that the client does not have.

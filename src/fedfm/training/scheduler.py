@@ -56,6 +56,8 @@ def trainer_for(
         from fedfm.training import private
 
         return private.train
+    if (by_group := getattr(model, "train_jobs", None)) is not None and not cached_head.applies(model):
+        return by_group  # type: ignore[no-any-return]
     if only is None and (local is None or _is_plain(local)) and trains_without(model):
         if not cached_head.applies(model):
             return packed.train

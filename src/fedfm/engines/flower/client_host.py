@@ -82,7 +82,9 @@ class ClientHost:
     def may_end(self) -> bool:
         """Whether the host may free its accelerator, since no round follows. A later message loads the model again."""
         model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
-        return model is not None and model.device.type != "cpu" and self._round >= self.experiment.method.rounds
+        several = getattr(model, "group", None) is not None  # processes, which may each have a GPU
+        elsewhere = model is not None and (several or model.device.type != "cpu")
+        return elsewhere and self._round >= self.experiment.method.rounds
 
     @cached_property
     def experiment(self) -> Experiment:

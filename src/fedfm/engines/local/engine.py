@@ -7,6 +7,7 @@ load model and data themselves. The results do not depend on the number of worke
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -283,8 +284,12 @@ def start(
     """
     experiment = run.experiment
     spec = experiment.run
-    with torch_threads(1):
+    with torch_threads(1), contextlib.ExitStack() as stack:
         population = given() if given is not None else populate(experiment)
+        if spec.processes_per_client > 1:
+            from fedfm.training.sharded.group_model import running
+
+            stack.enter_context(running(population.model))
         describe(run, population, progress)
         enough(experiment, population.clients)
         silos, device = silos_of(run, population), population.model.device
@@ -294,7 +299,7 @@ def start(
             from fedfm.engines.local.spawned import spawn
 
             start = partial(spawn, run.path)
-        workers = len(places) or processes(spec.workers, device)
+        workers = len(places) or (1 if spec.processes_per_client > 1 else processes(spec.workers, device))
         seconds = math.inf  # a client in this process cannot be stopped, so a late result counts
         if workers > 1 or not spec.extend_timeout:
             from fedfm.runtime.client_timeout import patience
