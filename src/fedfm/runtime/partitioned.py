@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.rows import Rows
+from fedfm.core.transcript import MANY
 from fedfm.data.table import PARTS, ClientRows, FederatedData, Table
 from fedfm.linalg.out_of_core import limit
 from fedfm.models import preprocessing
@@ -194,6 +195,12 @@ class Partitioned:
         """Return the numbers of :meth:`counts` in the form of :func:`fedfm.data.partition.summary`."""
         from fedfm.data.partition import summary
 
+        if len(self.clients) > MANY:
+            from fedfm.data.split_sums import sums
+
+            found = summary(replace(self.federated, clients={})) | sums(self.federated, list(self.counts().values()))
+            del found["clients"]
+            return found
         found = summary(self.federated)
         if not self.trains_on_blocks:
             return found
