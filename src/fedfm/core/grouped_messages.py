@@ -21,15 +21,12 @@ def group(crossings: Sequence[Crossing]) -> Iterator[str]:
         elif c.receiver == SERVER:
             groups.setdefault(c._replace(sender=""), []).append(c.sender)
         else:
-            groups.setdefault(c, [""])
-    for c, clients in groups.items():
-        side = "receiver" if not c.receiver else "sender"
-        if c.sender and c.receiver:
             yield c.line()
-        elif len(clients) == 1:
-            yield c._replace(**{side: clients[0]}).line()
+    for c, clients in groups.items():
+        if len(clients) == 1:
+            yield c._replace(sender=c.sender or clients[0], receiver=c.receiver or clients[0]).line()
         else:
-            key = "to" if side == "receiver" else "from"
+            key = "to" if c.sender else "from"
             yield json.dumps(json.loads(c.line()) | {key: shorten(sorted(clients)), "messages": len(clients)})
 
 

@@ -31,7 +31,7 @@ def sums(data: FederatedData, sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
     def part_sums(part: str, n: np.ndarray) -> dict[str, Any]:
         by_size = {str(k): int(c) for k, c in zip(*np.unique(n, return_counts=True), strict=True)}
         about = {"least": int(n.min()), "median": float(np.median(n)), "most": int(n.max())}
-        return {"rows": int(n.sum()), "by_class": by_class(data.joined(part)), **about, "sizes": by_size}
+        return {"rows": int(n.sum()), "by_class": by_class(data.all_rows(part)), **about, "sizes": by_size}
 
     def client_counts(rows: ClientRows, n: np.ndarray) -> dict[str, Any]:
         of = {part: getattr(rows, part) for part in PARTS}

@@ -195,7 +195,7 @@ class DealtRows(Mapping[str, ClientRows]):
 
     def __getitem__(self, name: str) -> ClientRows:
         k = self._places[name]
-        return ClientRows(*(rows[start[k] : start[k + 1]] for rows, start in self.parts.values()))
+        return ClientRows(*[rows[start[k] : start[k + 1]] for rows, start in self.parts.values()])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -223,7 +223,7 @@ class FederatedData:
     test: np.ndarray
     notices: tuple[str, ...] = ()
 
-    def joined(self, part: str) -> np.ndarray:
+    def all_rows(self, part: str) -> np.ndarray:
         """All clients' rows of a part ("train", "val" or "test"), client by client."""
         if isinstance(self.clients, DealtRows):
             return self.clients.parts[part][0]

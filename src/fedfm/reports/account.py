@@ -206,8 +206,8 @@ def _without_long_tables(value: Any) -> Any:
 def share_box(run: RunFiles) -> str:
     """A box that lists the files of the run, and the facts in this report, that must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
-    private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split"))
-    read = read.get("clients") or read.get("sample")
+    private, part = run.experiment.get("privacy"), mapping(run.manifest.get("split"))
+    read = part.get("clients") or part.get("sample")
     counted = " and shows their rows per class" if read and not private else ""
     items.append(f"This report names the clients{counted}; ask them before you share it.")
     if (run.path / WEIGHTS).exists():

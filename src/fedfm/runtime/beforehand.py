@@ -78,7 +78,7 @@ def notices(population: Partitioned) -> list[str]:
 
 def _rows(population: Partitioned) -> np.ndarray:
     """Return the indices of all rows that a client or the server reads, each once."""
-    parts = [population.federated.test, *map(population.federated.joined, PARTS)]
+    parts = [population.federated.test, *map(population.federated.all_rows, PARTS)]
     return np.unique(np.concatenate(parts).astype(np.int64))
 
 

@@ -128,7 +128,7 @@ class Evaluator:
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     @functools.cached_property
-    def evaluated(self) -> Sequence[ClientId]:
+    def panel(self) -> Sequence[ClientId]:
         """The clients that are asked for scores; with ``run.evaluate_fraction`` a share, the same in all rounds."""
         fraction = self._run.experiment.run.evaluate_fraction
         return self._fed.clients if fraction == 1 else self._fed.draw(fraction, "evaluation")
@@ -173,9 +173,9 @@ class Evaluator:
         Args:
             thorough: whether to compute the costly metrics, too; only the last round has them.
         """
-        models = self.models(state, self.evaluated)
+        models = self.models(state, self.panel)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
-        by_client = {client: models.get(client) or models[""] for client in self.evaluated}
+        by_client = {client: models.get(client) or models[""] for client in self.panel}
         chooses = self._validates and bool(self._task.needs_validation)
         validated = self._choose(by_client) if chooses else {}
         tested = self._own(by_client, "test")
@@ -270,7 +270,7 @@ class Evaluator:
     ) -> dict[ClientId, dict[str, Any]]:
         """Return metrics of each client's model on its own rows; {} for a client that gave none or was not asked."""
         if why_unasked(self._run.experiment):
-            return {client: {} for client in self.evaluated}
+            return {client: {} for client in self.panel}
         if self._newest is not None and self._by_updates:
             return self._newest.of(part)
         first = next(iter(models.values()))
@@ -278,10 +278,10 @@ class Evaluator:
         more = {"chosen": self.chosen} if self.chosen and part == "test" else {}
         check = partial(check_scores, task=self._task, classes=self._fed.model.classes)
         half = handler or self._clients.evaluate
-        replies = self._aside(half, of=self.evaluated, check=check, w=payload, part=part, **more)
+        replies = self._aside(half, of=self.panel, check=check, w=payload, part=part, **more)
         if self._newest is not None and self._fed.round == 0:
             self._newest.begin(part, replies)
-        return {client: replies.get(client, {}) for client in self.evaluated}
+        return {client: replies.get(client, {}) for client in self.panel}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
         """Send clients a request that is not part of the method, e.g. for scores.

@@ -59,7 +59,7 @@ def _other_units(population: Partitioned) -> list[str]:
 
 def _medians(x: np.ndarray, federated: FederatedData) -> np.ndarray:
     """Return each client's median absolute value (K,), 0 without rows; clients of the same size are taken together."""
-    joined, sizes = federated.joined("train"), federated.sizes("train")
+    joined, sizes = federated.all_rows("train"), federated.sizes("train")
     found, start = np.zeros(len(sizes)), np.cumsum(sizes) - sizes
     for n in np.unique(sizes[sizes > 0]):
         alike = np.flatnonzero(sizes == n)

@@ -75,10 +75,13 @@ class Partitioned:
     def data(self, client: ClientId) -> ClientData:
         """Return the client's rows, ready for the model; with a frozen backbone they are features, computed once.
 
-        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again when they are used next.
+        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again when they are used next. So are feature
+        vectors from the table, beyond very many clients.
         """
         if client not in self._data:
             self._forget_images()
+            if self.federated.table.kind == "features" and len(self._data) >= MANY:
+                del self._data[next(iter(self._data))]  # feature vectors are quickly prepared again
             rows = self._pool() if client == POOLED else self.federated.clients[client]
             make = (
                 self.rows
@@ -114,7 +117,7 @@ class Partitioned:
         return replace(make(), augment=self.augment)
 
     def _pool(self) -> ClientRows:
-        train, val = (np.sort(self.federated.joined(part)) for part in ("train", "val"))
+        train, val = (np.sort(self.federated.all_rows(part)) for part in ("train", "val"))
         return ClientRows(train, val, np.sort(self.federated.test))
 
     def rows(self, index: np.ndarray) -> Rows:

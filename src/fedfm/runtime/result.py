@@ -121,7 +121,7 @@ def finish(
     if run.experiment.run.evaluate_fraction < 1:
         from fedfm.runtime import sampled_clients
 
-        more_details, texts = sampled_clients.summarise(run, fed.clients, evaluator.evaluated, lines)
+        more_details, texts = sampled_clients.summarise(run, fed.clients, evaluator.panel, lines)
         result["details"] |= more_details
         for text in texts:
             run.note(text)

@@ -218,7 +218,7 @@ def template_notices(population: Partitioned) -> list[str]:
 def _on_disk(population: Partitioned) -> list[str]:
     """Return a notice if an earlier run has cached rows of these clients; it concerns this machine, not the run."""
     cache, table = population.cache, population.federated.table
-    if cache is None or population.encode is not None or population.client_model is None:
+    if cache is None or population.encode is not None or population.client_model is None or table.kind == "features":
         return []
     return cache.notices(table, [rows.train for rows in population.federated.clients.values() if len(rows.train)])
 
@@ -228,7 +228,7 @@ def _no_task(population: Partitioned) -> list[str]:
     table = population.federated.table
     if table.labels is None or not population.clients:
         return []
-    found = np.unique(table.labels[population.federated.joined("train")])
+    found = np.unique(table.labels[population.federated.all_rows("train")])
     if len(found) != 1:
         return []
     name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
@@ -242,7 +242,7 @@ def _classes_without_rows(population: Partitioned) -> list[str]:
     table = population.federated.table
     if table.labels is None or not table.classes:
         return []
-    counts = np.bincount(table.labels[population.federated.joined("train")], minlength=len(table.classes))
+    counts = np.bincount(table.labels[population.federated.all_rows("train")], minlength=len(table.classes))
     missing = [f'"{name}"' for name, n in zip(table.classes, counts, strict=False) if not n]
     if (
         not missing or len(missing) >= len(table.classes) - 1
