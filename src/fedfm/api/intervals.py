@@ -91,7 +91,10 @@ def rows_behind(key: str, run: Run) -> int:
     """
     split = run.manifest["split"] or {}
     if key == LOCAL_ACCURACY or (key == "accuracy" and personal(run.experiment.method)):
-        return sum(_rows(part.get("test")) for part in split.get("clients", {}).values())
+        asked = (run.manifest["result"] or {}).get("client_accuracy") or {}
+        if "sums" in split:
+            return _rows(split["sums"]["test"]) if len(asked) == split["sums"]["clients"] else 0
+        return sum(_rows(part.get("test")) for c, part in split.get("clients", {}).items() if c in asked or not asked)
     return _rows(split.get("test"))
 
 

@@ -47,8 +47,8 @@ def finding_of(run: Run) -> Finding:
     the model of an earlier round, the last round also asks for the scores of that model.
     """
     calls: dict[tuple[int, str, str, str], set[int]] = {}
-    for _, line, _ in logs.lines(run.path / logs.MESSAGES):
-        if line is None or line.get("from") != "server":
+    for line in logs.messages(run.path / logs.MESSAGES):
+        if line.get("from") != "server":
             continue
         if line["handler"].partition(".")[0] in ONE_A_ROUND:
             place = line["round"], line["handler"], line.get("part", ""), line["to"]

@@ -121,6 +121,12 @@ def check_as_asked(e: ExperimentParts) -> None:
             "run.local_scores: [privacy] does not cover accuracies of single clients; drop one of the two",
             key="run.local_scores",
         )
+    if run.evaluate_fraction < 1 and run.asynchronous is not None:
+        raise InputError(
+            "run.evaluate_fraction: with run.asynchronous every client works, and sends scores with its updates; drop "
+            "one of the two",
+            key="run.evaluate_fraction",
+        )
     if run.patience and e.privacy is not None:
         raise InputError(
             "run.patience: [privacy] does not cover validation losses of single clients; drop one of the two",

@@ -87,6 +87,13 @@ class RunSpec:
         False, "let others read the run directory, as far as your umask allows [only its owner]; private/ stays closed"
     )
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)
+    evaluate_fraction: float = setting(
+        1.0,
+        "share of the clients that are asked for scores, at least one; drawn once from run.seed, so all evaluations of "
+        "a run ask the same clients, and their means are of this sample",
+        gt=0,
+        le=1,
+    )
     patience: int = setting(
         0, "stop after this many rounds without a better validation loss; the best round's model is kept", ge=0
     )

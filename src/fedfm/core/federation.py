@@ -181,9 +181,12 @@ class Federation:
             if not math.isclose(fraction, mechanism.fraction):
                 raise RunError(f"fed.sample({fraction:g}): [privacy] assumes the fraction {mechanism.fraction:g}")
             return mechanism.cohort(self)
+        return self.draw(fraction, self.round, "cohort")
+
+    def draw(self, fraction: float, *purpose: str | int) -> Sequence[ClientId]:
+        """Draw this share of the clients, at least one, for a purpose (see :mod:`fedfm.seeds`); sorted by name."""
         m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)
-        rng = seeds.generator(self.seed, "server", self.round, "cohort")
-        chosen = rng.choice(len(self.clients), size=m, replace=False)
+        chosen = seeds.generator(self.seed, "server", *purpose).choice(len(self.clients), size=m, replace=False)
         return [self.clients[i] for i in sorted(chosen)]
 
     def ask(

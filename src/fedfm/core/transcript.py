@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fedfm.core.messages import Reply
+
+MANY = 1000  # a run with more clients lists names as ranges, and rows as sums
 
 
 class Crossing(NamedTuple):
@@ -81,3 +84,12 @@ class Transcript:
     def drain(self) -> list[Crossing]:
         pending, self.pending = self.pending, []
         return pending
+
+    def lines(self) -> Iterator[str]:
+        """Drain the crossings; yield their lines. Of very many crossings a line stands for all that are alike."""
+        pending = self.drain()
+        if len(pending) <= 2 * MANY:
+            return (crossing.line() for crossing in pending)
+        from fedfm.core.grouped_messages import group
+
+        return group(pending)

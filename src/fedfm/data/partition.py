@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from fedfm.core.text import listing
-from fedfm.data.owners import Owner, Splits, deal_evenly, number_names, own_test
+from fedfm.data.owners import Owner, Splits, by_owner, deal_evenly, number_names, own_test
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import apportion, hold_out
-from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.data.table import DealtRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
 
@@ -81,24 +81,37 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
             notices.append(
                 f"{orphans} test rows are of classes that no client trains on: they are only in the global test"
             )
-    clients: dict[str, ClientRows] = {}
-    empty: list[str] = []
-    for k, name in enumerate(names):
-        mine, kept, own = (rows[owner == k] for rows, owner in zip((train, val, test), owners, strict=True))
-        if not len(mine):
-            empty.append(name)
-            if len(kept):
-                notices.append(f"{name} has no training rows: its {len(kept)} validation rows are not used")
-            continue
-        labels = None if table.labels is None else table.labels[mine]
-        held = hold_out(labels, mine, spec.val_fraction, generator(seed, "val", name))
-        clients[name] = ClientRows(np.setdiff1d(mine, held), np.sort(np.concatenate([kept, held])), own)
-    if empty:
+    counts = [np.bincount(owner[owner >= 0], minlength=len(names)) for owner in owners]
+    empty = np.flatnonzero(counts[0] == 0)
+    for k in empty[counts[1][empty] > 0]:
+        notices.append(f"{names[k]} has no training rows: its {counts[1][k]} validation rows are not used")
+    if len(empty):
         notices.append(
             f"the partition left {len(empty)} of {len(names)} clients without training rows; they are left out: "
-            f"{listing(empty)}"
+            f"{listing(names[k] for k in empty)}"
         )
-    return FederatedData(table, clients, test, (*table.notices, *notices))
+        place = np.append(np.where(counts[0] > 0, np.cumsum(counts[0] > 0) - 1, -1), -1)  # the last is of owner -1
+        owners, names = [place[owner] for owner in owners], [names[k] for k in np.flatnonzero(counts[0])]
+    if spec.val_fraction > 0:
+        (train, val), owners[:2] = _hold_out(table, (train, val), owners, names, spec.val_fraction, seed)
+    parts = [by_owner(rows, owner, len(names)) for rows, owner in zip((train, val, test), owners, strict=True)]
+    return FederatedData(table, DealtRows(names, parts), test, (*table.notices, *notices))
+
+
+def _hold_out(
+    table: Table, rows: tuple[np.ndarray, np.ndarray], owners: list[Owner], names: list[str], fraction: float, seed: int
+) -> tuple[list[np.ndarray], list[Owner]]:
+    """Make a share of each client's training rows validation rows; return (rows, owners) of both splits."""
+    joined, start = by_owner(rows[0], owners[0], len(names))
+    held = []
+    for k, name in enumerate(names):
+        mine = joined[start[k] : start[k + 1]]
+        labels = None if table.labels is None else table.labels[mine]
+        held.append(hold_out(labels, mine, fraction, generator(seed, "val", name)))
+    chosen = np.concatenate(held)
+    kept, of = ~np.isin(rows[0], chosen), np.repeat(np.arange(len(names)), list(map(len, held)))
+    moved = [np.concatenate([rows[1], chosen]), np.concatenate([owners[1], of])]
+    return [rows[0][kept], moved[0]], [owners[0][kept], moved[1]]
 
 
 def summary(data: FederatedData) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import numpy as np
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
-from fedfm.data.owners import Owner, Splits, deal_evenly, number_names, own_test
+from fedfm.data.owners import Owner, Splits, by_owner, deal_evenly, number_names, own_test
 from fedfm.data.sources._files import column as named_column
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.table import Table
@@ -39,16 +40,17 @@ def by_column(
     for name, rows in (("val", val), ("test", test)):
         strange = sorted(set(of[rows].tolist()) - set(values))
         if strange:
-            count = int(np.isin(of[rows], strange).sum())
+            lost = int(np.isin(of[rows], strange).sum())
             use = "are not used" if name == "val" else "are only in the global test"
             notices.append(
-                f"{count} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
+                f"{lost} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
             )
     stems = [
         re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values
     ]  # a client's name also names its folder
+    count = Counter(stems)
     for stem, value in zip(stems, values, strict=True):
-        if stems.count(stem) > 1:
+        if count[stem] > 1:
             raise InputError(
                 f'{key}.column: "{value}" and another value of "{column}" both give the client name "{stem}"',
                 key=f"{key}.column",
@@ -63,8 +65,9 @@ def by_column(
     each = total // len(values)
     names: list[str] = []
     owners = [np.full(len(rows), -1, dtype=np.int64) for rows in splits]
-    for value, stem in zip(values, stems, strict=True):
-        places = [np.flatnonzero(of[rows] == value) for rows in splits]
+    held = [_places(of[rows], values) for rows in splits]
+    for k, (value, stem) in enumerate(zip(values, stems, strict=True)):
+        places = [part[k] for part in held]
         if each > len(places[0]):
             raise InputError(
                 f'{key}.clients: "{value}" has {len(places[0])} training rows for {each} clients', key=f"{key}.clients"
@@ -75,9 +78,17 @@ def by_column(
         ]
         mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
         # No client of this value trains on the class of these rows, but one of these clients has to own each row.
-        lost = np.flatnonzero(mine[2] < 0)
-        mine[2][lost] = np.arange(len(lost)) % each
+        orphans = np.flatnonzero(mine[2] < 0)
+        mine[2][orphans] = np.arange(len(orphans)) % each
         for owner, place, local in zip(owners, places, mine, strict=True):
             owner[place] = len(names) + local
         names += [stem] if each == 1 else number_names(stem, each)
     return names, owners
+
+
+def _places(column: np.ndarray, values: list[str]) -> list[np.ndarray]:
+    """For each of the sorted values the ascending places where the column has it."""
+    found = np.searchsorted(values, column)
+    owner = np.where(np.array([*values, ""])[found] == column, found, -1)
+    places, start = by_owner(np.arange(len(column)), owner, len(values))
+    return np.split(places, start[1:-1])

@@ -23,7 +23,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
         (rng.random(len(counts)), -(counts * total % whole))
     )  # computed with integers, so that rounding errors have no influence
     while (left := total - int(shares.sum())) > 0:
-        open_ = [g for g in order if shares[g] < caps[g]][:left]
+        open_ = order[shares[order] < caps[order]][:left]
         shares[open_] += 1
     return shares
 

@@ -14,6 +14,7 @@ from fedfm.core import tasks
 from fedfm.core.attachments import Attachment, attachments_of
 
 _PIECE = 1 << 24  # bytes hashed at a time
+PARTS = ("train", "val", "test")
 _WORDS = {"image": "images", "text": "texts", "features": "feature vectors"}
 
 
@@ -179,6 +180,33 @@ class ClientRows:
     test: np.ndarray
 
 
+class DealtRows(Mapping[str, ClientRows]):
+    """The rows of many clients, in three arrays. A client's rows are views, which exist only while they are used.
+
+    Args:
+        names: the clients in order.
+        parts: for train, val and test the rows in order of clients (n,), and the place (K + 1,) where each client's
+            rows begin; the last place is n.
+    """
+
+    def __init__(self, names: Sequence[str], parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._places = {name: k for k, name in enumerate(names)}
+        self.parts = dict(zip(PARTS, parts, strict=True))
+
+    def __getitem__(self, name: str) -> ClientRows:
+        k = self._places[name]
+        return ClientRows(*[rows[start[k] : start[k + 1]] for rows, start in self.parts.values()])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+
 @dataclass(frozen=True)
 class FederatedData:
     """A table partitioned between clients.
@@ -191,9 +219,21 @@ class FederatedData:
     """
 
     table: Table
-    clients: dict[str, ClientRows]
+    clients: Mapping[str, ClientRows]
     test: np.ndarray
     notices: tuple[str, ...] = ()
+
+    def all_rows(self, part: str) -> np.ndarray:
+        """All clients' rows of a part ("train", "val" or "test"), client by client."""
+        if isinstance(self.clients, DealtRows):
+            return self.clients.parts[part][0]
+        return np.concatenate([np.zeros(0, np.int64), *(getattr(rows, part) for rows in self.clients.values())])
+
+    def sizes(self, part: str) -> np.ndarray:
+        """Each client's number of rows of a part (K,)."""
+        if isinstance(self.clients, DealtRows):
+            return np.diff(self.clients.parts[part][1])
+        return np.array([len(getattr(rows, part)) for rows in self.clients.values()], dtype=np.int64)
 
 
 def _take_rows(inputs: Any, index: np.ndarray) -> Any:

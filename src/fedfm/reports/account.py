@@ -10,7 +10,7 @@ from typing import Any
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.core.text import finite, to_json
 from fedfm.core.toml_text import to_toml
-from fedfm.reports.page import aside, code, details, note, table
+from fedfm.reports.page import MOST_ROWS, aside, code, details, note, table
 from fedfm.reports.plain_words import present, reading
 from fedfm.reports.read import WEIGHTS, RunFiles, mapping, numeric, sequence
 from fedfm.reports.text import count, esc, number, plural, size
@@ -192,15 +192,23 @@ def result(run: RunFiles) -> str:
     known = {*shown, "details", "client_accuracy", "excluded", "method", "rounds", "seconds", "epsilon", "accuracy"}
     known |= {GLOBAL_ACCURACY, LOCAL_ACCURACY, "bytes_up", "bytes_down"}
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]
-    text = json.dumps(finite(run.result), indent=2, ensure_ascii=False, sort_keys=True)
+    text = json.dumps(_without_long_tables(finite(run.result)), indent=2, ensure_ascii=False, sort_keys=True)
     listing = table(["field", "value"], rows, "Fields of the result", words=(1,))
     return listing + details("The complete result as JSON", code(text, "Result line as JSON"))
+
+
+def _without_long_tables(value: Any) -> Any:
+    """The result, with the number of entries in place of a table of very many clients."""
+    if isinstance(value, dict) and len(value) > MOST_ROWS:
+        return f"{count(len(value))} entries, which manifest.json has"
+    return {k: _without_long_tables(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def share_box(run: RunFiles) -> str:
     """A box that lists which files of the run, and which facts in this report, must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
-    private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
+    private, part = run.experiment.get("privacy"), mapping(run.manifest.get("split"))
+    read = part.get("clients") or part.get("sample")
     counted = " and shows their rows per class" if read and not private else ""
     items.append(f"This report names the clients{counted}; ask them before you share it.")
     if (run.path / WEIGHTS).exists():

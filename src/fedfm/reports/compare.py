@@ -113,7 +113,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
             out.append(f"{what}: {', '.join(others)} {verb} from {next(iter(runs))}.")
 
     unlike("The model (fingerprint)", every, lambda r: mapping(r.manifest.get("fingerprints")).get("model"))
-    unlike("The split among clients", _not_private(runs), lambda r: mapping(r.manifest.get("split")).get("clients"))
+    unlike("The split among clients", _not_private(runs), _split_of)
     unlike("The seed", every, lambda r: mapping(r.experiment.get("run")).get("seed"))
     unlike("The attack", every, lambda r: r.experiment.get("attack"))
     unlike("The aggregation", every, lambda r: r.experiment.get("aggregation") or {"name": "mean"})
@@ -123,6 +123,13 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
     if len({run.done_rounds for run in runs}) > 1:
         out.append(f"The number of rounds differs ({runs[0].done_rounds} for {names[0]}).")
     return out
+
+
+def _split_of(run: RunFiles) -> object:
+    """The counts of all clients; of very many clients the fingerprint of the split."""
+    return mapping(run.manifest.get("split")).get("clients") or mapping(run.manifest.get("fingerprints")).get(
+        "partition"
+    )
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:

@@ -110,7 +110,9 @@ def _design(run: RunFiles) -> str:
     data, model, method = (mapping(e.get(key)) for key in ("data", "model", "method"))
     adaptation, aggregation = mapping(model.get("adaptation")), mapping(e.get("aggregation"))
     source = next((f"{key} = {data[key]}" for key in ("name", "path", "hub") if data.get(key)), "each client's own")
-    rows = [numeric(mapping(mapping(c).get("train")).get("rows")) for c in _split(run).values()]
+    known = mapping(mapping(run.manifest.get("split")).get("sums")) or _split(run)
+    each = [known] if "clients" in known else known.values()  # sums of very many clients, or the counts of each
+    rows = [numeric(mapping(mapping(c).get("train")).get("rows")) for c in each]
     counted = f"{count(int(sum(r for r in rows if r)))} training rows" if rows else "not in the manifest"
     if e.get("privacy") and not rows:
         counted = "kept in private/data.json, because this run states an epsilon or hides updates"

@@ -83,7 +83,7 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
 def sentence(run: RunFiles) -> str:
     """The result in one sentence."""
     model = mapping(run.experiment.get("model")).get("name") or "a model of the server"
-    clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
+    clients = len(sequence(run.manifest.get("clients"))) or len(run.client_accuracy)
     text = (
         f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(data_of(run))} at {plural(clients, 'client')}: "
     )
@@ -135,11 +135,12 @@ def _tiles(run: RunFiles) -> str:
     if (best := details.get("model_of_round", run.done_rounds)) != run.done_rounds:
         of += f"; the model is that of round {count(best)}"
     epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
+    mean = f"mean of {run.sample or 'the clients'}"
     tiles = [
         ("Global accuracy", percent(accuracy), "on the global test rows")
         if (accuracy := run.value(GLOBAL_ACCURACY)) is not None or run.value("loss") is None
         else ("Global loss", number(run.value("loss")), "on the global test rows"),
-        ("Local accuracy", percent(run.value(LOCAL_ACCURACY)), "mean of the clients"),
+        ("Local accuracy", percent(run.value(LOCAL_ACCURACY)), mean),
         ("Worst client", percent(run.worst), worst),
         ("Spread", NONE if spread is None else f"{100 * spread:.1f}", "points, standard deviation over clients"),
         ("Rounds", count(run.done_rounds), of),
@@ -156,7 +157,7 @@ def _tiles(run: RunFiles) -> str:
     if run.value("accuracy") is None and (losses := numbers(run.client_loss.values())):
         worst = next(c for c, v in run.client_loss.items() if v == max(losses))
         tiles[1:4] = [
-            ("Local loss", number(statistics.fmean(losses)), "mean of the clients"),
+            ("Local loss", number(statistics.fmean(losses)), mean),
             ("Worst client", number(max(losses)), worst),
             ("Spread", number(statistics.pstdev(losses)), "of the loss, standard deviation over clients"),
         ]

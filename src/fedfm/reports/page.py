@@ -13,7 +13,7 @@ from fedfm.reports.svg import Series
 from fedfm.reports.text import count, esc, shorten, width_of
 
 WIDE, NARROW = 892, 358  # widths of a drawing in pixels, for screens of 1280 and of 390 pixels
-MOST_ROWS = 2000  # largest number of rows of a table; further rows are only in the run's own files
+MOST_ROWS = 2000  # largest number of rows of a table; of more rows it shows a sample, and the run's own files have all
 # The page loads nothing and runs no script, even if a name in the run contains HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -104,15 +104,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words:
     start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
     body = []
-    for row in rows[:MOST_ROWS]:
+    many = len(rows) > MOST_ROWS
+    for row in [rows[k * (len(rows) - 1) // (MOST_ROWS - 1)] for k in range(MOST_ROWS)] if many else rows:
         cells = "".join(
             f"<td{_short(c) if j in words else start[j]}>{esc(c)}</td>" for j, c in enumerate(row[1:], start=1)
         )
         body.append(f'<tr><th scope="row"{_short(row[0])}>{esc(row[0])}</th>{cells}</tr>')
     box = f'<div class="box" tabindex="0" role="region" aria-label="{esc(label)}">'
-    rest = (
-        f'<p class="note">The first {count(MOST_ROWS)} of {count(len(rows))} rows.</p>' if len(rows) > MOST_ROWS else ""
-    )
+    said = f"A sample of {count(MOST_ROWS)} of {count(len(rows))} rows, spread evenly over the table."
+    rest = note(said) if many else ""
     return f"{box}<table><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{rest}"
 
 

@@ -18,6 +18,7 @@ from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
 from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import Exposure, exposure_of
+from fedfm.runtime.run_folder import with_all_names
 from fedfm.runtime.runs_below import no_run
 
 if TYPE_CHECKING:
@@ -139,6 +140,16 @@ class RunFiles:
         return numbers(self.client_accuracy.values())
 
     @property
+    def sample(self) -> str:
+        """Words for the clients that were asked for scores, if they are a sample; "" if all were asked."""
+        asked = mapping(mapping(self.result.get("details")).get("evaluated"))
+        share, of = numeric(mapping(self.experiment.get("run")).get("evaluate_fraction")), self.manifest.get("clients")
+        if not asked and (share is None or share >= 1):
+            return ""
+        n = asked.get("clients", len(self.client_accuracy))
+        return f"a sample of {n:,} of {len(sequence(of)):,} clients, drawn once from run.seed"
+
+    @property
     def worst(self) -> float | None:
         """The lowest of the clients' accuracies."""
         return min(self.finite_accuracies, default=None)
@@ -197,6 +208,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         raise InputError(f"{path}: not JSON ({error}); restore the file as fedfm wrote it") from error
     if not isinstance(manifest, dict):
         raise InputError(f"{path}: expected a JSON object, not {type(manifest).__name__}")
+    manifest = with_all_names(manifest, path)
     schema = manifest.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:
         raise InputError(

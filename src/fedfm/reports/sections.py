@@ -122,7 +122,7 @@ def clients(run: RunFiles) -> str:
     name, sign = ("loss", 1) if as_loss else ("accuracy", -1)
     order = sorted(final, key=lambda c: (sign * v if finite(v := final[c]) else math.inf, c))
     rows = [ChartBar(c, final[c], _why_no_scores(run, c) if final[c] is None else form(final[c])) for c in order]
-    text = f"{plural(len(final), 'client')}, each model on the client's own test rows"
+    text = f"{run.sample or plural(len(final), 'client')}, each model on the client's own test rows"
     mean = statistics.fmean(known) if known else None
     if as_loss:
         text += ", where no accuracy is defined: "
@@ -137,7 +137,8 @@ def clients(run: RunFiles) -> str:
     line = (mean, f"mean {form(mean)}") if mean is not None else None
     body = figure(lambda w: bars(w, drawn, f"Bars. {text}.", max(known) if as_loss else 1.0, line))
     listing = table(["client", name], [[r.label, r.text] for r in rows], f"{name.capitalize()} per client")
-    body += _before_and_after(run, final, order, as_loss) or details("All clients", listing)
+    all_or_some = "Clients of the sample" if run.sample else "All clients"
+    body += _before_and_after(run, final, order, as_loss) or details(all_or_some, listing)
     grouped = "Sorted and averaged in groups of neighbours; each bar is a group's mean." if many else ""
     return note(f"{esc(text)}. {grouped}") + body
 
@@ -190,9 +191,9 @@ def _group_bars(rows: list[ChartBar], form: Format) -> list[ChartBar]:
 def split(run: RunFiles) -> str:
     """Training rows of each class at each client."""
     part = mapping(run.manifest.get("split"))
-    sizes_of = {
-        str(c): {k: _counts(v) for k, v in mapping(rows).items()} for c, rows in mapping(part.get("clients")).items()
-    }
+    sums = mapping(part.get("sums"))  # of very many clients there are sums and the counts of a sample
+    listed = mapping(part.get("sample" if sums else "clients"))
+    sizes_of = {str(c): {k: _counts(v) for k, v in mapping(rows).items()} for c, rows in listed.items()}
     texts = map(str, [*sequence(part.get("notices")), *sequence(run.manifest.get("notices"))])
     notices = "".join(f"<li>{esc(n)}</li>" for n in dict.fromkeys(texts))
     notices = f'<ul class="plain">{notices}</ul>' if notices else ""
@@ -209,8 +210,13 @@ def split(run: RunFiles) -> str:
     classes += [f"class {j}" for j in range(len(classes), widest)]
     train = {c: v + [0] * (len(classes) - len(v)) for c, v in train.items()}
     sizes = [sum(v) for v in train.values()]
-    text = f"{plural(sum(sizes), 'training row')} at {plural(len(train), 'client')}: {count(min(sizes))} to "
-    text += f"{count(max(sizes))} each, median {number(statistics.median(sizes))}"
+    of = mapping(sums.get("train")) or {"rows": sum(sizes), "least": min(sizes), "most": max(sizes)}
+    total, least, most = (int(whole(of.get(key))) for key in ("rows", "least", "most"))
+    middle = numeric(of["median"]) if "median" in of else statistics.median(sizes)
+    clients = int(whole(sums.get("clients"))) or len(train)
+    text = f"{plural(total, 'training row')} at {plural(clients, 'client')}: {count(least)} to {count(most)} each, "
+    text += f"median {number(middle)}"
+    text += f"; shown are {count(len(train))} clients, spread evenly over the names" if sums else ""
     if len(classes) > 1:
         kinds = [sum(1 for n in v if n) for v in train.values()]
         text += f"; {min(kinds)} to {max(kinds)} of {plural(len(classes), 'class', 'classes')} at a client"

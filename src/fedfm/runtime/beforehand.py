@@ -14,6 +14,7 @@ import torch
 
 from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
+from fedfm.data.table import PARTS
 from fedfm.errors import InputError
 from fedfm.models import lengths
 from fedfm.models.families import unwrap
@@ -40,7 +41,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         from fedfm.runtime.feature_columns import check_columns
 
         check_columns(table)
-    none = population.clients and not any(len(of.val) for of in population.federated.clients.values())
+    none = population.clients and not population.federated.sizes("val").any()
     if none and isinstance(model, Model) and (key := model.task.needs_validation):
         raise InputError(f"{key} needs validation rows: set data.val_fraction, e.g. 0.1, or mark rows as val")
     if isinstance(model, Model) and model.hollow:
@@ -77,9 +78,7 @@ def notices(population: Partitioned) -> list[str]:
 
 def _rows(population: Partitioned) -> np.ndarray:
     """Return the indices of all rows that a client or the server reads, each once."""
-    parts = [population.federated.test]
-    for of in population.federated.clients.values():
-        parts += [of.train, of.val, of.test]
+    parts = [population.federated.test, *map(population.federated.all_rows, PARTS)]
     return np.unique(np.concatenate(parts).astype(np.int64))
 
 

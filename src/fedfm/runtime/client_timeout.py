@@ -59,12 +59,12 @@ def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int]
         return None
     if method.needs.pooled or population.federated.table.kind == "own":
         return None
-    model, clients = population.model, population.federated.clients
-    largest = max(clients, key=lambda client: len(clients[client].train), default=None)
+    model, size = population.model, max(population.federated.sizes("train"), default=0)
     parameters = sum(p.numel() for p in model.module.parameters())
     passes = method.passes if has(method, Planned, "passes") else method.local.passes
-    if largest is None or parameters * _POSITIONS * len(clients[largest].train) * passes < _WORK:
+    if parameters * _POSITIONS * size * passes < _WORK:
         return None
+    largest = next(c for c, of in population.federated.clients.items() if len(of.train) == size)
     rows = population.data(largest).train
     positions = 1 if "features" in rows.tensors else rows.longest or _POSITIONS
     if not len(rows) or parameters * positions * len(rows) * passes < _WORK:

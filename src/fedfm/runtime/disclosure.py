@@ -190,11 +190,17 @@ def profile_of(run: Run) -> dict[str, Any]:
 
 
 def rows_of(run: Run) -> list[int] | None:
-    """Read the clients' numbers of training rows; None if the server does not know them, or their file is missing."""
+    """Read the clients' numbers of training rows; of very many clients, each number once.
+
+    Returns:
+        None if the server does not know the numbers, or if their file is missing.
+    """
     try:
         split = run.manifest["split"]
         if split is not None and split.get("counts") == FILE:
             split = from_json((run.path / FILE).read_text(encoding="utf-8"))["split"]
+        if split is not None and "sums" in split:
+            return [int(n) for n in split["sums"]["train"]["sizes"]]
         return None if split is None else [int(c["train"]["rows"]) for c in split["clients"].values()]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,10 +127,20 @@ class Evaluator:
         self._by_updates = False  # whether scores come with the updates, so that no client is asked for them
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
-    def models(self, state: Any) -> dict[ClientId, Params]:
-        """Return the final models that the server knows: for a personal method one per client, else one under ""."""
+    @functools.cached_property
+    def panel(self) -> Sequence[ClientId]:
+        """The clients that are asked for scores; with ``run.evaluate_fraction`` a share, the same in all rounds."""
+        fraction = self._run.experiment.run.evaluate_fraction
+        return self._fed.clients if fraction == 1 else self._fed.draw(fraction, "evaluation")
+
+    def models(self, state: Any, of: Sequence[ClientId] | None = None) -> dict[ClientId, Params]:
+        """Return the final models that the server knows: for a personal method one per client, else one under "".
+
+        Args:
+            of: the clients whose models are wanted; None for all.
+        """
         if personal(self._method):
-            return {client: self._method.params_for(state, client) for client in self._fed.clients}
+            return {c: self._method.params_for(state, c) for c in (self._fed.clients if of is None else of)}
         return {"": self._method.params_for(state, "")}
 
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
@@ -162,9 +173,9 @@ class Evaluator:
         Args:
             thorough: whether to compute the costly metrics, too; only the last round has them.
         """
-        models = self.models(state)
+        models = self.models(state, self.panel)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
-        by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
+        by_client = {client: models.get(client) or models[""] for client in self.panel}
         chooses = self._validates and bool(self._task.needs_validation)
         validated = self._choose(by_client) if chooses else {}
         tested = self._own(by_client, "test")
@@ -190,7 +201,9 @@ class Evaluator:
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY, MACRO_F1)}}
             line |= {key: value for key, value in pooled.items() if key in self._task.figures}
         elif self.judge is not None and (thorough or not personal(self._method)):
-            known = self.collect_models(state) if keeps_parts(self._method) else models  # as the clients received them
+            known = models
+            if keeps_parts(self._method):  # as the clients received them
+                known = {c: w for c, w in self.collect_models(state).items() if c in by_client}
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
@@ -248,6 +261,8 @@ class Evaluator:
         split = self._run.manifest["split"]
         if split is None:  # silos with their own files: the server does not know their numbers of rows
             return self._run.experiment.data.val_fraction > 0
+        if "sums" in split:
+            return bool(split["sums"]["val"]["rows"])
         return any(counts["val"]["rows"] for counts in split["clients"].values())
 
     def _own(
@@ -255,17 +270,18 @@ class Evaluator:
     ) -> dict[ClientId, dict[str, Any]]:
         """Return metrics of each client's model on its own rows; {} for a client that gave none or was not asked."""
         if why_unasked(self._run.experiment):
-            return {client: {} for client in self._fed.clients}
+            return {client: {} for client in self.panel}
         if self._newest is not None and self._by_updates:
             return self._newest.of(part)
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
         more = {"chosen": self.chosen} if self.chosen and part == "test" else {}
         check = partial(check_scores, task=self._task, classes=self._fed.model.classes)
-        replies = self._aside(handler or self._clients.evaluate, check=check, w=payload, part=part, **more)
+        half = handler or self._clients.evaluate
+        replies = self._aside(half, of=self.panel, check=check, w=payload, part=part, **more)
         if self._newest is not None and self._fed.round == 0:
             self._newest.begin(part, replies)
-        return {client: replies.get(client, {}) for client in self._fed.clients}
+        return {client: replies.get(client, {}) for client in self.panel}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
         """Send clients a request that is not part of the method, e.g. for scores.

@@ -67,7 +67,7 @@ def exposure_of(path: Path, excluded: Collection[tuple[int, str]] = ()) -> Expos
     received: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     hidden: dict[tuple[int, int], int] = defaultdict(int)
     alone, unknown = False, False
-    for line in (line for _, line, _ in logs.lines(path) if line is not None):
+    for line in logs.messages(path):
         sender, receiver, handler = (str(line.get(key, "")) for key in ("from", "to", "handler"))
         form, counted, size = str(line.get("form", "plain")), line.get("counted") is not False, line.get("bytes")
         size = size if type(size) is int and 0 <= size < _MOST else 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from fedfm.core.federation import MAX_NORM
-from fedfm.data.table import Table
+from fedfm.data.table import FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
+_AT_ONCE = 10**7  # values whose medians are computed at once
 _UNITS = 100.0  # a notice is given if one client's usual value is at least this many times another client's
 _WIDE = 1e4  # a notice names a column if its largest value exceeds 1e4, and 1e4 times that of the median column
 
@@ -40,9 +41,10 @@ def _other_units(population: Partitioned) -> list[str]:
 
     The usual cause is that one of them measures in other units.
     """
-    x, clients = population.federated.table.inputs, population.federated.clients
-    parts = {name: of.train for name, of in clients.items()} | {"the test rows": population.federated.test}
-    usual = {name: float(np.median(np.abs(x[rows]))) for name, rows in parts.items() if len(rows)}
+    x, federated = population.federated.table.inputs, population.federated
+    usual = dict(zip(federated.clients, _medians(x, federated).tolist(), strict=True))
+    if len(federated.test):
+        usual["the test rows"] = float(np.median(np.abs(x[federated.test])))
     usual = {name: size for name, size in usual.items() if size > 0}
     if len(usual) < 2:
         return []
@@ -53,6 +55,18 @@ def _other_units(population: Partitioned) -> list[str]:
         f"the usual value of {most} is {usual[most]:.3g}, but that of {least} is {usual[least]:.3g}; if they have "
         "different units, give all vectors in the same units, or set data.scale"
     ]
+
+
+def _medians(x: np.ndarray, federated: FederatedData) -> np.ndarray:
+    """Return each client's median absolute value (K,), 0 without rows; clients of the same size are taken together."""
+    joined, sizes = federated.all_rows("train"), federated.sizes("train")
+    found, start = np.zeros(len(sizes)), np.cumsum(sizes) - sizes
+    for n in np.unique(sizes[sizes > 0]):
+        alike = np.flatnonzero(sizes == n)
+        for some in np.array_split(alike, 1 + len(alike) * n * x.shape[1] // _AT_ONCE):
+            rows = joined[start[some][:, None] + np.arange(n)]  # (clients, n)
+            found[some] = np.median(np.abs(x[rows]).reshape(len(some), -1), axis=1)
+    return found
 
 
 def check_columns(table: Table) -> None:

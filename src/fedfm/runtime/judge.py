@@ -12,6 +12,7 @@ from torch import Tensor
 from fedfm.core.capabilities import HiddenModel, Judge, Predictor, has
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
+from fedfm.core.transcript import MANY
 from fedfm.linalg.params import Params
 from fedfm.models import metrics
 from fedfm.runtime.partitioned import Partitioned
@@ -76,7 +77,11 @@ def judge(
     def whole(w: Params, by_class: bool) -> dict[str, Any]:
         if not (tabled and by_class):
             found = valid_scores(w)
-            if len(population.pieces) == 1 and (sole := next(iter(population.pieces))) in found:
+            if (
+                len(population.clients) <= MANY
+                and len(population.pieces) == 1
+                and (sole := next(iter(population.pieces))) in found
+            ):
                 return dict(found[sole])  # one client has all rows
         if not tabled:
             return scores(method, population.model, w, population.test)

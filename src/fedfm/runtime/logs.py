@@ -65,6 +65,17 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and type(found.get("round")) is int else None
 
 
+def messages(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the messages in the undamaged lines of ``messages.jsonl``, also those that share a line."""
+    for _, line, _ in lines(path):
+        if line is not None and "messages" not in line:
+            yield line
+        elif line is not None:
+            from fedfm.core.grouped_messages import ungroup
+
+            yield from ungroup(line)
+
+
 def rounds(path: Path) -> list[dict[str, Any]]:
     """Read the lines of ``metrics.jsonl`` that are undamaged and complete."""
     return [found for _, found, ended in lines(path) if found is not None and ended]
@@ -183,7 +194,8 @@ def _gaps_of_messages(path: Path, finished: Mapping[str, Any] | None) -> list[st
         if line is None:
             damaged += [number] if ended or finished else []
         elif line.get("counted") is not False and isinstance(line.get("bytes"), int):
-            up, down = (up + line["bytes"], down) if line.get("to") == "server" else (up, down + line["bytes"])
+            size = line["bytes"] * (n if isinstance(n := line.get("messages"), int) else 1)
+            up, down = (up + size, down) if line.get("to") == "server" else (up, down + size)
     said = _damage_notices(MESSAGES, damaged)
     if finished is not None:
         told = [(way, sent, finished.get(f"bytes_{way}")) for way, sent in (("up", up), ("down", down))]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.rows import Rows
-from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.core.transcript import MANY
+from fedfm.data.table import PARTS, ClientRows, FederatedData, Table
 from fedfm.linalg.out_of_core import limit
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
@@ -53,7 +54,7 @@ class Partitioned:
         self.client_model = model if shared else None
         self.encode: Callable[[Rows], Rows] | None = None
         self.cache = RowCache(model) if isinstance(model, Model) else None
-        self._data: dict[ClientId, ClientData] = {}
+        self._clients, self._data = sorted(federated.clients), dict[ClientId, ClientData]()
         self._prepared = self._image_memory = 0
 
     @property
@@ -69,15 +70,18 @@ class Partitioned:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        return sorted(self.federated.clients)
+        return self._clients
 
     def data(self, client: ClientId) -> ClientData:
         """Return the client's rows, ready for the model; with a frozen backbone they are features, computed once.
 
-        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again when they are used next.
+        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again when they are used next. So are feature
+        vectors from the table, beyond very many clients.
         """
         if client not in self._data:
             self._forget_images()
+            if self.federated.table.kind == "features" and len(self._data) >= MANY:
+                del self._data[next(iter(self._data))]  # feature vectors are quickly prepared again
             rows = self._pool() if client == POOLED else self.federated.clients[client]
             make = (
                 self.rows
@@ -113,8 +117,7 @@ class Partitioned:
         return replace(make(), augment=self.augment)
 
     def _pool(self) -> ClientRows:
-        everyone = [self.federated.clients[c] for c in self.clients]
-        train, val = (np.sort(np.concatenate([getattr(c, part) for c in everyone])) for part in ("train", "val"))
+        train, val = (np.sort(self.federated.all_rows(part)) for part in ("train", "val"))
         return ClientRows(train, val, np.sort(self.federated.test))
 
     def rows(self, index: np.ndarray) -> Rows:
@@ -181,9 +184,11 @@ class Partitioned:
 
         With running text a row is a block of tokens, so the texts are tokenized to count the blocks.
         """
-        held: Callable[[ClientId], ClientData | ClientRows]
-        held = self.data if self.trains_on_blocks else self.federated.clients.__getitem__
-        return {c: (len(held(c).train), len(held(c).val), len(held(c).test)) for c in self.clients}
+        if self.trains_on_blocks:
+            return {c: (len(of.train), len(of.val), len(of.test)) for c in self.clients for of in [self.data(c)]}
+        sizes = zip(*(self.federated.sizes(part).tolist() for part in PARTS), strict=True)
+        found = dict(zip(self.federated.clients, sizes, strict=True))
+        return {c: found[c] for c in self.clients}
 
     def sizes(self) -> dict[ClientId, int]:
         """Return the number of rows that each client trains on, counted as in :meth:`counts`."""
@@ -193,6 +198,12 @@ class Partitioned:
         """Return the numbers of :meth:`counts` in the form of :func:`fedfm.data.partition.summary`."""
         from fedfm.data.partition import summary
 
+        if len(self.clients) > MANY:
+            from fedfm.data.split_sums import sums
+
+            found = summary(replace(self.federated, clients={})) | sums(self.federated, list(self.counts().values()))
+            del found["clients"]
+            return found
         found = summary(self.federated)
         if not self.trains_on_blocks:
             return found

@@ -150,7 +150,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     table = population.federated.table
     if not isinstance(method, TrainsLocally) or method.needs.pooled or table.kind == "own":
         return None
-    model, clients = population.model, [population.federated.clients[c] for c in population.clients]
+    model, clients = population.model, (population.federated.clients[c] for c in population.clients)
     samples = list(population.sizes().values())
     first = next((rows.train[:_LOOK] for rows in clients if len(rows.train)), None)
     macs = None if first is None else per_sample(model, model.prepare(table, first), method.local.batch_size)

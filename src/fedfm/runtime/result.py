@@ -118,6 +118,14 @@ def finish(
         for key in (BEFORE, LOSS_BEFORE):
             result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
     result["details"] |= arrivals(run, lines)
+    if run.experiment.run.evaluate_fraction < 1:
+        from fedfm.runtime import sampled_clients
+
+        more_details, texts = sampled_clients.summarise(run, fed.clients, evaluator.panel, lines)
+        result["details"] |= more_details
+        for text in texts:
+            run.note(text)
+            notice(text)
     _count(run, lines)
     enter(run, spent)
     privacy = run.manifest["experiment"].get("privacy")

@@ -27,7 +27,16 @@ from fedfm.core.text import safe_name, to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import file_integrity, logs
-from fedfm.runtime.run_folder import LOCK, MANIFEST, claim, new_manifest, own_place, read_manifest, refuse_used
+from fedfm.runtime.run_folder import (
+    LOCK,
+    MANIFEST,
+    claim,
+    new_manifest,
+    own_place,
+    read_manifest,
+    refuse_used,
+    with_short_names,
+)
 
 # Temporary files that a killed process may leave.
 _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
@@ -178,7 +187,7 @@ class Run:
 
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
-        text = to_json(self.manifest, indent=1)
+        text = to_json(with_short_names(self.manifest), indent=1)
         storage.write_atomic(self.path / MANIFEST, logs.to_bytes(text + "\n"))
 
     # --- commits -----------------------------------------------------------------------------------------------------
@@ -232,7 +241,7 @@ class Run:
 
     def note_messages(self, fed: Federation) -> int:
         """Append the messages since the last call to ``messages.jsonl``; return the file's length."""
-        text = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
+        text = "".join(line + "\n" for line in fed.transcript.lines())
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:

@@ -218,17 +218,17 @@ def template_notices(population: Partitioned) -> list[str]:
 def _on_disk(population: Partitioned) -> list[str]:
     """Return a notice if an earlier run has cached rows of these clients; it concerns this machine, not the run."""
     cache, table = population.cache, population.federated.table
-    if cache is None or population.encode is not None or population.client_model is None:
+    if cache is None or population.encode is not None or population.client_model is None or table.kind == "features":
         return []
     return cache.notices(table, [rows.train for rows in population.federated.clients.values() if len(rows.train)])
 
 
 def _no_task(population: Partitioned) -> list[str]:
     """Return a notice if all training rows of all clients have the same label."""
-    table, clients = population.federated.table, population.federated.clients.values()
-    if table.labels is None or not clients:
+    table = population.federated.table
+    if table.labels is None or not population.clients:
         return []
-    found = np.unique(np.concatenate([table.labels[rows.train] for rows in clients]))
+    found = np.unique(table.labels[population.federated.all_rows("train")])
     if len(found) != 1:
         return []
     name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
@@ -239,11 +239,10 @@ def _no_task(population: Partitioned) -> list[str]:
 
 def _classes_without_rows(population: Partitioned) -> list[str]:
     """Return a notice about classes without any training row, which no model can learn."""
-    table, clients = population.federated.table, population.federated.clients.values()
+    table = population.federated.table
     if table.labels is None or not table.classes:
         return []
-    rows = [table.labels[part.train] for part in clients]
-    counts = np.bincount(np.concatenate(rows) if rows else np.zeros(0, int), minlength=len(table.classes))
+    counts = np.bincount(table.labels[population.federated.all_rows("train")], minlength=len(table.classes))
     missing = [f'"{name}"' for name, n in zip(table.classes, counts, strict=False) if not n]
     if (
         not missing or len(missing) >= len(table.classes) - 1

@@ -70,5 +70,5 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
 def test_rows(experiment: Experiment, federated: FederatedData) -> tuple[int, int | None]:
     """Return the numbers of test rows at the server and at all clients; the latter is None if silos have own files."""
     elsewhere = experiment.silos_own_rows and experiment.run.engine in ("deployment", "folder")
-    clients = () if elsewhere else federated.clients.values()
-    return len(federated.test), sum(len(rows.test) for rows in clients) if clients else None
+    known = federated.clients and not elsewhere
+    return len(federated.test), int(federated.sizes("test").sum()) if known else None

@@ -33,8 +33,8 @@ class ServerView(Audit):
 def examine(run: Run) -> Finding:
     """Return the finding for a run's messages.jsonl."""
     forms, clear, largest = Counter[str](), Counter[str](), 0
-    for _, line, _ in logs.lines(run.path / "messages.jsonl"):
-        if line is None or line["to"] != "server":
+    for line in logs.messages(run.path / "messages.jsonl"):
+        if line["to"] != "server":
             continue
         forms[line["form"]] += line["bytes"]
         if line["form"] not in HIDDEN:

@@ -70,7 +70,7 @@ class FlowerLink:
         RunError: fewer than ``min_clients`` can take part within the time limit.
     """
 
-    kept = False
+    kept, _round = False, 0  # the round of later hellos
 
     def __init__(
         self,
@@ -394,5 +394,5 @@ class FlowerLink:
 
     def _enter_hello(self, name: ClientId, reply: Reply) -> None:
         for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
-            self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+            self.hellos.append(Crossing(self._round, sender, receiver, HELLO, nbytes, "plain", counted=False))
             self._crossed(self.hellos[-1])

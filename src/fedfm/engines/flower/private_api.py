@@ -81,12 +81,16 @@ def identity(run_id: int = 1) -> Iterator[None]:
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = saved
 
 
-def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: float = 0.0) -> None:
+def simulate(
+    main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: float = 0.0, places: dict[int, int] | None = None
+) -> None:
     """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray instance that is running.
 
     Args:
         gpus: GPUs per actor; Ray makes only these visible to the actor.
+        places: receives the partition-id of each node, before ``main`` is called.
     """
+    from flwr.server.superlink.fleet.vce import vce_api
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
@@ -94,7 +98,17 @@ def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: fl
     app.main()(main)
     # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": -1}
-    run_simulation(app, client, nodes, backend_config={"client_resources": resources})
+    register, given = vce_api._register_nodes, places if places is not None else {}
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        given.update(found := register(*args, **kwargs))
+        return found
+
+    vce_api._register_nodes = noting
+    try:
+        run_simulation(app, client, nodes, backend_config={"client_resources": resources})
+    finally:
+        vce_api._register_nodes = register
 
 
 def start_ray(workers: int, folder: str, gpus: int = 0) -> None:

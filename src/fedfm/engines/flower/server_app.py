@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
+from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
@@ -32,6 +33,7 @@ from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
+from fedfm.engines.flower.simulated_link import SimulatedLink
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import missing_files, row_sums
@@ -81,6 +83,7 @@ def host(
     slots: int = 0,
     returns: bool = True,
     on_end: Callable[[bool], None] = lambda straggling: None,
+    nodes: Mapping[ClientId, int] | None = None,
 ) -> dict[str, Any]:
     """Run from the last commit to the end; returns the result.
 
@@ -90,6 +93,7 @@ def host(
         returns: whether nodes may reconnect, as on a network.
         on_end: called at the end, also after an error; its argument is whether clients that timed out may still be
             running.
+        nodes: the node of each client, if a simulation knows them.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
@@ -105,7 +109,11 @@ def host(
         answered = RoundReplies(run.path / "private" / "answered") if real else None
         describe(run, population, watcher)
         outstanding = PendingRequests(run.path / "private") if real and spec.asynchronous is not None else None
-        kind = FlowerLink if outstanding is None else partial(FlowerStream, outstanding=outstanding)
+        kind: Callable[..., FlowerLink] = FlowerLink
+        if outstanding is not None:
+            kind = partial(FlowerStream, outstanding=outstanding)
+        elif nodes:
+            kind = partial(SimulatedLink, nodes=nodes)
         link = kind(
             grid,
             gather=spec.timeout,

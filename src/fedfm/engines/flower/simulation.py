@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the process that made them
 _END = "private/simulation.end"  # when this file appears in a run, the server has ended and the actors end themselves
+_LOOKS = 40  # looks at the list of all nodes without their places; then every node gets a hello
 _GRACE = 20.0  # seconds for Flower's threads to end after the server
 _HOSTS: dict[str, client_host.ClientHost] = {}  # in an actor: its client host, which serves many clients of one run
 
@@ -61,10 +62,17 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         if straggling:  # Flower waits for every running call; ending the actor ends its call
             end.touch()
 
+    places: dict[int, int] = {}  # the partition-id of each node, so that only nodes that are asked get a hello
+
     def main(grid: Any, context: Context) -> None:
         try:
+            there = 0
+            while not places and there < _LOOKS and not stop():  # Flower makes the nodes while this thread runs
+                time.sleep(0.05)
+                there += len(set(grid.get_node_ids())) >= len(population.clients)
+            nodes = {population.clients[place]: node for node, place in places.items()}
             outcome["result"] = host(
-                run, grid, population, stop=stop, progress=progress, slots=slots, on_end=end_actors
+                run, grid, population, stop=stop, progress=progress, slots=slots, on_end=end_actors, nodes=nodes
             )
         except BaseException as error:  # the caller raises it below, since Flower's thread would only print it
             outcome["error"] = error
@@ -73,7 +81,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     try:
         with _ray(workers, run.path / "private" / "flower.log", len(gpus)) as give_up:
             try:
-                _run_watched(lambda: simulate(main, app, len(population.clients), each), outcome, give_up)
+                _run_watched(lambda: simulate(main, app, len(population.clients), each, places), outcome, give_up)
             except RuntimeError as error:
                 outcome.setdefault("error", error)
     finally:

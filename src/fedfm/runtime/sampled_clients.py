@@ -1,0 +1,36 @@
+"""What a result says about the clients that a run did not ask, if only a share of the clients is asked for scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedfm.core.client import ClientId
+from fedfm.runtime.run_directory import Run
+from fedfm.runtime.who_scores import why_unasked
+
+
+def summarise(
+    run: Run, clients: Sequence[ClientId], evaluated: Sequence[ClientId], lines: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return entries of the result's ``details``, and notices.
+
+    Args:
+        evaluated: the clients that are asked for scores.
+        lines: the lines of ``metrics.jsonl``.
+    """
+    asked = () if why_unasked(run.experiment) else evaluated
+    never = len(set(clients).difference(asked, *(line["cohort"] for line in lines)))
+    fraction, of = run.experiment.run.evaluate_fraction, len(clients)
+    details = {"evaluated": {"fraction": fraction, "clients": len(asked), "of": of}, "never_asked": never}
+    notices = [
+        f"scores by clients are of a sample, {len(asked):,} of {of:,} clients, drawn once from run.seed "
+        f"(run.evaluate_fraction = {fraction:g}): client_accuracy names them, and local_accuracy and other means over "
+        "clients are means of this sample"
+    ]
+    if never:
+        notices.append(
+            f"{never:,} of {of:,} clients were asked neither to train nor for scores; in metrics.jsonl, cohort and "
+            "client_accuracy name those that were asked"
+        )
+    return details, notices if asked else notices[1:]
