@@ -98,6 +98,10 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
             f"the partition left {len(empty)} of {len(names)} clients without training rows; they are left out: "
             f"{listing(empty)}"
         )
+    if spec.without:
+        from fedfm.data.departed import leave_out
+
+        clients, test = leave_out(clients, test, spec)
     return FederatedData(table, clients, test, (*table.notices, *notices))
 
 
