@@ -20,6 +20,8 @@ from fedfm.aggregation.base import Mechanism
 from fedfm.api.execute import drive
 from fedfm.config.experiment import Experiment
 from fedfm.core.text import safe_name
+from fedfm.data.owners import number_names
+from fedfm.data.partition import DEFAULT_CLIENTS
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError, close, quote_names
 from fedfm.runtime import file_integrity
@@ -93,8 +95,10 @@ def _check(run: Run, client: str) -> str:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     if client in run.manifest.get("newcomers", {}):
         raise InputError(f"{path}: {client} joined after training, and no other model depends on it; remove its folder")
-    name = find_client(clients, client)
-    if len(clients) == 1:
+    name = find_client([*clients, *_without_rows(run)], client)
+    if name not in clients and not _is_exact(run):
+        raise InputError(f"{path}: {name} has no training rows and took no part in it: there is nothing to remove")
+    if clients == [name]:
         raise InputError(f"{path}: {name} is the only client; without it there is no run: remove the folder")
     if experiment.in_memory or experiment.own_code:
         raise InputError(
@@ -119,6 +123,15 @@ def _check(run: Run, client: str) -> str:
             "rows once more, which no ledger of this run counts: run the experiment again, and add the two epsilons"
         )
     return name
+
+
+def _without_rows(run: Run) -> list[str]:
+    """The clients of a partition by numbers that got no training rows, and so took no part."""
+    data = run.experiment.data
+    if data.clients is not None or data.partition.name == "by_column":
+        return []
+    names = number_names("client", data.partition.clients or DEFAULT_CLIENTS, 2)
+    return [name for name in names if name not in run.manifest["clients"] and name not in data.without]
 
 
 def find_client(clients: list[str], name: str) -> str:
@@ -190,9 +203,10 @@ def _copy_secrets(run: Run, new: Run) -> None:
 def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict[str, Any]:
     """What the new run lacks of the client, and what it does not lack."""
     result, experiment = run.manifest["result"], run.experiment
-    rows = population.federated.clients[name].train
+    held = population.federated.clients.get(name)
+    rows = population.federated.test[:0] if held is None else held.train
     private = experiment.privacy is not None
-    removed: dict[str, Any] = {"client": name, "rounds": result["rounds"]}
+    removed: dict[str, Any] = {"client": name, "rounds": 0 if held is None else result["rounds"]}
     if not private:  # the number and a hash of the rows would be a release
         removed |= {"rows": len(rows), "rows_sha256": fingerprint(population.federated.table.take(rows))}
     not_removed = [
@@ -206,7 +220,7 @@ def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict
         not_removed.append("the privacy that the client's release has spent, which stays spent")
     if experiment.data.clients is None or experiment.data.limit is not None:
         not_removed.append(
-            "the client's rows in the source of the data, and in its hash in the manifest; the new run does not use them"
+            "the client's rows in the source of the data, and in the manifest's hash of it; no client trains on them"
         )
     return {
         "client": name,

@@ -101,7 +101,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     if spec.without:
         from fedfm.data.departed import leave_out
 
-        clients, test = leave_out(clients, test, spec)
+        clients, test = leave_out(clients, names, test, spec)
     return FederatedData(table, clients, test, (*table.notices, *notices))
 
 

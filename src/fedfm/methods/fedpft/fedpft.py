@@ -321,7 +321,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """With ``pooled``, the server has a secret, the key of the noise. In a star, no client reads another's mixtures."""
+        """With ``pooled``, the server has a secret, the key of the noise. In a star, clients read no mixtures."""
         secrets, alone = ("noise",) if self.means else (), self.topology == "star" and not (self.means or self.verify)
         return Traits(server_secrets=secrets, hides_counts=self.counts != "exact", independent_messages=alone)
 
