@@ -95,7 +95,7 @@ def _check(run: Run, client: str) -> str:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     if client in run.manifest.get("newcomers", {}):
         raise InputError(f"{path}: {client} joined after training, and no other model depends on it; remove its folder")
-    name = find_client([*clients, *_without_rows(run)], client)
+    name = find_client([*clients, *absent_clients(run)], client)
     if name not in clients and not _is_exact(run):
         raise InputError(f"{path}: {name} has no training rows and took no part in it: there is nothing to remove")
     if clients == [name]:
@@ -125,7 +125,7 @@ def _check(run: Run, client: str) -> str:
     return name
 
 
-def _without_rows(run: Run) -> list[str]:
+def absent_clients(run: Run) -> list[str]:
     """The clients of a partition by numbers that got no training rows, and so took no part."""
     data = run.experiment.data
     if data.clients is not None or data.partition.name == "by_column":
