@@ -6,7 +6,7 @@ loss threshold of Yeom et al. (arXiv:1709.01604), with one threshold per class a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -93,12 +93,21 @@ def attack(
     Args:
         population: the rows, and the model as it was at the start of the run.
     """
+    (cells,), how = attack_all(run, population, [models], notice)
+    return list(cells.values()), how
+
+
+def attack_all(
+    run: Run, population: Partitioned, targets: Sequence[Models], notice: Callable[[str], None]
+) -> tuple[list[dict[ClientId, CellScores]], str]:
+    """As :func:`attack`, for several attacked models, which share the shadow runs: the scores by client of each."""
+    models = {c: w for target in targets for c, w in target.items()}
     seed, pooled = run.experiment.run.seed, run.experiment.method.needs.pooled
     pool = RowPool(population, seed, pooled=pooled)
     clients = [c for c in pool.honest if c in models or "" in models]
     clients = [c for c in clients if len(pool.members[c]) and len(pool.strangers[c])]
     if not clients:
-        return [], ""
+        return [{} for _ in targets], ""
     number, w_0 = affordable(run, population), population.model.params()
     found, inside = {c: list[Array]() for c in clients}, {c: list[Array]() for c in clients}
     for s in range(number):
@@ -111,15 +120,15 @@ def attack(
             if (w := shadows.get(c, shadows.get(""))) is not None:
                 found[c].append(_of(run, population, w, pool, c))
                 inside[c].append(half.taken[c][1])
-    target = {c: _of(run, population, models.get(c) or models[""], pool, c) for c in clients}
-    cells = list[CellScores]()
-    for c in clients:
-        split = len(pool.members[c])
-        if number and len(found[c]) == number:
-            scores = log_ratio(target[c], np.stack(found[c]), np.stack(inside[c]))
-        else:
-            scores = by_class(target[c], pool.labels(c))
-        cells.append(CellScores(scores[:split], scores[split:]))
+    cells = [dict[ClientId, CellScores]() for _ in targets]
+    for target, its in zip(targets, cells, strict=True):
+        for c in clients:
+            scores, split = _of(run, population, target.get(c) or target[""], pool, c), len(pool.members[c])
+            if number and len(found[c]) == number:
+                scores = log_ratio(scores, np.stack(found[c]), np.stack(inside[c]))
+            else:
+                scores = by_class(scores, pool.labels(c))
+            its[c] = CellScores(scores[:split], scores[split:])
     each = "" if pool.labels(clients[0]) is None else ", with one threshold for each class"
     if population.trains_on_blocks:
         each = ", with one threshold for whole blocks and one for shorter ones"

@@ -39,6 +39,12 @@ class Traits:
         "`data.augment` require it",
         claim=True,
     )
+    independent_messages: bool = _trait(
+        False,
+        "it takes one round, a client's messages depend on its own rows only, and the model follows from the messages: "
+        "`fedfm leave` is exact without another training, and `fedfm worth` computes the model of any set of clients",
+        claim=True,
+    )
     server_secrets: tuple[str, ...] = _trait(
         (),
         "names of the secrets that the server draws by `fed.secret(name)`; a run does not resume without them",

@@ -20,7 +20,7 @@ the validation rows of each class are divided in proportion to the clients' trai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from fedfm.core.text import listing
 from fedfm.data.owners import Owner, Splits, by_owner, deal_evenly, number_names, own_test
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import apportion, hold_out
-from fedfm.data.table import DealtRows, FederatedData, Table
+from fedfm.data.table import ClientRows, DealtRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
 
@@ -81,7 +81,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
             notices.append(
                 f"{orphans} test rows are of classes that no client trains on: they are only in the global test"
             )
-    counts = [np.bincount(owner[owner >= 0], minlength=len(names)) for owner in owners]
+    everybody, counts = names, [np.bincount(owner[owner >= 0], minlength=len(names)) for owner in owners]
     empty = np.flatnonzero(counts[0] == 0)
     for k in empty[counts[1][empty] > 0]:
         notices.append(f"{names[k]} has no training rows: its {counts[1][k]} validation rows are not used")
@@ -95,7 +95,12 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     if spec.val_fraction > 0:
         (train, val), owners[:2] = _hold_out(table, (train, val), owners, names, spec.val_fraction, seed)
     parts = [by_owner(rows, owner, len(names)) for rows, owner in zip((train, val, test), owners, strict=True)]
-    return FederatedData(table, DealtRows(names, parts), test, (*table.notices, *notices))
+    clients: Mapping[str, ClientRows] = DealtRows(names, parts)
+    if spec.without:
+        from fedfm.data.departed import leave_out
+
+        clients, test = leave_out(clients, everybody, test, spec)
+    return FederatedData(table, clients, test, (*table.notices, *notices))
 
 
 def _hold_out(

@@ -95,6 +95,9 @@ class DataSpec(OpenSettings):
     label_name: str = setting("label_name", "name of the column of class names")
     split: str = setting("split", "name of the column with train, val, test")
     partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
+    without: tuple[str, ...] = setting(
+        (), "names of clients that take no part, although the source has their rows; `fedfm leave` sets it"
+    )
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values of the rows to keep; all other rows are left out, test rows too", least=1
     )

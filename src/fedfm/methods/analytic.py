@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.core.capabilities import Needs, Predictor, Private
+from fedfm.core.capabilities import Needs, Predictor, Private, Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -197,6 +197,11 @@ class Analytic(Predictor, Private, OneShot):
             return Needs("head", ("head",), row_targets=True, bias=True)
         because = 'method.class_weights = "balanced"'
         return Needs("head", ("head",), row_targets=True, bias=True, one_class=True, because=because)
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Class weights depend on all clients, and so do the sums that they weight."""
+        return Traits(independent_messages=self.class_weights == "none")
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]

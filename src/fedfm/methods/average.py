@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg.params import Params
@@ -24,6 +25,7 @@ from fedfm.methods._one_shot import OwnHeads, zeros_for_unseen
 class Average(OwnHeads):
     """The mean of the clients' heads, weighted by their numbers of rows."""
 
+    traits: ClassVar[Traits] = Traits(independent_messages=True)
     means: ClassVar[tuple[str, ...]] = ("train",)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:

@@ -35,7 +35,6 @@ class CCVR(FedAvg):
     """FedAvg; then the head is trained again on virtual features, drawn from a Gaussian for each class."""
 
     needs: ClassVar[Needs] = Needs("head", one_class=True, bias=True)
-    traits: ClassVar[Traits] = Traits(last_round_differs=True)
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.covariance": Paper(
             "full", "a full covariance of few rows is singular; FedPFT's comparison also uses diag"
@@ -47,6 +46,11 @@ class CCVR(FedAvg):
     covariance: str = setting("diag", "covariance of a class: diag or full", choices=("diag", "full"))
     virtual: int = setting(100, "M_c, virtual features of each class", ge=1)
     head: HeadSpec = setting(HeadSpec(), "how the head is trained on virtual features")
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """With one round, the moments are those of the frozen features of each client alone."""
+        return Traits(last_round_differs=True, independent_messages=self.rounds == 1)
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Predictor
+from fedfm.core.capabilities import Predictor, Traits
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
@@ -32,6 +32,7 @@ from fedfm.training.fit_head import NOBODY
 class Ensemble(Predictor, OwnHeads):
     """Each client trains its own head; all heads predict together."""
 
+    traits: ClassVar[Traits] = Traits(independent_messages=True)
     asks: ClassVar[tuple[str, ...]] = ("fit",)
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.combine": Paper("mean", "as in FedPFT's comparison"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.core.capabilities import Predictor
+from fedfm.core.capabilities import Predictor, Traits
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
@@ -33,6 +33,7 @@ from fedfm.models.model import Model
 class FedBE(Predictor, OwnHeads):
     """The clients' heads, their mean, and heads drawn from a Gaussian around the mean predict together."""
 
+    traits: ClassVar[Traits] = Traits(independent_messages=True)
     asks: ClassVar[tuple[str, ...]] = ("fit",)
     paper: ClassVar[Mapping[str, Paper]] = {  # settings of FedPFT's comparison
         "method.draws": Paper(15),

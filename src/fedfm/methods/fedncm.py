@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -28,6 +29,7 @@ from fedfm.training.fit_head import NOBODY
 class FedNCM(OneShot):
     """One round: clients send class sums and counts; the server computes the nearest-class-mean head."""
 
+    traits: ClassVar[Traits] = Traits(independent_messages=True)
     means: ClassVar[tuple[str, ...]] = ("sums",)
 
     distance: str = setting(

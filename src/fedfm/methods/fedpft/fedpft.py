@@ -321,8 +321,9 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """With ``pooled``, the server has a secret, the key of the noise."""
-        return Traits(server_secrets=("noise",) if self.means else (), hides_counts=self.counts != "exact")
+        """With ``pooled``, the server has a secret, the key of the noise. In a star, clients read no mixtures."""
+        secrets, alone = ("noise",) if self.means else (), self.topology == "star" and not (self.means or self.verify)
+        return Traits(server_secrets=secrets, hides_counts=self.counts != "exact", independent_messages=alone)
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]

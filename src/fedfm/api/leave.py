@@ -1,0 +1,257 @@
+"""Let a client leave a finished run: make the run that the federation without this client would have made.
+
+If a client's messages depend on its own rows only (the trait ``independent_messages``), the result without the client
+is a function of the others' messages. The others compute them again from the same rows, seeds and secrets, so the
+messages are the same, and nobody's rows are used in a new way. With any other method, the others train again from the
+start, because a run keeps the server's states of its last two rounds only. The new run's manifest has a certificate.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedfm.aggregation.base import Mechanism
+from fedfm.api.execute import drive
+from fedfm.config.experiment import Experiment
+from fedfm.core.text import safe_name
+from fedfm.data.owners import number_names
+from fedfm.data.partition import DEFAULT_CLIENTS
+from fedfm.data.table import fingerprint
+from fedfm.errors import InputError, close, quote_names
+from fedfm.runtime import file_integrity
+from fedfm.runtime.disclosure import check_same, fingerprints
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import populate
+from fedfm.runtime.predictions import personal
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_folder import MANIFEST
+
+EXACT, RETRAINED = "exact", "retrained"
+
+
+def leave(
+    path: str | Path,
+    client: str,
+    out: str | Path | None = None,
+    *,
+    retrain: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Make a new run without a client, from a finished run.
+
+    Args:
+        path: the finished run, which is not changed.
+        client: the client that leaves.
+        out: the new run's directory [RUN-without-CLIENT].
+        retrain: whether the others may train again, if the method requires it.
+
+    Returns:
+        ``run``: the new run; ``exact``: whether the others' messages are those of the old run; ``how``; ``accuracy``
+        and ``accuracy_before``; ``removed``, ``not_removed``; ``membership`` of the client's rows ``before`` and
+        ``after``.
+
+    Raises:
+        InputError: the client is unknown or the last one, the run cannot be without it, or it needs ``retrain``.
+    """
+    run, progress = Run.open(path), progress or Bar()
+    name = _check(run, client)
+    experiment = _without(run, name)
+    how = EXACT if _is_exact(run) else RETRAINED
+    if how == RETRAINED:
+        _agree(run, name, retrain, progress.notice)
+    population = populate(run.experiment)
+    now = fingerprints(run, population.federated.table, population.model)
+    check_same(run, now, "the other clients' messages are made from the original rows")
+    out = Path(out) if out is not None else Path(f"{run.path}-without-{safe_name(name)}")
+    new = Run.create(experiment, out)
+    if how == EXACT:
+        _copy_secrets(run, new)
+    entry = _certificate(run, name, how, population)
+    new.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
+    new.write_manifest()
+    result = drive(new, progress, fresh=True)
+    membership = _membership(run, new, name, population, progress.notice)
+    with new.lock():
+        new.manifest["departures"][-1]["membership"] = membership
+        new.write_manifest()
+    before = run.manifest["result"]
+    found = {"run": result["run"], "client": name, "exact": how == EXACT, "how": how}
+    found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"]}
+    return found | {key: entry[key] for key in ("removed", "not_removed")} | {"membership": membership}
+
+
+def _check(run: Run, client: str) -> str:
+    """The client's name, if it can leave the run."""
+    experiment, clients, path = run.experiment, run.manifest["clients"], run.path
+    if run.manifest["result"] is None:
+        raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
+    if client in run.manifest.get("newcomers", {}):
+        raise InputError(f"{path}: {client} joined after training, and no other model depends on it; remove its folder")
+    name = find_client([*clients, *absent_clients(run)], client)
+    if name not in clients and not _is_exact(run):
+        raise InputError(f"{path}: {name} has no training rows and took no part in it: there is nothing to remove")
+    if clients == [name]:
+        raise InputError(f"{path}: {name} is the only client; without it there is no run: remove the folder")
+    if experiment.in_memory or experiment.own_code:
+        raise InputError(
+            f"{path}: data and model of this run came from Python; call fedfm.federate(...) without {name}"
+        )
+    if personal(experiment.method):
+        raise InputError(
+            f"{path}: every client has its own model, and those of the others learned from {name}; a new run without "
+            f"{name} gives them new models: fedfm run EXPERIMENT --set 'data.without=[\"{name}\"]'"
+        )
+    if experiment.attack is not None:
+        raise InputError(f"{path}: its [attack] would choose other attackers without {name}; run the experiment again")
+    if run.manifest["split"] is None:
+        others = ", ".join(c for c in clients if c != name)
+        raise InputError(
+            f"{path}: the silos' rows are not on this machine, and the run without {name} needs one more run of "
+            f"{others}; nothing is needed of {name}: take it off the federation, then `fedfm run` the experiment again"
+        )
+    if experiment.privacy is not None and experiment.privacy.states_epsilon and not _is_exact(run):
+        raise InputError(
+            f"{path}: its epsilon is spent and stays spent, of {name} too; training again would release the others' "
+            "rows once more, which no ledger of this run counts: run the experiment again, and add the two epsilons"
+        )
+    return name
+
+
+def absent_clients(run: Run) -> list[str]:
+    """The clients of a partition by numbers that got no training rows, and so took no part."""
+    data = run.experiment.data
+    if data.clients is not None or data.partition.name == "by_column":
+        return []
+    names = number_names("client", data.partition.clients or DEFAULT_CLIENTS, 2)
+    return [name for name in names if name not in run.manifest["clients"] and name not in data.without]
+
+
+def find_client(clients: list[str], name: str) -> str:
+    """The client of this name. A number may lack its leading zeros: ``client-0`` is ``client-00``.
+
+    Raises:
+        InputError: there is no such client.
+    """
+    stem, _, number = name.rpartition("-")
+    alike = [
+        c for c in clients if c.rpartition("-")[0] == stem and c.rpartition("-")[2].lstrip("0") == number.lstrip("0")
+    ]
+    if name in clients or (number.isdecimal() and len(alike) == 1):
+        return name if name in clients else alike[0]
+    raise InputError(f'"{name}": no client of the run; expected one of {quote_names(clients)}{close(name, clients)}')
+
+
+def _without(run: Run, name: str) -> Experiment:
+    """The experiment without the client."""
+    tables = copy.deepcopy(run.manifest["experiment"])
+    data, method = tables["data"], tables["method"]
+    if data.get("clients") and data.get("limit") is None:  # a limit is shared by all clients, and would be dealt anew
+        del data["clients"][name]
+    else:
+        data["without"] = [*data.get("without", ()), name]
+    if isinstance(method.get("budgets"), dict):
+        method["budgets"].pop(name, None)
+    if any(name in edge for edge in method.get("edges") or ()):
+        raise InputError(f"method.edges name {name}, and nothing says who is next to whom without it; run again")
+    return Experiment.from_dict(tables, imports=True)
+
+
+def _is_exact(run: Run) -> bool:
+    """Whether the result without a client is a function of the others' messages, which no mechanism covers by noise."""
+    experiment = run.experiment
+    return experiment.method.traits.independent_messages and type(experiment.aggregation.mechanism) is Mechanism
+
+
+def _agree(run: Run, name: str, retrain: bool, notice: Callable[[str], None]) -> None:
+    """Say what training again costs.
+
+    Raises:
+        InputError: the user has not agreed.
+    """
+    result, others = run.manifest["result"], len(run.manifest["clients"]) - 1
+    rounds, seconds = result["rounds"], result["seconds"] * others / (others + 1)
+    cost = f"{rounds} rounds of {others} clients, about {max(round(seconds), 1)} s by the first run's time"
+    if not retrain:
+        raise InputError(
+            f"{run.path}: {run.experiment.method_name} has no message without which {name} would be gone; the others "
+            f"must train again from the start: {cost}; add --retrain to do so"
+        )
+    notice(f"training again without {name}: {cost}")
+
+
+def _copy_secrets(run: Run, new: Run) -> None:
+    """Give the new run the others' secrets, so that each sends its noisy release again instead of a second one."""
+    source, memory = run.path / "private", new.path / "private" / "memory"
+    kept = {safe_name(c): c for c in run.manifest["clients"]}
+    for path in file_integrity.secrets(source):
+        party = path.parent.name
+        if party in kept and path.parent.parent.name == "memory":
+            (memory / party).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, memory / party / path.name)
+            names = file_integrity.files(memory / party)
+            file_integrity.write_list(file_integrity.list_of(memory, kept[party]), names, sync=True)
+
+
+def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict[str, Any]:
+    """What the new run lacks of the client, and what it does not lack."""
+    result, experiment = run.manifest["result"], run.experiment
+    held = population.federated.clients.get(name)
+    rows = population.federated.test[:0] if held is None else held.train
+    private = experiment.privacy is not None
+    removed: dict[str, Any] = {"client": name, "rounds": 0 if held is None else result["rounds"]}
+    if not private:  # the number and a hash of the rows would be a release
+        removed |= {"rows": len(rows), "rows_sha256": fingerprint(population.federated.table.take(rows))}
+    not_removed = [
+        "the old run and every copy of its model, its predictions and its messages",
+        "the choice of method, model and hyper-parameters, if anybody looked at results with the client",
+        "the frozen weights of the model, which the run did not train",
+    ]
+    if experiment.aggregation.transport.form != "plain":
+        not_removed.append("who has both results learns the client's sum, which secure aggregation hid: it is the gap")
+    if private:
+        not_removed.append("the privacy that the client's release has spent, which stays spent")
+    if experiment.data.clients is None or experiment.data.limit is not None:
+        not_removed.append(
+            "the client's rows in the source of the data, and in the manifest's hash of it; no client trains on them"
+        )
+    return {
+        "client": name,
+        "how": how,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "from": {
+            "run": str(run.path),
+            "params_sha256": result["params_sha256"],
+            "manifest_sha256": hashlib.sha256((run.path / MANIFEST).read_bytes()).hexdigest(),
+        },
+        "removed": removed,
+        "not_removed": not_removed,
+        "rows_at": (experiment.data.clients or {}).get(name),
+    }
+
+
+def _membership(
+    run: Run, new: Run, name: str, population: Partitioned, notice: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """How well the old and the new model tell the client's rows from test rows; None if nobody can compare rows."""
+    from fedfm.audits.departure import membership_of
+    from fedfm.audits.model_membership import final_models
+    from fedfm.audits.row_evidence import no_round, unreadable
+
+    if unreadable(run) or no_round(run):
+        return None
+    if new.manifest["model"]["classes"] != run.manifest["model"]["classes"]:
+        return None  # only the client had rows of some class
+    targets = [final_models(of, population) for of in (run, new)]
+    scores, how = membership_of(run, population, name, targets, notice)
+    if None in scores:
+        return None
+    both = zip(("before", "after"), (s for s in scores if s is not None), strict=True)
+    return {"attack": how} | {key: dict(zip(("auc", "low", "high"), s.interval(0.95), strict=True)) for key, s in both}

@@ -1,0 +1,212 @@
+"""What each client of a finished run brought: Shapley values and leave-one-out values of the model's figure.
+
+The run is replayed, and the server half computes the model of any set of clients from the messages of these clients.
+If messages depend on a client's own rows only (the trait ``independent_messages``), this is the model that the set
+would have trained, so the values are those of true retraining. With rounds it is a reconstruction: each round starts
+from the run's state, and the values of a client in all rounds are added. This is the reconstruction of GTG-Shapley
+(Liu, Chen, Chen, Liu, Yu, Zhang, ACM TIST 2022, arXiv:2109.02053), without its truncation, so that the values add up to
+the total.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.aggregation.base import Mechanism
+from fedfm.api.leave import absent_clients
+from fedfm.api.shapley import Array, Coalition, Values, exact, sampled
+from fedfm.audits.recorded_run import Turn
+from fedfm.audits.replay import open_finished, replay
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Reply, Request
+from fedfm.errors import InputError, RunError
+from fedfm.linalg.params import Params
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.predictions import logits, personal, scores
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.run_directory import Run
+
+EVALUATIONS = 1024  # sets of clients that are valued, unless the user sets another number: all sets of ten clients
+Notice = Callable[[str], None]
+
+
+def worth(
+    path: str | Path, *, evaluations: int = EVALUATIONS, progress: Progress | None = None, given: Any = None
+) -> dict[str, Any]:
+    """The clients' Shapley values and leave-one-out values in a finished run; also written to its manifest.
+
+    Args:
+        path: the finished run.
+        evaluations: about how many sets of clients are valued, over all rounds; all sets if they are no more.
+        given: as in :func:`fedfm.audit`.
+
+    Returns:
+        ``shapley`` and ``leave_one_out``: for each client ``value``, ``low`` and ``high``; ``total``: the value of all
+        clients minus that of none, the sum of the Shapley values; ``measure``: what the values are differences of;
+        ``how``: ``exact``, ``sampled`` or ``rounds``; ``evaluations``: how many sets were valued.
+
+    Raises:
+        InputError: the run hides the clients' messages, or no set of clients has a model.
+    """
+    run = open_finished(path, given)
+    _check(run)
+    if evaluations < 2:
+        raise InputError(f"evaluations = {evaluations}: expected at least 2")
+    watch = _Valuer(run, evaluations, (progress or Bar()).notice)
+    replay(run, watch.notice, {"worth": watch}, keep=False, given=given)
+    assert watch.shapley is not None  # noqa: S101 - the run has a round
+    assert watch.alone is not None  # noqa: S101
+    found = {"measure": watch.measure, "how": watch.how, "evaluations": watch.count, "total": watch.shapley.total}
+    for key, of in (("shapley", watch.shapley), ("leave_one_out", watch.alone)):
+        values = {c: dict(zip(("value", "low", "high"), of.interval(c), strict=True)) for c in of.values}
+        everybody = sorted({*run.manifest["clients"], *absent_clients(run)})
+        found[key] = {c: values.get(c, {"value": 0.0, "low": 0.0, "high": 0.0}) for c in everybody}
+    with run.lock(wait=True):
+        run.manifest["worth"] = found
+        run.write_manifest()
+    return {"run": str(path), **found}
+
+
+def _check(run: Run) -> None:
+    """Refuse a run without a figure of a set of clients."""
+    experiment, method, where = run.experiment, run.experiment.method, run.path
+    if experiment.aggregation.transport.form != "plain":
+        raise InputError(
+            f"{where}: secure aggregation hides each client's message, and the value of one client would show what the "
+            "silos did not agree to show; if every silo consents, run the experiment with clear sums"
+        )
+    if type(experiment.aggregation.mechanism) is not Mechanism:
+        raise InputError(
+            f"{where}: [privacy] covers the mean over all clients by noise; the mean of some clients would be one more "
+            "release, which no epsilon of the run counts"
+        )
+    why = ""
+    if personal(method):
+        why = "every client has its own model, and no figure belongs to all"
+    elif method.needs.model == "server" or method.traits.server_secrets:
+        why = f"{run.experiment.method_name} mixes secrets of the server into its messages"
+    elif experiment.run.asynchronous is not None:
+        why = "its updates start from earlier rounds, so a round is no function of its own messages"
+    elif not run.manifest["result"]["rounds"]:
+        why = "it has no round"
+    if why:
+        raise InputError(f"{where}: nobody can compute what each client brought: {why}")
+
+
+class _Messages:
+    """A link that answers by messages of the run."""
+
+    def __init__(self, sent: Mapping[ClientId, Any], clients: Coalition) -> None:
+        self._sent, self.clients = sent, sorted(clients)
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        for request in requests:
+            yield Reply(request.client, self._sent[request.client], request.round, request.call)
+
+
+class _Coalition(Federation):
+    """A federation of some clients of a round, which all take part in it."""
+
+    def sample(self, fraction: float) -> Sequence[ClientId]:
+        return self.clients
+
+
+class _Valuer:
+    """Values the clients of each round of a replay."""
+
+    def __init__(self, run: Run, evaluations: int, notice: Notice) -> None:
+        self._run, self._evaluations, self.notice = run, evaluations, notice
+        self._start: Params | None = None
+        self.shapley: Values | None = None
+        self.alone: Values | None = None
+        self.measure, self.how, self.count = "", "exact", 0
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        if not turn.round:
+            if not len(population.federated.test):
+                raise InputError(f"{self._run.path}: there are no global test rows by which a model could be valued")
+            self._start = population.model.params()
+            return
+        if any(reply.call > 1 for reply in turn.replies):
+            raise InputError(
+                f"{self._run.path}: nobody can compute what each client brought: in a round of "
+                f"{self._run.experiment.method_name} a client answers what others said before, so its messages would "
+                "be others without them"
+            )
+        sent = {reply.client: reply.value for reply in turn.replies}
+        clients, began, before = sorted(sent), time.perf_counter(), self.count
+
+        @functools.cache
+        def value(chosen: Coalition) -> np.ndarray:
+            w = self._model(turn, population, sent, chosen)
+            self.count += 1
+            found = self._measure(population, w)
+            if self.count == 2 and before == 0:
+                self._say(turn, clients, (time.perf_counter() - began) / 2)
+            return found
+
+        def worth_of(chosen: Coalition) -> Array:
+            return value(chosen).astype(np.float64)
+
+        whole = worth_of(frozenset(clients))
+        if self._is_exact(clients):
+            found = exact(clients, worth_of)
+        else:
+            seed = seeds.derive(self._run.experiment.run.seed, "worth", turn.round)
+            found, self.how = sampled(clients, worth_of, self._share, seed), "sampled"
+        alone = {c: whole - worth_of(frozenset(clients) - {c}) for c in clients}
+        gone = Values(alone, dict.fromkeys(clients, 0.0), found.total)
+        self.shapley = found if self.shapley is None else self.shapley + found
+        self.alone = gone if self.alone is None else self.alone + gone
+        if not self._run.experiment.method.traits.independent_messages:
+            self.how = "rounds"
+
+    @property
+    def _share(self) -> int:
+        """The number of sets that a round may value."""
+        return max(self._evaluations // int(self._run.manifest["result"]["rounds"]), 2)
+
+    def _is_exact(self, clients: Sequence[ClientId]) -> bool:
+        return len(clients) < 30 and 2 ** len(clients) <= self._share
+
+    def _say(self, turn: Turn, clients: Sequence[ClientId], seconds: float) -> None:
+        """Say how long all evaluations take."""
+        each = 2 ** len(clients) if self._is_exact(clients) else max(self._share, 4 * len(clients))
+        number = each * int(self._run.manifest["result"]["rounds"])
+        self.notice(f"valuing {number} sets of clients, about {max(round(number * seconds), 1)} s")
+
+    def _model(self, turn: Turn, population: Partitioned, sent: Mapping[ClientId, Any], chosen: Coalition) -> Params:
+        """The model after the round if only these clients had sent their messages."""
+        method, experiment = self._run.experiment.method, self._run.experiment
+        if len(chosen) in (0, len(sent)):
+            return method.params_for(turn.after if chosen else turn.before, "")
+        link = _Messages(sent, chosen)
+        fed = _Coalition(link, model=population.model, aggregator=experiment.aggregation, seed=experiment.run.seed)
+        assert self._start is not None  # noqa: S101 - round 0 comes first
+        fed.initial = self._start
+        fed.begin(turn.round)
+        try:
+            state = method.step(fed, turn.before, turn.round)
+        except RunError:  # e.g. too few clients for a robust mean: these clients alone change nothing
+            state = turn.before
+        return method.params_for(state, "")
+
+    def _measure(self, population: Partitioned, w: Params) -> np.ndarray:
+        """The value of a model: for each test row whether it is right, or a figure of all rows."""
+        method, model, rows = self._run.experiment.method, population.model, population.test
+        if rows.labels is not None and not model.is_language_model:
+            self.measure = "accuracy"
+            said: np.ndarray = logits(method, model, w, rows).argmax(-1).eq(rows.labels).numpy()
+            return said
+        found = scores(method, model, w, rows)
+        self.measure = "accuracy" if found.get("accuracy") is not None else "-loss"
+        return np.array([found["accuracy"] if self.measure == "accuracy" else -found["loss"]], dtype=np.float64)

@@ -1,0 +1,125 @@
+"""Does the model of a run that a client has left still tell which rows the client trained on?
+
+The attack is that of :mod:`fedfm.audits.model_membership`, on the rows of the client that has left. A run made by
+``fedfm leave`` says in its manifest that the client's influence is removed; a model that recognises the rows refutes
+this. The attack needs the client's rows, so it is possible only as long as they are on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedfm import seeds
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, VerdictRule, interval, nothing
+from fedfm.audits.inference.rates import NOTABLE
+from fedfm.audits.member_scores import MemberScores
+from fedfm.audits.model_membership import attack_all, final_models
+from fedfm.audits.replay import Replay
+from fedfm.audits.row_evidence import no_round, unreadable
+from fedfm.audits.shadow_runs import affordable, cost
+from fedfm.audits.stated_epsilon import STRICT
+from fedfm.core.client import ClientId
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.linalg.threads import torch_threads
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import populate
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Can a reader of the final model still tell which rows the client that left was trained on?"
+_STRICT = f"low at {100 * STRICT:g} %"
+
+
+class Departure(Audit):
+    """Compares the rows of the client that left with test rows of the same distribution, by the final model."""
+
+    replays: ClassVar[bool] = False
+    replies: ClassVar[bool] = False
+
+    def seconds(self, run: Run, population: Partitioned) -> float:
+        return max(affordable(run, population) * cost(run, population), self.takes)
+
+    def reads(self, run: Run) -> bool:
+        return bool(run.manifest.get("departures"))
+
+    def unfit(self, run: Run) -> str | None:
+        return unreadable(run) or no_round(run)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        run = replay.run
+        entry = run.manifest["departures"][-1]
+        try:
+            population = with_rows(run, entry)
+        except InputError as error:
+            return [nothing("departure", QUESTION, f"The rows of {entry['client']} are not on this machine: {error}")]
+        return [finding(run, population, entry["client"], final_models(run, population), notice)]
+
+
+def with_rows(run: Run, entry: Mapping[str, Any]) -> Partitioned:
+    """The population of a run together with the client that left it last.
+
+    Args:
+        entry: the last entry of the manifest's ``departures``.
+
+    Raises:
+        InputError: the client's rows are gone.
+    """
+    data, client = run.experiment.data, str(entry["client"])
+    if data.clients is not None and client not in data.without:
+        if not Path(entry.get("rows_at") or "").exists():
+            raise InputError(f"{entry.get('rows_at')}: no such file or folder")
+        data = replace(data, clients={**data.clients, client: entry["rows_at"]})
+    else:
+        data = replace(data, without=tuple(name for name in data.without if name != client))
+    return populate(replace(run.experiment, data=data))
+
+
+def finding(
+    run: Run,
+    population: Partitioned,
+    client: ClientId,
+    models: Mapping[ClientId, Params],
+    notice: Callable[[str], None],
+) -> Finding:
+    """The finding on the model of a run that the client has left. See :func:`membership_of` for ``population``."""
+    (scores,), how = membership_of(run, population, client, [models], notice)
+    if scores is None:
+        return nothing("departure", QUESTION, f"{client} has no training rows, or no test rows to compare them with.")
+    mean, low, high = scores.interval(0.95)
+    surely = scores.interval(STRICT)[1]
+    rule = VerdictRule((f"{_STRICT} > bound",), ("low <= bound",)).with_numbers({_STRICT: surely})
+    says = f"By {how}, a row of {client} scores above a test row with chance {mean:.3f} {interval(low, high)}; "
+    detail = {"attack": how, "client": client, "members": int(scores.sizes.sum()), "strangers": scores.strangers}
+    found = surely > NOTABLE
+    end = "0.5 is guessing." if not found else "0.5 is guessing: the model was trained on these rows."
+    return Finding("departure", QUESTION, mean, low, high, NOTABLE, rule, says + end, found, detail)
+
+
+def membership_of(
+    run: Run,
+    population: Partitioned,
+    client: ClientId,
+    targets: Sequence[Mapping[ClientId, Params]],
+    notice: Callable[[str], None],
+) -> tuple[list[MemberScores | None], str]:
+    """For each attacked model, the scores of a client's rows; None if there are too few rows. Also names the attack.
+
+    Args:
+        population: all clients with this one, and the model as it was at the start of the run.
+    """
+    with torch_threads(1):
+        cells, how = attack_all(run, population, targets, notice)
+    seed = run.experiment.run.seed
+
+    def scores(of: Mapping[ClientId, Any]) -> MemberScores | None:
+        if client not in of:
+            return None
+        return MemberScores(
+            [of[client]], lambda level: seeds.generator(seed, "audit", "departure", str(level)), digits=6
+        )
+
+    return [scores(of) for of in cells], how
