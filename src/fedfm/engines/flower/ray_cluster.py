@@ -32,10 +32,11 @@ _SET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISAB
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node of a Ray cluster: its id, a name for people, and what it offers to all jobs."""
+    """A node of a Ray cluster: its id, a name for people, where it listens, and what it offers to all jobs."""
 
     id: str
     name: str
+    place: tuple[str, int]
     cores: int
     gpus: float
 
@@ -68,21 +69,23 @@ class RayCluster:
         """A function that tells of a client whose actor was lost with its node, given the ids of both."""
 
         def lost(client: str, node: str) -> None:
-            import ray
-
-            if not any(found["NodeID"] == node and found["Alive"] for found in ray.nodes()):
-                name = next((known.name for known in self.nodes if known.id == node), node)
-                tell(f"node {name} of the Ray cluster is lost; {client} is asked again on another node")
+            known = next(known for known in self.nodes if known.id == node)
+            if not _listens(known.place):  # Ray itself says so only after some seconds
+                tell(f"node {known.name} of the Ray cluster is lost; {client} is asked again on another node")
 
         return lost
 
     def silent(self) -> bool:
         """Whether nothing listens at the cluster's address."""
-        try:
-            socket.create_connection(_split(self.address), _CONNECT).close()
-        except OSError:
-            return True
+        return not _listens(_split(self.address))
+
+
+def _listens(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, _CONNECT).close()
+    except OSError:
         return False
+    return True
 
 
 def join(experiment: Experiment, run: Path | None = None) -> RayCluster:
@@ -170,9 +173,7 @@ def _check_answer(address: str) -> None:
         with socket.create_connection(_split(address), _CONNECT) as connection:
             connection.settimeout(_ANSWER)
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
-            answer = connection.recv(len(_SETTINGS))
-    except TimeoutError:
-        answer = b""
+            answer = _SETTINGS if os.environ.get("RAY_USE_TLS") == "1" else connection.recv(len(_SETTINGS))
     except OSError as error:
         why = error.strerror or str(error)
         raise InputError(
@@ -180,7 +181,7 @@ def _check_answer(address: str) -> None:
         ) from None
     if answer[3:4] != _SETTINGS[3:4]:
         raise InputError(
-            f"{KEY} = {address!r}: what is there is no Ray cluster; expected host:port, as `ray start --head` prints it",
+            f"{KEY} = {address!r}: no Ray cluster is there; expected host:port, as `ray start --head` prints it",
             key=KEY,
         )
 
@@ -194,12 +195,11 @@ def _environment() -> dict[str, str]:
 
 def _named(found: Sequence[Mapping[str, Any]]) -> list[RayNode]:
     """The nodes with names: the address, with the port if several nodes have one address."""
-    addresses = [node["NodeManagerAddress"] for node in found]
-    nodes = []
-    for node, address in zip(found, addresses, strict=True):
-        name = address if addresses.count(address) == 1 else f"{address}:{node['NodeManagerPort']}"
-        has = node["Resources"]
-        nodes.append(RayNode(node["NodeID"], name, int(has.get("CPU", 0)), float(has.get("GPU", 0))))
+    places = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in found]
+    nodes, addresses = [], [address for address, _ in places]
+    for node, (address, port) in zip(found, places, strict=True):
+        name, has = address if addresses.count(address) == 1 else f"{address}:{port}", node["Resources"]
+        nodes.append(RayNode(node["NodeID"], name, (address, port), int(has.get("CPU", 0)), float(has.get("GPU", 0))))
     return sorted(nodes, key=lambda node: node.name)
 
 

@@ -27,7 +27,7 @@ from flwr.clientapp import ClientApp
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
-from fedfm.engines.flower import client_host
+from fedfm.engines.flower import base_memory, client_host
 from fedfm.engines.flower.orphan_cleanup import end_all, reaping
 from fedfm.engines.flower.private_api import quiet
 from fedfm.engines.flower.private_ray import kill_ray, simulate, start_ray
@@ -37,6 +37,7 @@ from fedfm.models import cuda_devices, devices
 from fedfm.runtime.population import populate
 
 if TYPE_CHECKING:
+    from fedfm.runtime.partitioned import Partitioned
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
@@ -92,7 +93,13 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         def main(grid: Any, context: Context) -> None:
             try:
                 outcome["result"] = host(
-                    run, grid, population, stop=stop, progress=progress, slots=place.slots, on_end=end_actors
+                    run,
+                    grid,
+                    population,
+                    stop=lambda: ended.is_set() or stop(),
+                    progress=progress,
+                    slots=place.slots,
+                    on_end=end_actors,
                 )
             except BaseException as error:  # the caller raises it below, since Flower's thread would only print it
                 outcome["error"] = error
@@ -100,7 +107,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         app = SimulatedClients(place.text, str(run.path.resolve()))
         try:
             pool = None if place.pool is None else partial(place.pool, clients=population.clients)
-            _run_watched(lambda: simulate(main, app, len(population.clients), place.gpus, pool), outcome, place)
+            _run_watched(lambda: simulate(main, app, len(population.clients), place.gpus, pool), outcome, place, ended)
         except RuntimeError as error:
             outcome.setdefault("error", error)
     if "result" not in outcome:
@@ -139,6 +146,19 @@ def _joined(run: Run, ended: threading.Event, notice: Callable[[str], None]) -> 
         yield _Place(cluster.slots, cluster.gpus, text, lambda: None, pool, cluster.silent)
 
 
+def describe_cluster(experiment: Experiment) -> list[str]:
+    """Join the cluster of ``run.ray_address`` and check its nodes; returns what was found and notices.
+
+    Raises:
+        InputError: there is no cluster, or a node lacks something.
+    """
+    with joining(Path(os.devnull)):
+        from fedfm.engines.flower import ray_cluster
+
+        cluster = ray_cluster.join(experiment)
+        return [str(cluster), *cluster.notices]
+
+
 def shares(each: float | None, device: str) -> tuple[float, list[str]]:
     """The number of GPUs per actor, and the list of this machine's GPUs; (0, []) if the run uses none.
 
@@ -157,11 +177,10 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
     return each, gpus
 
 
-def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], place: _Place) -> None:
-    """Run the simulation in a thread. If it does not end soon after the server, or if Ray is silent, abandon it.
+def _run_watched(simulate: Callable[[], None], outcome: dict[str, Any], place: _Place, ended: threading.Event) -> None:
+    """Run the simulation in a thread. If it does not end soon after the server, give it up and abandon the thread.
 
-    Raises:
-        RunError: Ray no longer answers.
+    If Ray is silent, ``ended`` is set, which stops the server, and the outcome is an error.
     """
     errors: list[Exception] = []
 
@@ -176,10 +195,14 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], place
     deadline, look = math.inf, time.monotonic() + _LOOK
     while thread.is_alive():
         thread.join(0.1)
-        if time.monotonic() > look:
+        if not ended.is_set() and time.monotonic() > look:
             look = time.monotonic() + _LOOK
             if place.silent():
-                raise RunError("the Ray cluster no longer answers; start it again, and continue with `fedfm resume`")
+                ended.set()
+                thread.join(_GRACE)
+                text = "the Ray cluster no longer answers; start it again, and continue with `fedfm resume`"
+                outcome["error"] = RunError(text)
+                return
         if outcome and deadline == math.inf:
             deadline = time.monotonic() + _GRACE
         if time.monotonic() > deadline:
@@ -231,8 +254,16 @@ def _host_of(experiment: str, path: Path) -> client_host.ClientHost:
         _HOSTS.clear()
         memory = path / "private" / "memory"
         read = partial(Experiment.from_dict, tomllib.loads(experiment), imports=True)
-        _HOSTS[key] = client_host.of_experiment(read, memory, path)
+        _HOSTS[key] = client_host.of_experiment(read, memory, path, load=partial(_populate, key))
     return _HOSTS[key]
+
+
+def _populate(name: str, experiment: Experiment) -> Partitioned:
+    """Rows and model, which share the memory of frozen weights with the other actors of this machine."""
+    population = populate(experiment)
+    if population.client_model is not None:
+        base_memory.share(population.client_model.module, name)
+    return population
 
 
 def _end_with(end: Path) -> None:
@@ -296,6 +327,7 @@ def _prepared(folder: str, log: Path, **more: str) -> Iterator[Callable[[], None
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # a late thread of Flower would start another Ray
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",
     }
