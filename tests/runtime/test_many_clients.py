@@ -177,7 +177,9 @@ def test_a_damaged_list_of_names_is_refused(parts):
 def test_messages_of_one_line_are_the_messages_that_were_sent():
     clients = [f"client-{k:03d}" for k in range(300)]
     sent = [Crossing(1, "server", c, "scores.E_evaluate", 90, "plain", False, 2, 0, "test") for c in clients]
-    sent += [Crossing(1, c, "server", "scores.E_evaluate", 50 + k % 2, "plain", False, 2) for k, c in enumerate(clients)]
+    sent += [
+        Crossing(1, c, "server", "scores.E_evaluate", 50 + k % 2, "plain", False, 2) for k, c in enumerate(clients)
+    ]
     sent += [Crossing(1, "client-000", "client-001", "query.x", 5, "masked", True, 1)]
     lines = [json.loads(line) for line in group(sent)]
     assert len(lines) == 4

@@ -33,6 +33,11 @@ def check(args: Namespace) -> int:
     for name in experiment.run.track:
         open_tracker(name)  # raises an error if the library is missing
     check_known(experiment)
+    cluster: list[str] = []
+    if experiment.run.ray_address is not None:
+        from fedfm.engines.flower.simulation import describe_cluster
+
+        cluster = describe_cluster(experiment)  # raises an error before rows and model are read
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.to_display()).rstrip()
     population = None
@@ -65,6 +70,7 @@ def check(args: Namespace) -> int:
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
         result["fingerprint"] = population.model.fingerprint
         result["notices"] = [
+            *cluster,
             *of_rows(experiment.method, population),
             *of_method(experiment.method, {} if expected is None else expected.by_class),
             *of_arrival(experiment, len(population.clients)),

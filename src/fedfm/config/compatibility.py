@@ -88,6 +88,10 @@ def check_as_asked(e: ExperimentParts) -> None:
         )
     if run.superlink is not None and run.engine != "deployment":
         raise InputError(f'run.superlink: only engine = "deployment" takes it, not "{run.engine}"', key="run.superlink")
+    if run.ray_address is not None and run.engine != "simulation":
+        raise InputError(
+            f'run.ray_address: only engine = "simulation" takes it, not "{run.engine}"', key="run.ray_address"
+        )
     _check_folder(e)
     if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
         raise InputError(

@@ -10,7 +10,7 @@ from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 
 # Keys of files and folders, by table. In [method] they name models and runs that methods read.
-_KEYS = {
+KEYS = {
     "data": ("path", "hub"),
     "model": ("name",),
     "method": ("foundation", "model", "trained", "gate_backbone"),
@@ -32,7 +32,7 @@ def resolve_paths(file: Path, table: Mapping[str, Any], changed: Container[str] 
         InputError: a path leads to one file in the file's folder and to another one in the working directory.
     """
     out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
-    for section, keys in _KEYS.items():
+    for section, keys in KEYS.items():
         if isinstance(part := out.get(section), dict):
             known = {key: f"{section}.{key}" for key in keys if key in part}
             part |= {key: _resolve_in(file.parent, part[key], at) for key, at in known.items() if at not in changed}

@@ -61,6 +61,9 @@ class RunSpec:
     gpus_per_client: float | None = setting(
         None, "GPUs per working client: with 0.5 two clients share one, with 2 a model uses two [1]", gt=0, finite=True
     )
+    ray_address: str | None = setting(
+        None, "simulation engine: host:port of a running Ray cluster, of which this machine is a node, too"
+    )
     deterministic: bool = setting(
         False, "on a GPU: use deterministic algorithms, which are slower; an operation that has none is an error"
     )

@@ -22,6 +22,7 @@ MOVABLE = (
     "run.folder",
     "run.identity",
     "run.loader_workers",
+    "run.ray_address",
     "run.root_certificates",
     "run.roster",
     "run.superlink",

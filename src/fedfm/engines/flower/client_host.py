@@ -311,16 +311,21 @@ def _halves(value: Any) -> tuple[str, bytes]:
 
 
 def of_experiment(
-    experiment: Callable[[], Experiment], memory: Path, errors: Path, answers: Path | None = None
+    experiment: Callable[[], Experiment],
+    memory: Path,
+    errors: Path,
+    answers: Path | None = None,
+    load: Callable[[Experiment], Partitioned] = populate,
 ) -> ClientHost:
     """A client host whose clients hold parts of the experiment's own table.
 
     Args:
         errors: folder whose subfolder ``private`` is for tracebacks.
         answers: as in :class:`ClientHost`.
+        load: loads rows and model.
     """
     on_error = partial(record_error, errors)
-    return ClientHost(experiment, memory, lambda known, classes: populate(known), on_error=on_error, answers=answers)
+    return ClientHost(experiment, memory, lambda known, classes: load(known), on_error=on_error, answers=answers)
 
 
 def of_folder(folder: Path) -> tuple[ClientHost, ClientId | int]:

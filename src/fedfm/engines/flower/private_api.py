@@ -1,4 +1,4 @@
-"""All uses of the private API of Flower and Ray, except those in :mod:`.private_programs`.
+"""All uses of Flower's private API, except those in :mod:`.private_programs` and :mod:`.private_ray`.
 
 Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, the check tells
 which function of this module is affected. The module imports torch and Flower only when they are needed.
@@ -79,63 +79,6 @@ def identity(run_id: int = 1) -> Iterator[None]:
         yield
     finally:
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = saved
-
-
-def simulate(
-    main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: float = 0.0, places: dict[int, int] | None = None
-) -> None:
-    """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray instance that is running.
-
-    Args:
-        gpus: GPUs per actor; Ray makes only these visible to the actor.
-        places: receives the partition-id of each node, before ``main`` is called.
-    """
-    from flwr.server.superlink.fleet.vce import vce_api
-    from flwr.serverapp import ServerApp
-    from flwr.simulation import run_simulation
-
-    app = ServerApp()
-    app.main()(main)
-    # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
-    resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": -1}
-    register, given = vce_api._register_nodes, places if places is not None else {}
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        given.update(found := register(*args, **kwargs))
-        return found
-
-    vce_api._register_nodes = noting
-    try:
-        run_simulation(app, client, nodes, backend_config={"client_resources": resources})
-    finally:
-        vce_api._register_nodes = register
-
-
-def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
-    """Start Ray with ``workers`` cores and ``gpus`` GPUs; ``folder`` is for its files.
-
-    Raises:
-        ImportError: Ray is not installed.
-    """
-    import ray
-
-    ray.init(
-        num_cpus=workers,
-        num_gpus=gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _temp_dir=f"{folder}/ray",
-    )
-
-
-def kill_ray() -> None:
-    """Kill the processes of the Ray instance that this process started."""
-    from ray._private import worker
-
-    node, worker._global_node = worker._global_node, None
-    if node is not None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 @contextlib.contextmanager

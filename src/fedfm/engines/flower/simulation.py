@@ -1,4 +1,4 @@
-"""The simulation engine: Flower's own simulation on Ray, for many cores and machines.
+"""The simulation engine: Flower's own simulation, on a Ray of its own or on a Ray cluster that is running.
 
 The server runs in a thread of this process. The clients run in Ray actors, and each actor loads rows and model once.
 """
@@ -16,6 +16,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,69 +27,145 @@ from flwr.clientapp import ClientApp
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
-from fedfm.engines.flower import client_host
+from fedfm.engines.flower import base_memory, client_host
 from fedfm.engines.flower.orphan_cleanup import end_all, reaping
-from fedfm.engines.flower.private_api import kill_ray, quiet, simulate, start_ray
+from fedfm.engines.flower.private_api import quiet
+from fedfm.engines.flower.private_ray import kill_ray, simulate, start_ray
 from fedfm.engines.flower.server_app import host
-from fedfm.errors import ClientFault, MissingExtra
+from fedfm.errors import ClientFault, MissingExtra, RunError
 from fedfm.models import cuda_devices, devices
 from fedfm.runtime.population import populate
 
 if TYPE_CHECKING:
+    from fedfm.runtime.partitioned import Partitioned
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
 _PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the process that made them
 _END = "private/simulation.end"  # when this file appears in a run, the server has ended and the actors end themselves
+_LOG = "private/flower.log"
+_LOOK = 15.0  # seconds between two looks at whether Ray answers
 _LOOKS = 40  # looks at the list of all nodes without their places; then every node gets a hello
 _GRACE = 20.0  # seconds for Flower's threads to end after the server
 _HOSTS: dict[str, client_host.ClientHost] = {}  # in an actor: its client host, which serves many clients of one run
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the actors of a run are: a Ray instance of this process, or a cluster.
+
+    Attributes:
+        slots: number of clients that run at the same time.
+        gpus: GPUs per actor.
+        text: the experiment for the actors.
+        give_up: end a simulation that does not end by itself.
+        pool: makes the pool of actors, given the clients' names; None for Flower's own.
+        silent: whether Ray no longer answers.
+    """
+
+    slots: int
+    gpus: float
+    text: str
+    give_up: Callable[[], None] = kill_ray
+    pool: Callable[..., Any] | None = None
+    silent: Callable[[], bool] = lambda: False
+
+
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
     """Run to the end under Flower's simulation."""
-    spec = run.experiment.run
-    workers = spec.workers or os.cpu_count() or 1
-    outcome: dict[str, Any] = {}
-    population = populate(run.experiment, server=True)
-    enough(run.experiment, population.clients)  # raises before Ray starts
-    each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
-    slots = min(workers, len(cuda_devices.visible_to_processes(gpus, each))) if gpus else workers
-
-    end = run.path / _END
+    experiment, outcome = run.experiment, dict[str, Any]()
+    end, ended = run.path / _END, threading.Event()
     end.unlink(missing_ok=True)
 
     def end_actors(straggling: bool) -> None:
+        ended.set()
         if straggling:  # Flower waits for every running call; ending the actor ends its call
             end.touch()
 
-    places: dict[int, int] = {}  # the partition-id of each node, so that only nodes that are asked get a hello
+    with contextlib.ExitStack() as stack:
+        stack.callback(end.unlink, missing_ok=True)
+        if experiment.run.ray_address:  # what a node lacks is an error before the rows are read
+            place = stack.enter_context(_joined(run, ended, progress.notice))
+        population = populate(experiment, server=True)
+        enough(experiment, population.clients)  # raises before Ray starts here
+        if not experiment.run.ray_address:
+            place = stack.enter_context(_started(run))
 
-    def main(grid: Any, context: Context) -> None:
-        try:
-            there = 0
-            while not places and there < _LOOKS and not stop():  # Flower makes the nodes while this thread runs
-                time.sleep(0.05)
-                there += len(set(grid.get_node_ids())) >= len(population.clients)
-            nodes = {population.clients[place]: node for node, place in places.items()}
-            outcome["result"] = host(
-                run, grid, population, stop=stop, progress=progress, slots=slots, on_end=end_actors, nodes=nodes
-            )
-        except BaseException as error:  # the caller raises it below, since Flower's thread would only print it
-            outcome["error"] = error
+        partitions: dict[int, int] = {}  # the partition-id of each node, so that only nodes that are asked get a hello
 
-    app = SimulatedClients(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
-    try:
-        with _ray(workers, run.path / "private" / "flower.log", len(gpus)) as give_up:
+        def main(grid: Any, context: Context) -> None:
             try:
-                _run_watched(lambda: simulate(main, app, len(population.clients), each, places), outcome, give_up)
-            except RuntimeError as error:
-                outcome.setdefault("error", error)
-    finally:
-        end.unlink(missing_ok=True)
+                there = 0
+                while not partitions and there < _LOOKS and not stop():  # Flower makes the nodes while this thread runs
+                    time.sleep(0.05)
+                    there += len(set(grid.get_node_ids())) >= len(population.clients)
+                outcome["result"] = host(
+                    run,
+                    grid,
+                    population,
+                    stop=lambda: ended.is_set() or stop(),
+                    progress=progress,
+                    slots=place.slots,
+                    on_end=end_actors,
+                    nodes={population.clients[k]: node for node, k in partitions.items()},
+                )
+            except BaseException as error:  # the caller raises it below, since Flower's thread would only print it
+                outcome["error"] = error
+
+        app = SimulatedClients(place.text, str(run.path.resolve()))
+        try:
+            pool = None if place.pool is None else partial(place.pool, clients=population.clients)
+            nodes = len(population.clients)
+            _run_watched(lambda: simulate(main, app, nodes, place.gpus, pool, partitions), outcome, place, ended)
+        except RuntimeError as error:
+            outcome.setdefault("error", error)
     if "result" not in outcome:
         raise outcome["error"]
     return dict(outcome["result"])
+
+
+@contextlib.contextmanager
+def _started(run: Run) -> Iterator[_Place]:
+    """Run Ray on this machine."""
+    spec = run.experiment.run
+    workers = spec.workers or os.cpu_count() or 1
+    each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
+    slots = min(workers, len(cuda_devices.visible_to_processes(gpus, each))) if gpus else workers
+    with _ray(workers, run.path / _LOG, len(gpus)):
+        yield _Place(slots, each, run.experiment.for_clients().to_toml())
+
+
+@contextlib.contextmanager
+def _joined(run: Run, ended: threading.Event, notice: Callable[[str], None]) -> Iterator[_Place]:
+    """Join the cluster of ``run.ray_address``, and leave it running at the end."""
+    with joining(run.path / _LOG) as again:
+        from fedfm.engines.flower import actor_pool, ray_cluster
+
+        cluster = ray_cluster.join(run.experiment, run.path)
+        again()
+
+        def tell(text: str) -> None:
+            run.manifest["notices"].append(text)
+            notice(text)
+
+        for text in cluster.notices:
+            tell(text)
+        pool = partial(actor_pool.ActorPool, capacity=cluster.slots, lost=cluster.teller(tell), closed=ended)
+        text = ray_cluster.for_actors(run.experiment)
+        yield _Place(cluster.slots, cluster.gpus, text, lambda: None, pool, cluster.silent)
+
+
+def describe_cluster(experiment: Experiment) -> list[str]:
+    """Join the cluster of ``run.ray_address`` and check its nodes; returns what was found and notices.
+
+    Raises:
+        InputError: there is no cluster, or a node lacks something.
+    """
+    with joining(Path(os.devnull)):
+        from fedfm.engines.flower import ray_cluster
+
+        cluster = ray_cluster.join(experiment)
+        return [str(cluster), *cluster.notices]
 
 
 def shares(each: float | None, device: str) -> tuple[float, list[str]]:
@@ -109,9 +186,10 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
     return each, gpus
 
 
-def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
-    """Run the simulation in a thread. If it does not end soon after the server, call ``give_up`` and abandon the
-    thread.
+def _run_watched(simulate: Callable[[], None], outcome: dict[str, Any], place: _Place, ended: threading.Event) -> None:
+    """Run the simulation in a thread. If it does not end soon after the server, give it up and abandon the thread.
+
+    If Ray is silent, ``ended`` is set, which stops the server, and the outcome is an error.
     """
     errors: list[Exception] = []
 
@@ -123,13 +201,21 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_
 
     thread = threading.Thread(target=run, name="flower", daemon=True)
     thread.start()
-    deadline = math.inf
+    deadline, look = math.inf, time.monotonic() + _LOOK
     while thread.is_alive():
         thread.join(0.1)
+        if not ended.is_set() and time.monotonic() > look:
+            look = time.monotonic() + _LOOK
+            if place.silent():
+                ended.set()
+                thread.join(_GRACE)
+                text = "the Ray cluster no longer answers; start it again, and continue with `fedfm resume`"
+                outcome["error"] = RunError(text)
+                return
         if outcome and deadline == math.inf:
             deadline = time.monotonic() + _GRACE
         if time.monotonic() > deadline:
-            give_up()
+            place.give_up()
             return
     if errors:
         raise errors[0]
@@ -177,8 +263,16 @@ def _host_of(experiment: str, path: Path) -> client_host.ClientHost:
         _HOSTS.clear()
         memory = path / "private" / "memory"
         read = partial(Experiment.from_dict, tomllib.loads(experiment), imports=True)
-        _HOSTS[key] = client_host.of_experiment(read, memory, path)
+        _HOSTS[key] = client_host.of_experiment(read, memory, path, load=partial(_populate, key))
     return _HOSTS[key]
+
+
+def _populate(name: str, experiment: Experiment) -> Partitioned:
+    """Rows and model, which share the memory of frozen weights with the other actors of this machine."""
+    population = populate(experiment)
+    if population.client_model is not None:
+        base_memory.share(population.client_model.module, name)
+    return population
 
 
 def _end_with(end: Path) -> None:
@@ -189,39 +283,75 @@ def _end_with(end: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[Callable[[], None]]:
-    """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields a function that kills
-    Ray.
+def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[None]:
+    """Run Ray and Flower in a temporary folder."""
+    folder = _folder()
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        with _prepared(folder, log, PYTHONPATH=path) as again, reaping(folder):
+            import ray
+
+            try:
+                start_ray(workers, folder, gpus)
+                again()
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        end_all(folder)  # because Ray does not wait until its processes have ended
+
+
+@contextlib.contextmanager
+def joining(log: Path) -> Iterator[Callable[[], None]]:
+    """Prepare this process to join a Ray cluster, and leave the cluster at the end; yields a function that restores our
+    signal handlers.
     """
+    folder = _folder()
+    try:
+        with _prepared(folder, log) as again:
+            import ray
+
+            try:
+                yield again
+            finally:
+                ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder() -> str:
+    """A new temporary folder; its path must be short, because Ray makes sockets in it."""
     _sweep()
-    # The path must be short, because Ray makes sockets in it.
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
-    settings = {
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+
+
+@contextlib.contextmanager
+def _prepared(folder: str, log: Path, **more: str) -> Iterator[Callable[[], None]]:
+    """Import Ray and keep it and Flower without output, with our signal handlers; yields a function that restores them.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+    """
+    settings = more | {
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # a late thread of Flower would start another Ray
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     saved = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
         try:
-            import ray  # imported now, because Ray reads the environment at import
+            import ray  # noqa: F401 - imported now, because Ray reads the environment at import
         except ImportError:
             raise MissingExtra('run.engine = "simulation" needs Ray: pip install "fedfm[simulation]"') from None
-        with reaping(folder), _our_signals() as again, quiet(log):
-            try:
-                start_ray(workers, folder, gpus)
-                again()
-                yield kill_ray
-            finally:
-                ray.shutdown()
+        with _our_signals() as again, quiet(log):
+            yield again
     finally:
         for name, value in saved.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        end_all(folder)  # because Ray does not wait until its processes have ended
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _sweep() -> None:

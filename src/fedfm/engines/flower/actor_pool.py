@@ -1,0 +1,140 @@
+"""The pool of Ray actors of a run over several machines, for Flower's simulation.
+
+Flower's own pool also offers actors whose node is lost, so that all later messages to them would fail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+_PATIENCE = 120.0  # seconds without any actor that runs, until a message fails
+_FAILURES = 20  # actors that may fail while they start, until no new ones are made
+
+
+class ActorPool:
+    """Actors that are ready, those that start, and those that answer a message.
+
+    A lost actor is replaced by a new one, which Ray puts on any node with room. Flower calls the methods from several
+    threads.
+
+    Args:
+        capacity: largest number of actors.
+        clients: names of the clients by their number.
+        lost: called with the name of a client whose actor was lost, and the id of the actor's node.
+        closed: set when the run ends; then no message waits for an actor any more.
+    """
+
+    def __init__(
+        self,
+        actor_type: Any,
+        client_resources: Mapping[str, float],
+        actor_kwargs: Mapping[str, Any],
+        *,
+        capacity: int,
+        clients: Sequence[str],
+        lost: Callable[[str, str], None],
+        closed: threading.Event,
+    ) -> None:
+        self._make = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
+        self.actors_capacity, self.num_actors = capacity, 0
+        self._clients, self._lost = clients, lost
+        self._closed, self._lock = closed, threading.Lock()
+        self._ready: list[Any] = []
+        self._starting: dict[Any, Any] = {}  # by the result of a first call
+        self._busy: dict[Any, tuple[Any, int]] = {}  # actor and client, by the result of the call
+        self._nodes: dict[Any, str] = {}  # id of each actor's node
+        self._failures = 0
+
+    def add_actors_to_pool(self, num_actors: int) -> None:
+        """Make actors."""
+        for _ in range(num_actors):
+            self._start()
+        self.num_actors += num_actors
+
+    def _start(self) -> None:
+        actor = self._make()
+        self._starting[actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())] = actor
+
+    def is_actor_available(self) -> bool:
+        """Whether an actor is ready."""
+        with self._lock:
+            self._admit()
+            return bool(self._ready)
+
+    def submit(self, actor_fn: Callable[..., Any], job: tuple[Any, Any, str, Any]) -> Any:
+        """Give a message to an actor; returns a reference to the result.
+
+        Raises:
+            ActorDiedError: no actor runs, and none has started for some time.
+        """
+        actor = self._take()
+        app_fn, message, client, context = job
+        future = actor_fn(actor, app_fn, message, client, context)
+        with self._lock:
+            self._busy[future] = actor, int(client)
+        return future
+
+    def _take(self) -> Any:
+        idle_since = time.monotonic()
+        while not self._closed.is_set():
+            with self._lock:
+                self._admit()
+                if self._ready:
+                    return self._ready.pop()
+                if self._busy:
+                    idle_since = time.monotonic()
+            if time.monotonic() - idle_since > _PATIENCE:
+                raise ray.exceptions.ActorDiedError(
+                    f"ActorDiedError: no process of a client started on the Ray cluster within {_PATIENCE:g} s"
+                )
+            time.sleep(0.05)
+        raise ray.exceptions.ActorDiedError("ActorDiedError: the run has ended")
+
+    def _admit(self) -> None:
+        """Move actors that have started to those that are ready."""
+        if not self._starting:
+            return
+        done, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
+        for first in done:
+            actor = self._starting.pop(first)
+            try:
+                self._nodes[actor] = ray.get(first)
+                self._ready.append(actor)
+            except ray.exceptions.RayError:
+                self._failures += 1
+                if self._failures < _FAILURES:
+                    self._start()
+
+    def fetch_result_and_return_actor_to_pool(self, future: Any) -> tuple[Any, Any]:
+        """Wait for the reply to a message; returns it with the client's new context."""
+        try:
+            _, message, context = ray.get(future)
+        except ray.exceptions.RayTaskError:  # the client's code raised an error, and the actor runs
+            raise
+        except ray.exceptions.RayError:
+            with self._lock:
+                actor, client = self._busy.pop(future)
+                node = self._nodes.pop(actor)
+                ray.kill(actor)  # its core must be free for the new actor
+                self._start()
+            self._lost(self._clients[client], node)
+            raise
+        self.add_actor_back_to_pool(future)
+        return message, context
+
+    def add_actor_back_to_pool(self, future: Any) -> None:
+        """Mark an actor as ready; one that was lost has been replaced already."""
+        with self._lock:
+            if future in self._busy:
+                self._ready.append(self._busy.pop(future)[0])
+
+    def terminate_all_actors(self) -> None:
+        """Let the actors end."""
+        with self._lock:
+            for actor in (*self._ready, *self._starting.values()):
+                ray.kill(actor)

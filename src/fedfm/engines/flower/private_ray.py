@@ -1,0 +1,85 @@
+"""All uses of Ray's private API, and of the private parts of Flower's simulation; see :mod:`.private_api`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def simulate(
+    main: Callable[[Any, Any], None],
+    client: Any,
+    nodes: int,
+    gpus: float = 0.0,
+    pool: Callable[..., Any] | None = None,
+    partitions: dict[int, int] | None = None,
+) -> None:
+    """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray instance that is running.
+
+    Args:
+        gpus: GPUs per actor; Ray makes only these visible to the actor.
+        pool: makes the pool of actors, in place of Flower's own.
+        partitions: receives the partition-id of each node, before ``main`` is called.
+    """
+    from flwr.server.superlink.fleet.vce import vce_api
+    from flwr.server.superlink.fleet.vce.backend import raybackend
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    app = ServerApp()
+    app.main()(main)
+    # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
+    resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0 if pool else -1}
+    flowers, register = raybackend.BasicActorPool, vce_api._register_nodes
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found = register(*args, **kwargs)
+        if partitions is not None:
+            partitions.update(found)
+        return found
+
+    raybackend.BasicActorPool, vce_api._register_nodes = pool or flowers, noting  # type: ignore[assignment,misc]
+    try:
+        run_simulation(app, client, nodes, backend_config={"client_resources": resources})
+    finally:
+        raybackend.BasicActorPool, vce_api._register_nodes = flowers, register  # type: ignore[misc]
+
+
+def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
+    """Start Ray with ``workers`` cores and ``gpus`` GPUs; ``folder`` is for its files.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    import ray
+
+    ray.init(
+        num_cpus=workers,
+        num_gpus=gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=f"{folder}/ray",
+    )
+
+
+def join_ray(address: str, environment: Mapping[str, str]) -> None:
+    """Connect to a Ray cluster that is running; its processes for this job get these environment variables."""
+    import ray
+
+    ray.init(
+        address=address,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": dict(environment)},
+    )
+
+
+def kill_ray() -> None:
+    """Kill the processes of the Ray instance that this process started."""
+    from ray._private import worker
+
+    node, worker._global_node = worker._global_node, None
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
