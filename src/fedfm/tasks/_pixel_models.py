@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fedfm.errors import InputError
@@ -29,8 +30,7 @@ def fit_config(config: Any, name: str, ignored: int) -> None:
                 key="model.name",
             )
         raise InputError(f"{kind}, which has no decoder for pixels in transformers: take {_TYPES}", key="model.name")
-    if config.num_labels < _TWO:
-        raise InputError("data.mask: the masks hold one class, and a model learns at least two: background is one, too")
+    _check_count(config.num_labels)
     if getattr(config, "use_auxiliary_head", False):
         config.use_auxiliary_head = False
     if hasattr(config, "semantic_loss_ignore_index"):
@@ -55,6 +55,29 @@ def check_processor(processor: Any, name: str) -> None:
             "preprocessor_config.json",
             key="model.name",
         )
+
+
+def check_outputs(name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+    """Refuse outputs (shape ``found``) of a user's module that are no logits of classes for pixels of its images.
+
+    Raises:
+        InputError: the shape is wrong, or the masks have only one class.
+    """
+    _check_count(classes)
+    n, _, height, width = images
+    right = len(found) == len(images) and tuple(found[:2]) == (n, classes)
+    if not right or not 0 < found[2] <= height or not 0 < found[3] <= width:
+        raise InputError(
+            f"model.name: for images ({', '.join(map(str, images))}) the module of {name} returns "
+            f"({', '.join(map(str, found))}): expected ({n}, {classes}, height, width), logits of the {classes} "
+            f"classes, with a height up to {height} and a width up to {width}",
+            key="model.name",
+        )
+
+
+def _check_count(classes: int) -> None:
+    if classes < _TWO:
+        raise InputError("data.mask: the masks hold one class, and a model learns at least two: background is one, too")
 
 
 def keep_numbers(processor: Any) -> None:

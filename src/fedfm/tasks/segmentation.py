@@ -46,6 +46,7 @@ class Segmentation(Task):
     )
     new_head: ClassVar[bool] = True
     needs_classes: ClassVar[bool] = True
+    own_modules: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
@@ -104,6 +105,11 @@ class Segmentation(Task):
         from fedfm.tasks import _pixel_models
 
         _pixel_models.check_processor(tools.processor, name)
+
+    def check_outputs(self, name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+        from fedfm.tasks import _pixel_models
+
+        _pixel_models.check_outputs(name, found, images, classes)
 
     def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         from fedfm.tasks import _mask_scores

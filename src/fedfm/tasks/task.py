@@ -64,6 +64,8 @@ class Task:
             their cross-entropy.
         own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because the targets
             are not one class per row.
+        own_modules: whether ``model.name`` may name a user's function that makes the module, see
+            :mod:`fedfm.models.user.function_module`. Such a task overrides :meth:`check_outputs`.
         absent_target: the value that rows get for a target that their client lacks; if None, such rows are refused.
         linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
@@ -100,6 +102,7 @@ class Task:
     needs_classes: ClassVar[bool] = False
     one_class_a_row: ClassVar[bool] = False
     own_targets: ClassVar[bool] = False
+    own_modules: ClassVar[bool] = False
     absent_target: ClassVar[float | None] = None
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
@@ -360,6 +363,19 @@ class Task:
 
         Raises:
             InputError: there is such a value or processor; the message says what would be right.
+        """
+
+    def check_outputs(self, name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+        """Refuse outputs of a user's module that have another shape than the task needs.
+
+        Args:
+            name: the name of the function that made the module.
+            found: shape of the outputs.
+            images: shape of the images, (n, 3, H, W).
+            classes: number of classes.
+
+        Raises:
+            InputError: the shape is wrong; the message says what would be right.
         """
 
     def check_single_encoder(self) -> None:
