@@ -154,7 +154,7 @@ def load_model(
             key="model.fingerprint",
         )
     del weights
-    if spec.weights == "pretrained":
+    if spec.weights == "pretrained" and not by_user:
         loaded.notices += tuple(look.notices())
     loaded.stored = None
     loaded.module.eval()

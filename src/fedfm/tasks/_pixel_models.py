@@ -26,7 +26,8 @@ def fit_config(config: Any, name: str, ignored: int) -> None:
         if type(config) in transformers.AutoModelForUniversalSegmentation._model_mapping:
             raise InputError(
                 f"{kind}, whose loss matches masks with queries image by image and divides by the masks of a batch, so "
-                f"it is no mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}",
+                f"it is no mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}, or a "
+                "function that computes such scores (docs: how-to/segmentation.md)",
                 key="model.name",
             )
         raise InputError(f"{kind}, which has no decoder for pixels in transformers: take {_TYPES}", key="model.name")

@@ -166,8 +166,9 @@ class Segmentation(Task):
 
     def about_outputs(self) -> str:
         return (
-            "The output has one score per class for each pixel of a smaller image: enlarge it to the image, bilinear, "
-            "and take the class with the largest score, as `post_process_semantic_segmentation` does."
+            "The output has one score per class for each pixel of the prepared image, or of a smaller one: enlarge it "
+            "to the image, bilinear, and take the class with the largest score, as "
+            "`post_process_semantic_segmentation` does."
         )
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:

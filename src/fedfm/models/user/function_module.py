@@ -31,7 +31,7 @@ from fedfm.models.user.user_inputs import call
 _KEYS = ("model", "image_size", "processor")
 _LOGITS = ("logits", "out")  # keys of a dict of outputs: of transformers, and of torchvision
 _OF_FILES = ("weights", "options", "attention", "quantization")  # keys of [model] for models from files
-_SIDE, _PAIR = 224, 2  # the sides of images if nothing states them; number of images in the trial
+_SIDE = 224  # the sides of images if nothing states them
 
 
 class FunctionModel(Model):
@@ -46,7 +46,7 @@ class FunctionModel(Model):
 
 
 def load(spec: ModelSpec, classes: tuple[str, ...], task: ModelTask, seed: int) -> Loaded:
-    """Call the function, and try its module on two images of zeros.
+    """Call the function, and try its module on images of zeros.
 
     Raises:
         InputError: the function was not admitted or fails; or the module does not fit the images or the task.
@@ -149,7 +149,10 @@ def _read(made: Any, name: str) -> tuple[nn.Module, Any, tuple[str, ...]]:
 
 
 def _try(module: nn.Module, name: str, tools: Tools, classes: int, task: ModelTask) -> str:
-    """Compute two images of zeros; return the path of the last convolution if the module ends with it, else "".
+    """Compute a batch of two images of zeros, and one of one image.
+
+    Returns:
+        The path of the last convolution if it has one output per class and is the last layer to run; else "".
 
     Raises:
         InputError: the module fails, or its output has the wrong form.
@@ -157,7 +160,8 @@ def _try(module: nn.Module, name: str, tools: Tools, classes: int, task: ModelTa
     from PIL import Image
 
     assert tools.image is not None  # noqa: S101 - made by :func:`load`
-    images = torch.zeros_like(tools.image([Image.new("RGB", (16, 16))] * _PAIR))
+    kind = next((p.dtype for p in module.parameters()), torch.float32)
+    images = torch.zeros_like(tools.image([Image.new("RGB", (16, 16))] * 2), dtype=kind)
     called: list[tuple[str, nn.Module]] = []
 
     def record(path: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -165,21 +169,24 @@ def _try(module: nn.Module, name: str, tools: Tools, classes: int, task: ModelTa
 
     leaves = [(p, m) for p, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
     hooks = [part.register_forward_hook(record(path)) for path, part in leaves]
-    kind = next((p.dtype for p in module.parameters()), torch.float32)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            found = module(images.to(kind))
-    except Exception as error:  # the user's code may raise any error
-        shape = ", ".join(map(str, images.shape))
-        raise InputError(
-            f"model.name: the module of {name} fails on images ({shape}): {type(error).__name__}: "
-            f"{first_line(error, 200)}",
-            key="model.name",
-        ) from None
+        for some in (images, images[:1]):
+            found = logits_of(_outputs(module, some, name), name)
+            task.check_outputs(name, found.shape, some.shape, classes)
     finally:
         for hook in hooks:
             hook.remove()
-    logits = logits_of(found, name)
-    task.check_outputs(name, logits.shape, images.shape, classes)
     path, last = called[-1] if called else ("", module)
     return path if isinstance(last, nn.Conv2d) and last.out_channels == classes else ""
+
+
+def _outputs(module: nn.Module, images: Tensor, name: str) -> Any:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return module(images)
+    except Exception as error:  # the user's code may raise any error
+        raise InputError(
+            f"model.name: the module of {name} fails on images ({', '.join(map(str, images.shape))}): "
+            f"{type(error).__name__}: {first_line(error, 200)}",
+            key="model.name",
+        ) from None
