@@ -61,10 +61,10 @@ class Segmentation(Task):
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
         return {spec.image, spec.column("mask")} <= columns.keys() and spec.label not in columns
 
-    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+    def folder(self, path: Path, spec: DataSpec, *, labelled: bool) -> Sheet | None:
         from fedfm.tasks import _masked_folder
 
-        return _masked_folder.sheet(path, labelled)
+        return _masked_folder.sheet(path, spec, labelled)
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
         from fedfm.tasks import _masked_rows

@@ -201,16 +201,24 @@ class Task:
         """
         raise NotImplementedError(f"{self.name}: no files of its own")
 
-    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+    def folder(self, path: Path, spec: DataSpec, *, labelled: bool) -> Sheet | None:
         """The columns of a folder in the task's own layout, such as images next to masks; None for other folders.
 
+        By default this is a folder of the files that one of :attr:`columns` holds, if there is such a column.
+
         Args:
+            spec: names of the columns.
             labelled: False for rows to predict, whose targets may be missing.
 
         Raises:
             InputError: the folder has this layout, but is incomplete; the message says where.
         """
-        return None
+        held = next((column for column in self.columns if column.files), None)
+        if held is None:
+            return None
+        from fedfm.data.sources import _file_folder
+
+        return _file_folder.sheet(path, spec, spec.column(held.key), held.files, labelled=labelled)
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """The rows of these columns; None if images, texts and labels are read as for any task.
