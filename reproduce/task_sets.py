@@ -6,6 +6,7 @@
                        the first of a sentence
 ``commands.jsonl``     orders with their answers: which of four words stands in a given place
 ``shapes``             a folder of noisy pictures with one circle or square each, next to the masks of their pixels
+``mri_findings.npz``   brain MRI as vectors of a ViT with three labels: a tumour, in the brain's own tissue, outside it
 ``intents.jsonl``      pairs of questions of banking77 with the same intent
 ``tiny-bert-<set>``, ``tiny-t5-<set>``, ``tiny-segformer``  models with random weights; the words are those of the rows
 """
@@ -34,6 +35,17 @@ def labels(target: Path, _: Path) -> None:
     of = {"even": (0, 2, 4, 6, 8), "prime": (2, 3, 5, 7), "loop": (0, 6, 8, 9)}
     y = np.stack([np.isin(digits.target, some) for some in of.values()], axis=1)
     np.savez(target, x=(digits.data / 16).astype(np.float32), y=y, classes=np.array(list(of)))
+
+
+def findings(target: Path, vectors: Path) -> None:
+    """Three labels for each brain MRI: a tumour, one in the brain's tissue (glioma), one outside it."""
+    given = np.load(vectors, allow_pickle=False)
+    kind = given["classes"][given["y"]]
+    if set(kind) != {"no_tumor", "glioma_tumor", *(outer := ("meningioma_tumor", "pituitary_tumor"))}:
+        raise SystemExit(f"{vectors}: unknown classes {sorted(set(kind))}")
+    y = np.stack([kind != "no_tumor", kind == "glioma_tumor", np.isin(kind, outer)], axis=1)
+    names = np.array(["tumour", "in the tissue", "outside the tissue"])
+    np.savez(target, x=given["x"], y=y, split=given["split"], classes=names)
 
 
 def diabetes(target: Path, _: Path) -> None:
@@ -160,6 +172,9 @@ def make(name: str, target: Path, source: Path, also: Callable[[str], None]) -> 
     """Make a set or a model of this module; False if it has none of this name. ``also`` makes what it needs."""
     if name in SETS:
         SETS[name](target, source)
+    elif name == "mri_findings.npz":
+        also("brain_mri.vit_tiny.npz")
+        findings(target, target.with_name("brain_mri.vit_tiny.npz"))
     elif name == "tiny-segformer":
         segformer(target)
     elif of := re.fullmatch(r"tiny-(bert|t5)-(\w+)", name):

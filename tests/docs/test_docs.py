@@ -139,7 +139,8 @@ def test_the_readme_fits_three_screens():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
-def test_examples_are_experiments(path):
+def test_examples_are_experiments(path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")  # a model may be a function of a file there
     assert path.read_text().startswith("# ")
     assert f"fedfm run examples/{path.name}" in path.read_text()
     Experiment.load(path)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.api import user_runs
 from fedfm.core import output_files, storage
+from fedfm.core.attachments import attachments_of
 from fedfm.core.capabilities import Predictor
 from fedfm.core.libraries import refuse
 from fedfm.core.locks import alone_in
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 
     from fedfm.core.method import Method
     from fedfm.core.rows import Rows
+    from fedfm.data.table import Table
     from fedfm.models.export import Target
     from fedfm.models.model import Model
+    from fedfm.models.model_task import ModelTask
 
 _ID = "id"  # column of the file with a name for each row
 _SEVERAL, _SURE = 5, 0.9995  # least number of rows for a warning; smallest probability that is shown as 1.000
@@ -210,9 +213,20 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     lost = lost_words.notices(table, range(len(table)), model)
     result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
-    if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of images, not of tables
-        result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
+    if folder.is_dir() and (names := _files_of(table, model.task)):
+        result["files"] = [os.path.relpath(name, folder) for name in names]
     return result
+
+
+def _files_of(table: Table, task: ModelTask) -> list[str]:
+    """The path of each row's file, for images, and for a task with a column of files; [] for other rows."""
+    if table.kind == "image":
+        found = list(table.inputs)
+    elif any(column.files for column in task.columns):
+        found = [next((held.source for held in attachments_of(row)), None) for row in table.inputs]
+    else:
+        return []
+    return found if all(isinstance(name, str) for name in found) else []
 
 
 def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
@@ -294,11 +308,12 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One record per row: its index in the file, from 0; its id or file, if it has one; and its prediction."""
     names: Any = [{"id": name} for name in result["ids"]] if "ids" in result else repeat({})
+    files: Any = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
     if "losses" in result:
         return [{"row": i, **line} for i, line in enumerate(language.lines(result))]
     if "answers" in result:
-        cut, rows = set(result["cut"]), enumerate(zip(names, result["answers"], strict=False))
-        return [{"row": i, **name, "answer": answer, "cut": i in cut} for i, (name, answer) in rows]
+        cut, rows = set(result["cut"]), enumerate(zip(names, files, result["answers"], strict=False))
+        return [{"row": i, **name, **file, "answer": answer, "cut": i in cut} for i, (name, file, answer) in rows]
     if "outputs" in result:
         outputs = (row if isinstance(row, Mapping) else dict(enumerate(row)) for row in result["outputs"])
         return [{"row": i, **{str(k): x for k, x in row.items()}} for i, row in enumerate(outputs)]
@@ -306,7 +321,6 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         return by_row(result)
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
-    files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
     found = enumerate(zip(names, files, result["predictions"], result["probabilities"], strict=False))
     return [
         {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found

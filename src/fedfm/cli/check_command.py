@@ -23,6 +23,7 @@ def check(args: Namespace) -> int:
 
     experiment = experiment_of(args)
     from fedfm.config.toml import to_toml
+    from fedfm.config.user_code import is_function
     from fedfm.core.capabilities import HiddenModel, Planned, ServerModel
     from fedfm.data.load import check_files
     from fedfm.engines.known_clients import check_known
@@ -48,7 +49,7 @@ def check(args: Namespace) -> int:
 
         if isinstance(experiment.method, HiddenModel):
             experiment.method.check_model()
-        elif experiment.model.name != "features" and not experiment.own_code:
+        elif experiment.model.name != "features" and not is_function(experiment.model.name):
             locate(experiment.model.name)
         if isinstance(experiment.method, ServerModel):
             experiment.method.check_foundation()

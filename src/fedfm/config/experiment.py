@@ -101,8 +101,9 @@ class Experiment(ExperimentParts):
         if run.extend_timeout is None:
             run = dataclasses.replace(run, extend_timeout=not stated and run.timeout == RunSpec.timeout)
         method_name = method_name or name_of("methods", method)
-        if model.adaptation is not None or not (model.name == IN_MEMORY or is_function(model.name)):
-            default = "head" if model.name == "features" else method.needs.adaptation
+        if model.adaptation is not None or not (model.name == IN_MEMORY or is_function(data.name)):
+            other = "full" if is_function(model.name) else method.needs.adaptation
+            default = "head" if model.name == "features" else other
             adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default), model.task)
             model = dataclasses.replace(model, adaptation=adaptation)
         if name is None:

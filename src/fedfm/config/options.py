@@ -117,15 +117,19 @@ def check_transport(e: ExperimentParts, method: str) -> None:
 
 
 def check_own_code(e: ExperimentParts, method: str) -> None:
-    """Refuse keys that make no sense if a user's function provides rows and model.
+    """Refuse keys that make no sense if a user's function provides rows and model, or the model alone.
 
     Raises:
         InputError: there is such a key; the message names the first one.
     """
+    task = tasks.task_named(e.model.task)
+    if not e.own_code and task is not None and task.own_modules:
+        return
     if e.data.name != e.model.name:
+        alone = quote_names(tasks.names(lambda of: of.own_modules))
         raise InputError(
             f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function provides rows and model; '
-            "expected the same name twice",
+            f"expected the same name twice, or, for a function that provides only the model, model.task = {alone}",
             key="data.name",
         )
     specs: tuple[tuple[str, Any, tuple[str, ...]], ...] = (("data", e.data, _OWN_DATA), ("model", e.model, ("name",)))

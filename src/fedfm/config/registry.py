@@ -180,9 +180,10 @@ def admit_named(experiment: Mapping[str, Any]) -> None:
         for where, name in _names(experiment.get(table), table):
             if ":" in name or name in points:
                 admit(kind, name, where)
-    data = experiment.get("data")
-    if isinstance(data, Mapping) and is_function(data.get("name")):
-        admit_function(data["name"], "data.name")
+    for table in ("data", "model"):
+        section = experiment.get(table)
+        if isinstance(section, Mapping) and is_function(section.get("name")):
+            admit_function(section["name"], f"{table}.name")
 
 
 def _names(table: Any, where: str) -> Iterator[tuple[str, str]]:

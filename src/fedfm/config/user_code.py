@@ -6,24 +6,18 @@ of the process must first admit it: by writing the experiment, or by naming the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 from fedfm.core.libraries import of_import
-from fedfm.data.spec import FUNCTION
+from fedfm.data.user_functions import function as function
+from fedfm.data.user_functions import is_function as is_function
+from fedfm.data.user_functions import keep
 from fedfm.errors import InputError
 
-_admitted: dict[str, Callable[[], Any]] = {}
 
-
-def is_function(name: Any) -> bool:
-    """Whether a name has the form ``module:function``."""
-    return isinstance(name, str) and re.fullmatch(FUNCTION, name) is not None
-
-
-def admit_function(name: str, where: str) -> Callable[[], Any]:
+def admit_function(name: str, where: str) -> Callable[..., Any]:
     """Import ``module:function``. This runs the module, so the name must come from this process's owner.
 
     Raises:
@@ -37,22 +31,9 @@ def admit_function(name: str, where: str) -> Callable[[], Any]:
     except Exception as error:  # the import runs the module's own code, which may raise any error
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not callable(found):
-        raise InputError(
-            f'{where} = "{name}": a {type(found).__name__}; expected a function without arguments', key=where
-        )
-    _admitted[name] = found
+        raise InputError(f'{where} = "{name}": a {type(found).__name__}; expected a function', key=where)
+    keep(name, found)
     return found
-
-
-def function(name: str, where: str) -> Callable[[], Any]:
-    """The admitted function of this name.
-
-    Raises:
-        InputError: the function was not admitted.
-    """
-    if name not in _admitted:
-        raise InputError(f'{where} = "{name}": code from outside fedfm, which nobody here has admitted', key=where)
-    return _admitted[name]
 
 
 def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:

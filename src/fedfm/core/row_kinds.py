@@ -17,12 +17,14 @@ class Column:
         help: what the column holds.
         default: the column's name if the key is not set; if empty, this is the key itself.
         several: whether the key's value is a list of column names. Without the key, the list is empty.
+        files: "image" or "recording" if a folder of such files is a set of rows, with the files in this column.
     """
 
     key: str
     help: str
     default: str = ""
     several: bool = False
+    files: str = ""
 
     @property
     def name(self) -> str:

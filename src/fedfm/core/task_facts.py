@@ -28,6 +28,7 @@ class TaskFacts(Protocol):
     needs_classes: ClassVar[bool]
     one_class_a_row: ClassVar[bool]
     own_targets: ClassVar[bool]
+    own_modules: ClassVar[bool]
     absent_target: ClassVar[float | None]
     linear_head: ClassVar[bool]
     two_encoders: ClassVar[bool]

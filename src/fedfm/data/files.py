@@ -34,7 +34,7 @@ def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Tab
                 raise InputError(f"{path} is a folder written by save_to_disk; expected {formats()}")
             raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
         named = tasks.task_named(task)
-        if named is not None and (sheet := row_task(named).folder(path, labelled=labelled)) is not None:
+        if named is not None and (sheet := row_task(named).folder(path, spec, labelled=labelled)) is not None:
             return to_table(sheet, spec, source=str(path), task=task, labelled=labelled)
         if files := tables.files_of(path, task):
             return tables.read_folder(path, files, spec, task=task, labelled=labelled)

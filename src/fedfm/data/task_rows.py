@@ -31,7 +31,7 @@ class RowTask(TaskFacts, Protocol):
     def sheet(self, text: str, source: str) -> Sheet:
         """The columns of a file whose name has one of the task's endings."""
 
-    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+    def folder(self, path: Path, spec: DataSpec, *, labelled: bool) -> Sheet | None:
         """The columns of a folder with the task's own layout; None for a folder with another layout."""
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import to_json
+from fedfm.data.user_functions import is_function
 from fedfm.models import configuration, quantised, quantised_maps, stored_formats
 from fedfm.models.adapters.pair_names import GLOBAL, LOCAL
 from fedfm.models.adapters.peft_alone import peft_alone
@@ -43,7 +44,7 @@ def complete(model: Model, folder: Path) -> bool:
     """
     whole: Any = unwrap(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole
-    if not hasattr(getattr(module, "config", None), "save_pretrained"):
+    if not hasattr(getattr(module, "config", None), "save_pretrained") or is_function(model.spec.name):
         return False
     config, bits = _plain(module.config, rounded=model.spec.quantization is not None)
     in_files = configuration.read(locate(model.spec.name), model.spec)

@@ -38,6 +38,9 @@ class Loaded:
         hollow: whether the module's weights are placeholders (zeros) that take no memory.
         notices: lines for the user about guesses.
         outputs: the checkpoint's names for the outputs of its head; () if it names none.
+        head: path of the last map of a module that a user's function made; "" if there is none. None for other models,
+            whose head :mod:`fedfm.models.families` finds.
+        frozen: parameters that the function froze.
     """
 
     module: nn.Module
@@ -51,6 +54,8 @@ class Loaded:
     hollow: bool = False
     notices: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    head: str | None = None
+    frozen: tuple[nn.Parameter, ...] = ()
 
 
 def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: ModelTask) -> Tools:

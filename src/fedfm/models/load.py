@@ -1,7 +1,8 @@
 """load_model: make a Model from the [model] table.
 
-A name is looked up in this order: a built-in model, "features", a folder in the format of ``save_pretrained``, a
-.safetensors file of a CIFAR ResNet, a Hugging Face hub id. Only safetensors are read; a model's code is not executed.
+A name is looked up in this order: "features", a user's function, a built-in model, a folder in the format of
+``save_pretrained``, a .safetensors file of a CIFAR ResNet, a Hugging Face hub id. Only safetensors are read; a model's
+code is not executed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.core import tasks
 from fedfm.core.libraries import refuse
+from fedfm.data.user_functions import is_function
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import devices, families, hub, lengths, new_parts, precision
@@ -124,13 +126,16 @@ def load_model(
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type, images=task.images_in_texts)
+    by_user, new = loaded.head is not None, loaded.new
+    if loaded.head is not None:
+        parts, new = dataclasses.replace(parts, head=loaded.head), [loaded.head] if loaded.head else []
     kept = keep_head and spec.weights == "pretrained" and not any(within(parts.head, path) for path in loaded.new)
     if kept and parts.head:
         from fedfm.models import kept_head
 
         loaded.notices += kept_head.arrange(loaded.module, parts.head, loaded.outputs, classes, spec.name)
     drawn: tuple[str, ...] = ()
-    if task.new_head and spec.weights == "pretrained" and spec.name != "features":
+    if task.new_head and spec.weights == "pretrained" and spec.name != "features" and not by_user:
         drawn = new_parts.notice(loaded.module, loaded.new, parts.head, spec.name)
     if spec.gradient_checkpointing:
         from fedfm.models import checkpointing
@@ -153,7 +158,7 @@ def load_model(
             key="model.fingerprint",
         )
     del weights
-    if spec.weights == "pretrained" and known is None:
+    if spec.weights == "pretrained" and known is None and not by_user:
         loaded.notices += tuple(look.notices())
     slices = None
     if bare:
@@ -175,8 +180,14 @@ def load_model(
         adapted.notices = (*_notices(loaded, parts, spec), *drawn)
         return adapted
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
-    notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
-    module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
+    if by_user and adapt.name == "head" and not parts.head:
+        from fedfm.models.user import function_module
+
+        raise function_module.no_head(spec.name)
+    notices = adaptation.notices(loaded.module, adapt, parts, new)
+    module = adaptation.apply(loaded.module, adapt, parts, new=new, task=task, seed=seed)
+    for parameter in loaded.frozen:
+        parameter.requires_grad_(False)
     if bits and spec.quantization == "nf4":
         from fedfm.models import quantised_experts
 
@@ -189,6 +200,10 @@ def load_model(
     head = adaptation.live_head(module, parts.head) if task.linear_head else None
     precision.train_in_single(module)
     kind_of = Model
+    if by_user:
+        from fedfm.models.user.function_module import FunctionModel
+
+        kind_of = FunctionModel
     if is_dual_encoder(loaded.module):
         from fedfm.models.dual_encoder import DualModel
 
@@ -259,7 +274,7 @@ def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator
 
 def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
     """Notices that a trained head is replaced, or that the adaptation does not train a part of the new head."""
-    plain = not hasattr(loaded.module, "config") or is_pooled_encoder(loaded.module)
+    plain = not hasattr(loaded.module, "config") or is_pooled_encoder(loaded.module) or loaded.head is not None
     if plain or spec.weights == "random" or spec.name in BUILT_IN:
         return
     made = {name for name, _ in loaded.module.named_parameters() if any(within(name, new) for new in loaded.new)}
@@ -336,6 +351,10 @@ def _load(
             raise InputError("data: feature vectors of unknown length")
         module = LinearSoftmax(feature_dim, len(classes))
         return Loaded(module, "features", {"model_type": "features", "dim": feature_dim}, ["head"], Tools())
+    if is_function(spec.name):
+        from fedfm.models.user import function_module
+
+        return function_module.load(spec, classes, task, seed)
     path = locate(spec.name)
     if isinstance(path, Path) and path.is_file():
         from fedfm.models.resnet_files import load_resnet

@@ -68,6 +68,9 @@ class ModelTask(RowTask, Protocol):
     def check_tools(self, tools: Tools, name: str) -> None:
         """Refuse values of the task's keys that do not fit the tools."""
 
+    def check_outputs(self, name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+        """Refuse outputs of a user's module that have another shape than the task needs."""
+
     def check_single_encoder(self) -> None:
         """Refuse values of the task's keys that need a model of two encoders."""
 

@@ -125,7 +125,9 @@ class Silo(OpenSettings):
         None, "class names that the federation agreed on, in order [the classes of the rows]"
     )
     models: tuple[str, ...] = setting(
-        (), "folders and hub ids that experiments may name, in addition to the built-in models"
+        (),
+        'folders, hub ids and functions ("module:function") that experiments may name, in addition to the built-in '
+        "models",
     )
     methods: tuple[str, ...] = setting((), 'methods and aggregations from outside fedfm, e.g. "my_methods:Cautious"')
     device: str = setting(
@@ -223,10 +225,12 @@ def admit_methods(silo: Silo, path: Path) -> None:
     Raises:
         InputError: a name cannot be imported, or is neither a method nor an aggregation.
     """
-    if silo.methods or is_function(silo.data):
+    functions = {name: key for key, names in (("data", [silo.data]), ("models", silo.models)) for name in names}
+    functions = {name: key for name, key in functions.items() if is_function(name)}
+    if silo.methods or functions:
         sys.path.append(str(path.parent))
-    if is_function(silo.data):
-        admit_function(silo.data, f"{path}: data")
+    for name, key in functions.items():
+        admit_function(name, f"{path}: {key}")
     for name in silo.methods:
         admit_any(name, f"{path}: methods")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import listing
-from fedfm.data.sources import images, tables
+from fedfm.data.sources import _file_folder, images, tables
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
+from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError, close
 
 IMAGES, MASKS = "images", "masks"
@@ -17,10 +18,11 @@ _ENDINGS = ("", "_mask", "-mask")  # a mask has the name of its image, followed 
 _LAYOUT = "expected train/images, train/masks, test/images, test/masks, or images and masks alone"
 
 
-def sheet(path: Path, labelled: bool) -> Sheet | None:
-    """The columns ``image``, ``mask``, ``split``, ``folder``, and those of metadata files; None if ``path`` has tables.
+def sheet(path: Path, spec: DataSpec, labelled: bool) -> Sheet | None:
+    """The columns of images, masks, splits and folders, and those of metadata files; None if ``path`` has tables.
 
     Args:
+        spec: names of the columns.
         labelled: False for rows to predict: the images may be at any depth, and masks are not read.
 
     Raises:
@@ -31,9 +33,10 @@ def sheet(path: Path, labelled: bool) -> Sheet | None:
     homes = dict(_homes(path))
     if not homes:
         if not labelled:
-            return _alone(path)
+            return _file_folder.sheet(path, spec, spec.image, "image", labelled=False)
         raise InputError(f"{path} has no folders {IMAGES} and {MASKS}: {_LAYOUT}")
-    columns: dict[str, list[Any]] = {key: [] for key in ("image", "mask", "split", "folder")}
+    image_in, mask_in = spec.image, spec.column("mask")
+    columns: dict[str, list[Any]] = {key: [] for key in (image_in, mask_in, "split", "folder")}
     strange: list[str] = []
     for home, split in homes.items():
         masks = _by_stem(home / MASKS, strange) if labelled else {}
@@ -42,8 +45,8 @@ def sheet(path: Path, labelled: bool) -> Sheet | None:
             raise InputError(f"{home / IMAGES} has no images: {_LAYOUT}")
         for image in found:
             inside = image.relative_to(home / IMAGES)
-            columns["image"].append(str(image.absolute()))
-            columns["mask"].append(str(_mask_of(home / MASKS / inside, masks, image).absolute()) if labelled else "")
+            columns[image_in].append(str(image.absolute()))
+            columns[mask_in].append(str(_mask_of(home / MASKS / inside, masks, image).absolute()) if labelled else "")
             # In some data sets, the folders of splits are inside ``images`` and ``masks``.
             below = SPLIT_NAMES.get(inside.parts[0].lower()) if len(inside.parts) > 1 and split is None else None
             columns["split"].append(split or below)
@@ -52,35 +55,27 @@ def sheet(path: Path, labelled: bool) -> Sheet | None:
             raise InputError(
                 f"{rest[0]} has no image of this name in {home / IMAGES}{_more(rest)}: add it, or remove the mask"
             )
-    return _sheet(path, list(homes), columns, strange)
+    files = [Path(file) for file in columns[image_in]]
+    return _sheet(path, list(homes), columns, files, strange, spec)
 
 
-def _sheet(path: Path, homes: list[Path], columns: dict[str, list[Any]], strange: list[str]) -> Sheet:
-    files, notices = [Path(file) for file in columns["image"]], list[str]()
+def _sheet(
+    path: Path, homes: list[Path], columns: dict[str, list[Any]], files: list[Path], strange: list[str], spec: DataSpec
+) -> Sheet:
+    notices = list[str]()
     if not any(columns["folder"]):
         del columns["folder"]
     marks = columns.pop("split")
     if all(marks):
-        columns["split"], more = with_test(marks, str(path))
+        columns[spec.split], more = with_test(marks, str(path))
         notices += more
     elif any(marks):
         lost = files[marks.index(None)]
         raise InputError(f"{lost} is in no folder of a split, but other images are: put it into train, val or test")
     meta = images.metadata(path.absolute(), [home.absolute() for home in homes], files)
     columns |= {key: cells for key, cells in meta.items() if key not in columns}
-    if strange:
-        notices.append(
-            f"{len(strange)} {'file' if len(strange) == 1 else 'files'} of {path} without the ending of a readable "
-            f"image {'was' if len(strange) == 1 else 'were'} left out, e.g. {strange[0]}"
-        )
+    notices += _file_folder.left_out(path, strange, "image")
     return Sheet(columns, lambda row: str(files[row]), tuple(notices))
-
-
-def _alone(path: Path) -> Sheet:
-    files = _files(path, [])
-    if not files:
-        raise InputError(f"{path} has no images ({', '.join(images.SUFFIXES[:4])}, ...)")
-    return Sheet({"image": [str(file.absolute()) for file in files]}, lambda row: str(files[row]))
 
 
 def _homes(path: Path) -> Iterator[tuple[Path, str | None]]:
@@ -106,15 +101,7 @@ def _files(folder: Path, strange: list[str]) -> list[Path]:
     """The images below a folder, sorted; names of other files are added to ``strange``."""
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: {_LAYOUT}")
-    found = []
-    for entry in images.visible_entries(folder):
-        if entry.is_dir():
-            found += _files(entry, strange)
-        elif entry.suffix.lower() in images.SUFFIXES:
-            found.append(entry)
-        elif entry.name not in images.METADATA:
-            strange.append(str(entry))
-    return found
+    return _file_folder.files_below(folder, "image", strange)
 
 
 def _by_stem(folder: Path, strange: list[str]) -> dict[Path, list[Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fedfm.errors import InputError
@@ -25,12 +26,12 @@ def fit_config(config: Any, name: str, ignored: int) -> None:
         if type(config) in transformers.AutoModelForUniversalSegmentation._model_mapping:
             raise InputError(
                 f"{kind}, whose loss matches masks with queries image by image and divides by the masks of a batch, so "
-                f"it is no mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}",
+                f"it is no mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}, or a "
+                "function that computes such scores (docs: how-to/segmentation.md)",
                 key="model.name",
             )
         raise InputError(f"{kind}, which has no decoder for pixels in transformers: take {_TYPES}", key="model.name")
-    if config.num_labels < _TWO:
-        raise InputError("data.mask: the masks hold one class, and a model learns at least two: background is one, too")
+    _check_count(config.num_labels)
     if getattr(config, "use_auxiliary_head", False):
         config.use_auxiliary_head = False
     if hasattr(config, "semantic_loss_ignore_index"):
@@ -55,6 +56,29 @@ def check_processor(processor: Any, name: str) -> None:
             "preprocessor_config.json",
             key="model.name",
         )
+
+
+def check_outputs(name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+    """Refuse outputs (shape ``found``) of a user's module that are no logits of classes for pixels of its images.
+
+    Raises:
+        InputError: the shape is wrong, or the masks have only one class.
+    """
+    _check_count(classes)
+    n, _, height, width = images
+    right = len(found) == len(images) and tuple(found[:2]) == (n, classes)
+    if not right or not 0 < found[2] <= height or not 0 < found[3] <= width:
+        raise InputError(
+            f"model.name: for images ({', '.join(map(str, images))}) the module of {name} returns "
+            f"({', '.join(map(str, found))}): expected ({n}, {classes}, height, width), logits of the {classes} "
+            f"classes, with a height up to {height} and a width up to {width}",
+            key="model.name",
+        )
+
+
+def _check_count(classes: int) -> None:
+    if classes < _TWO:
+        raise InputError("data.mask: the masks hold one class, and a model learns at least two: background is one, too")
 
 
 def keep_numbers(processor: Any) -> None:

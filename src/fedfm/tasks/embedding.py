@@ -43,7 +43,7 @@ class Embedding(Task):
     own_kind: ClassVar[RowKind | None] = RowKind("pairs", "pairs")
     implied_by: ClassVar[tuple[str, ...]] = ("pairs",)
     columns: ClassVar[tuple[Column, ...]] = (
-        Column("anchor", 'column of the anchors, texts or images, task "embedding"'),
+        Column("anchor", 'column of the anchors, texts or images, task "embedding"', files="image"),
         Column("positive", 'column of what belongs to each anchor, task "embedding"'),
         Column("negative", 'optional column of what does not belong to the anchor, task "embedding"'),
     )

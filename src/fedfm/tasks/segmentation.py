@@ -46,6 +46,7 @@ class Segmentation(Task):
     )
     new_head: ClassVar[bool] = True
     needs_classes: ClassVar[bool] = True
+    own_modules: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA)
@@ -60,10 +61,10 @@ class Segmentation(Task):
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
         return {spec.image, spec.column("mask")} <= columns.keys() and spec.label not in columns
 
-    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+    def folder(self, path: Path, spec: DataSpec, *, labelled: bool) -> Sheet | None:
         from fedfm.tasks import _masked_folder
 
-        return _masked_folder.sheet(path, labelled)
+        return _masked_folder.sheet(path, spec, labelled)
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
         from fedfm.tasks import _masked_rows
@@ -104,6 +105,11 @@ class Segmentation(Task):
         from fedfm.tasks import _pixel_models
 
         _pixel_models.check_processor(tools.processor, name)
+
+    def check_outputs(self, name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+        from fedfm.tasks import _pixel_models
+
+        _pixel_models.check_outputs(name, found, images, classes)
 
     def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         from fedfm.tasks import _mask_scores
@@ -160,8 +166,9 @@ class Segmentation(Task):
 
     def about_outputs(self) -> str:
         return (
-            "The output has one score per class for each pixel of a smaller image: enlarge it to the image, bilinear, "
-            "and take the class with the largest score, as `post_process_semantic_segmentation` does."
+            "The output has one score per class for each pixel of the prepared image, or of a smaller one: enlarge it "
+            "to the image, bilinear, and take the class with the largest score, as "
+            "`post_process_semantic_segmentation` does."
         )
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:

@@ -40,7 +40,7 @@ class SequenceToSequence(Task):
     columns: ClassVar[tuple[Column, ...]] = (
         Column("instruction", 'column of the input texts, task "sequence_to_sequence"'),
         Column("output", 'column of the output texts, task "sequence_to_sequence"'),
-        Column("audio", 'column of recordings (paths, or contents), task "sequence_to_sequence"'),
+        Column("audio", 'column of recordings (paths, or contents), task "sequence_to_sequence"', files="recording"),
     )
     means_over_tokens: ClassVar[bool] = True
     softmax: ClassVar[bool] = True

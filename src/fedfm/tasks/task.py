@@ -64,6 +64,8 @@ class Task:
             their cross-entropy.
         own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because the targets
             are not one class per row.
+        own_modules: whether ``model.name`` may name a user's function that makes the module, see
+            :mod:`fedfm.models.user.function_module`. Such a task overrides :meth:`check_outputs`.
         absent_target: the value that rows get for a target that their client lacks; if None, such rows are refused.
         linear_head: whether the model ends in a linear map that fedfm uses, so that rows have features before this map.
         two_encoders: whether the model compares rows with texts, as a CLIP does.
@@ -100,6 +102,7 @@ class Task:
     needs_classes: ClassVar[bool] = False
     one_class_a_row: ClassVar[bool] = False
     own_targets: ClassVar[bool] = False
+    own_modules: ClassVar[bool] = False
     absent_target: ClassVar[float | None] = None
     linear_head: ClassVar[bool] = False
     two_encoders: ClassVar[bool] = False
@@ -198,16 +201,24 @@ class Task:
         """
         raise NotImplementedError(f"{self.name}: no files of its own")
 
-    def folder(self, path: Path, *, labelled: bool) -> Sheet | None:
+    def folder(self, path: Path, spec: DataSpec, *, labelled: bool) -> Sheet | None:
         """The columns of a folder in the task's own layout, such as images next to masks; None for other folders.
 
+        By default this is a folder of the files that one of :attr:`columns` holds, if there is such a column.
+
         Args:
+            spec: names of the columns.
             labelled: False for rows to predict, whose targets may be missing.
 
         Raises:
             InputError: the folder has this layout, but is incomplete; the message says where.
         """
-        return None
+        held = next((column for column in self.columns if column.files), None)
+        if held is None:
+            return None
+        from fedfm.data.sources import _file_folder
+
+        return _file_folder.sheet(path, spec, spec.column(held.key), held.files, labelled=labelled)
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """The rows of these columns; None if images, texts and labels are read as for any task.
@@ -360,6 +371,19 @@ class Task:
 
         Raises:
             InputError: there is such a value or processor; the message says what would be right.
+        """
+
+    def check_outputs(self, name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
+        """Refuse outputs of a user's module that have another shape than the task needs.
+
+        Args:
+            name: the name of the function that made the module.
+            found: shape of the outputs.
+            images: shape of the images, (n, 3, H, W).
+            classes: number of classes.
+
+        Raises:
+            InputError: the shape is wrong; the message says what would be right.
         """
 
     def check_single_encoder(self) -> None:

@@ -51,11 +51,11 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     Raises:
         InputError: there are no images or no classes, an image does not open, or metadata do not match the files.
     """
-    parts = _parts(path) if labelled else {}
+    homes = parts(path) if labelled else {}
     files: list[Path] = []
     splits: list[str] = []
     strange: list[str] = []
-    for folder, split in parts.items() or {path: "test"}.items():
+    for folder, split in homes.items() or {path: "test"}.items():
         found = _pictures(folder, strange, deep=not labelled)
         files += found
         splits += [split or "train"] * len(found)
@@ -65,21 +65,20 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         but = f" but {_endings(there)}" if there else ""
         raise InputError(
             f"{path}: no images ({', '.join(SUFFIXES[:4])}, ...) in this folder{but}; expected {wanted}"
-            f"{_scans(strange)}"
+            f"{_scans(strange)}{_other_files(there) if task is None else ''}"
         )
     notices: tuple[str, ...] = ()
     named, targets = tasks.task_named(task), None
     own = named if labelled and named is not None and named.own_targets else None
-    meta = metadata(path, list(parts), files)
+    meta = metadata(path, list(homes), files)
     if own is not None and not meta:
         raise InputError(
             f'{path}: folders are classes, and task "{own.name}" has none: put a metadata.csv into {path} with the '
             f'columns "file_name" and "{spec.label}"'
         )
     if labelled and own is None and spec.label not in meta:
-        homes = {path, *parts}
         for file in files:
-            if file.parent in homes:
+            if file.parent in {path, *homes}:
                 raise InputError(
                     f"{file} is in no class folder; expected train/<class>/*.png and test/<class>/*.png, "
                     f'or a metadata.csv (or .jsonl) with the columns "file_name" and "{spec.label}"'
@@ -99,7 +98,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         meta = {name: values for name, values in meta.items() if name not in of.used}
     elif labelled:
         labels, classes, more = labels_of(meta, spec, source=str(path), at=at)
-    if labelled and set(parts.values()) == {None}:
+    if labelled and set(homes.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
         notices += notices_of_marks(meta, spec, str(path))
     notices += (*more, *notices_of(looks, str(path)), *picture_forms.notices(looks, labels, classes, str(path)))
@@ -154,6 +153,17 @@ def _scans(files: Sequence[str]) -> str:
     return "; convert DICOM and NIfTI files first, with a window of values (docs: how-to/own-data.md)"
 
 
+def _other_files(files: Sequence[str]) -> str:
+    """Words on the task whose rows these files are, if there is one."""
+    from fedfm.data.sources._file_folder import SUFFIXES as KNOWN
+
+    for task in tasks.available():
+        for held in (of.files for of in task.columns if of.files):
+            if any(file.lower().endswith(KNOWN[held]) for file in files):
+                return f'; for {held}s set model.task = "{task.name}"'
+    return ""
+
+
 def _masks(files: Sequence[Path]) -> tuple[str, ...]:
     """A notice if one class seems to hold another's masks: same file names, and a folder name such as "masks"."""
     stems: dict[Path, set[str]] = {}
@@ -184,12 +194,20 @@ def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def visible_entries(folder: Path) -> list[Path]:
-    """The files and folders in a folder, sorted, without hidden ones."""
+    """The entries of a folder, sorted, without hidden ones."""
     return sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
 
 
-def _parts(path: Path) -> dict[Path, str | None]:
-    """{folder: its split}; if no folder has the name of a split, {path: None}."""
+def parts(path: Path, suffixes: Sequence[str] = SUFFIXES, holds: str = "image") -> dict[Path, str | None]:
+    """{folder: its split}; if no folder has the name of a split, {path: None}.
+
+    Args:
+        suffixes: endings of the files that are rows.
+        holds: what such a file is, for messages.
+
+    Raises:
+        InputError: next to folders of splits there is another folder, or such a file.
+    """
     folders = [p for p in visible_entries(path) if p.is_dir()]
     named = {p: SPLIT_NAMES[p.name.lower()] for p in folders if p.name.lower() in SPLIT_NAMES}
     if not named:
@@ -199,8 +217,9 @@ def _parts(path: Path) -> dict[Path, str | None]:
             hint = close(folder.name, SPLIT_NAMES)
             raise InputError(f"{folder} is next to {listing(p.name for p in named)} and is not a split{hint}")
     for file in visible_entries(path):
-        if file.suffix.lower() in SUFFIXES and file.is_file():
-            raise InputError(f"{file} is outside {listing(p.name for p in named)}: move it into a class folder")
+        if file.suffix.lower() in suffixes and file.is_file():
+            place = "a class folder" if holds == "image" else "one of them"
+            raise InputError(f"{file} is outside {listing(p.name for p in named)}: move it into {place}")
     return dict(named)
 
 
@@ -229,8 +248,12 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
     return found
 
 
-def metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
-    """The columns of all metadata files, in the order of ``files``; raises an InputError for an image without a row."""
+def metadata(path: Path, folders: Sequence[Path], files: Sequence[Path], holds: str = "image") -> dict[str, list[Any]]:
+    """The columns of all metadata files, in the order of ``files``; ``holds`` says what such a file is, for messages.
+
+    Raises:
+        InputError: a file has no row, or a row has no file.
+    """
     rows: dict[Path, dict[str, Any]] = {}
     homes = {path, *folders, *(file.parent for file in files)}
     for home in sorted(homes, key=lambda folder: (-len(folder.parts), folder)):  # deeper folders come first
@@ -238,17 +261,17 @@ def metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict
         if not there:
             continue
         if len(there) > 1:
-            raise InputError(f"{there[0]} is next to {there[1].name}: keep the one that describes the images")
+            raise InputError(f"{there[0]} is next to {there[1].name}: keep the one that describes the {holds}s")
         table = there[0]
         sheet = tables.sheet_of(table)
         known = {file for file in files if home in file.parents}
         for index, name in enumerate(column(sheet.columns, "file_name", "file_name", str(table))):
             if not isinstance(name, str):
-                raise InputError(f"{sheet.at(index)}: file_name is {name!r:.40}: the name of an image is expected")
+                raise InputError(f"{sheet.at(index)}: file_name is {name!r:.40}: a file's name is expected")
             file = home / name.strip()
             if file not in known:
                 hint = close(name, [str(f.relative_to(home)) for f in known])
-                raise InputError(f'{sheet.at(index)}: there is no image "{name}" below {home}{hint}')
+                raise InputError(f'{sheet.at(index)}: there is no {holds} "{name}" below {home}{hint}')
             if file in rows:
                 raise InputError(f'{sheet.at(index)}: "{name}" has a row already')
             rows[file] = {key: cells[index] for key, cells in sheet.columns.items() if key != "file_name"}
