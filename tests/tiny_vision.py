@@ -85,6 +85,35 @@ def save_idefics3(folder: Path) -> Path:
     return _save(Idefics3ForConditionalGeneration(config), processor, folder)
 
 
+def save_smolvlm(folder: Path) -> Path:
+    """As Idefics 3, with SmolVLM's own classes; its processor needs num2words."""
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMProcessor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    class WithoutVideo(SmolVLMProcessor):
+        """Its part for videos needs torchvision."""
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+    WithoutVideo.__name__ = SmolVLMProcessor.__name__
+    torch.manual_seed(7)
+    parts = [f"<row_{i}_col_{j}>" for i in (1, 2, 3) for j in (1, 2, 3)]
+    special = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *parts]
+    config = SmolVLMConfig(
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_VISION, "patch_size": 4},
+        image_token_id=4,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    images = SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    template = _TEMPLATE.replace("PLACE", "<image>")
+    processor = WithoutVideo(images, _tokenizer(special), None, image_seq_len=4, chat_template=template)
+    return _save(SmolVLMForConditionalGeneration(config), processor, folder)
+
+
 def save_gemma3(folder: Path) -> Path:
     """Tokens have types; the tokens of an image see each other."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
@@ -143,7 +172,10 @@ def _save(module: Any, processor: Any, folder: Path) -> Path:
     return folder
 
 
-FAMILIES = {"llava": save_llava, "idefics3": save_idefics3, "gemma3": save_gemma3, "qwen": save_qwen}
+FAMILIES = {
+    **{"llava": save_llava, "idefics3": save_idefics3, "smolvlm": save_smolvlm},
+    **{"gemma3": save_gemma3, "qwen": save_qwen},
+}
 
 
 def conversations(folder: Path, n: int = 20) -> list[dict[str, Any]]:

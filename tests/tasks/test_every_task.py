@@ -20,6 +20,7 @@ from fedfm.audits import fedbip_view
 from fedfm.core import tasks
 from fedfm.core.fields import bounds_of, key_of, settings_of, types_of
 from fedfm.core.row_kinds import SHARED
+from fedfm.core.text import several
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import ClientFault, InputError
@@ -27,8 +28,10 @@ from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
+from fedfm.runtime import own_rows
 from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.evaluation import check_scores
+from fedfm.sites import silo_config
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
 from task_places import NAMES, Places, tables
@@ -210,6 +213,9 @@ def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(na
     assert result["loss"] is not None
     for figure in task.figures:  # the clients' test rows together are the global ones
         assert result["details"][f"local_{figure}"] == pytest.approx(result["details"][figure], rel=1e-5)
+    joined = task.own_kind is not None and task.own_kind.joined  # each client's text is cut into blocks of its own
+    for figure in task.common_figures:
+        assert result["details"][f"local_{figure}"] == pytest.approx(result[figure], rel=0.1 if joined else 1e-5)
     export_run(out, "torch", tmp_path / "torch")
     readme = (tmp_path / "torch" / "README.md").read_text()
     for figure in ("loss", *(name for name in task.figures if name not in task.lists)):
@@ -221,6 +227,20 @@ def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(na
     lists = [value for key, value in found.items() if isinstance(value, list) and key not in ("classes", "warnings")]
     rows_of = len(load_table(DataSpec(path=str(path)), seed=0, task=name))
     assert (kind is not None and kind.joined) or any(len(value) == rows_of for value in lists)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_silo_is_told_of_its_targets_in_the_words_of_the_task(name, place, tmp_path):
+    task, file = tasks.find(name), tmp_path / "silo.toml"
+    file.write_text(f'name = "north"\ndata = "{place(name)[0]}"\ntask = "{name}"\n')
+    silo, found = silo_config.load(file), silo_config.report(file)
+    line, classes = silo_config.render(found).splitlines()[0], found["classes"]
+    words = f", {len(classes)} {task.class_word if len(classes) == 1 else several(task.class_word)}"
+    assert line.endswith(words if task.needs_classes else "test rows"), line
+    if task.needs_classes:
+        table = own_rows.deal(silo.rows, DataSpec(), seed=0, task=name).table
+        with pytest.raises(InputError, match=f"the server's {several(task.class_word)} are"):
+            own_rows._with_classes(silo.rows, table, ("others",), name)
 
 
 def test_a_table_of_another_task_is_refused_with_the_task_that_fits(place):

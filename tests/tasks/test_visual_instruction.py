@@ -19,7 +19,8 @@ from fedfm.api.predict import predict
 from fedfm.core import attachments, tasks
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.errors import InputError
+from fedfm.errors import InputError, MissingExtra
+from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.preprocessing import IGNORE
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -104,12 +105,13 @@ def processed(model, path, index):
     """A batch as transformers makes it: one call of the processor, and labels -100 before the answer."""
     processor = model.tools.processor
     rows = [texts_of(path)[i] for i in index]
-    texts = [processor.apply_chat_template(turns, tokenize=False) for turns, _ in rows]
+    tokenizer = processor.tokenizer  # SmolVLM's processor asks its part for videos, which needs torchvision
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns, _ in rows]
     images = [of for _, of in rows]
     batch = dict(processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"))
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE)
     for row, (turns, of) in enumerate(rows):
-        prompt = processor.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        prompt = processor.tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
         labels[row, : processor(text=[prompt], images=[of], return_tensors="pt")["input_ids"].shape[1]] = IGNORE
     return batch, labels
 
@@ -381,7 +383,7 @@ def test_an_answer_is_the_same_alone_in_a_batch_and_by_transformers(family, save
         alone = _image_answers.answers(model, made.take([i]))[0]
         assert alone == together[i]
         processor = model.tools.processor
-        prompt = processor.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        prompt = processor.tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
         inputs = processor(text=[prompt], images=[images], return_tensors="pt")
         with torch.no_grad():
             said = model.module.generate(**inputs, max_new_tokens=4, do_sample=False)
@@ -475,6 +477,22 @@ def test_a_batch_has_the_loss_of_trl(family, saved, path):
     with torch.no_grad():
         theirs = model.module(**found).loss
         torch.testing.assert_close(model.loss(model.prepare(table, index).batch(range(3))), theirs, rtol=1e-5, atol=0)
+
+
+def test_the_package_that_the_processor_of_smolvlm_needs_is_named(saved, monkeypatch):
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    with pytest.raises(MissingExtra, match=r'needs num2words: pip install "fedfm\[vision\]"'):
+        load(saved, "smolvlm")
+
+
+def test_an_export_says_what_a_processor_of_videos_needs(saved, path, tmp_path):
+    for family, needs in (("smolvlm", True), ("llava", False)):
+        model = load(saved, family)
+        export(model, model.params(), "peft", tmp_path / family)
+        text = model.task.about_export("peft", tmp_path / family)
+        assert ("needs torchvision" in text) == needs
 
 
 def test_shuffled_answers_belong_to_other_images(path):

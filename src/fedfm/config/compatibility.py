@@ -50,6 +50,15 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f'run.engine = "{run.engine}": data and model in memory run on engine = "local" only', key="run.engine"
         )
+    # The task comes before the adaptation: no adaptation helps if the method does not take the task.
+    if needs.tasks and e.model.task not in needs.tasks:
+        raise InputError(
+            f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
+        )
+    if e.model.task is not None or tasks.lists_columns(e.data) or e.data.kind is not None:
+        from fedfm.config import options
+
+        options.check_task(e, method)
     local_takes = e.method.local.adaptations if isinstance(e.method, TrainsLocally) else ()
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:
@@ -57,14 +66,6 @@ def check_as_asked(e: ExperimentParts) -> None:
                 f'model.adaptation.name = "{adaptation.name}": {who} takes {quote_names(takes)} only',
                 key="model.adaptation.name",
             )
-    if needs.tasks and e.model.task not in needs.tasks:
-        raise InputError(
-            f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
-        )
-    if e.model.task is not None or tasks.lists_columns(e.data):
-        from fedfm.config import options
-
-        options.check_task(e, method)
     if e.data.classes is not None and run.engine not in ("deployment", "folder"):
         raise InputError(
             f'data.classes: only silos have rows; run.engine: expected "deployment" or "folder", not "{run.engine}"',

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config.parts import ExperimentParts
@@ -15,6 +15,9 @@ from fedfm.errors import InputError, quote_names
 from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
 from fedfm.training import Local
+
+if TYPE_CHECKING:
+    from fedfm.core.task_facts import TaskFacts
 
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that apply to rows from a user's function
 
@@ -48,6 +51,8 @@ def check_task(e: ExperimentParts, method: str) -> None:
             whose = " or ".join(f'model.task = "{of}"' for of in readers)
             raise InputError(f"data.{key}: no column of this list is read without {whose}; set it", key=f"data.{key}")
     if named is None:
+        if e.data.kind is not None:
+            check_method(e, tasks.implied_task(e.data.kind))
         return
     if e.data.classes is not None and e.data.kind not in named.table_kinds:
         kinds = f'task "{named.name}" reads rows of kind {quote_names(named.table_kinds)}'
@@ -57,21 +62,7 @@ def check_task(e: ExperimentParts, method: str) -> None:
             raise InputError(f"{key}: [privacy] does not cover scores on validation rows; give a number")
         if e.data.classes is not None and not e.data.val_fraction:
             raise InputError(f"{key} needs validation rows; set data.val_fraction, e.g. 0.1", key="data.val_fraction")
-    needs, whose = e.method.needs, e.method.needs.because or method
-    covered = isinstance(e.method, Private) and e.privacy is not None and e.privacy.states_epsilon
-    if (needs.one_class or covered) and not named.one_class_a_row:
-        whose = whose if needs.one_class else f"[privacy] of {method}"
-        raise InputError(
-            f"{whose} computes with the class of each row, and rows of task "
-            f'"{named.name}" have no single class: use a method that trains the model, such as fedavg',
-            key="method.name",
-        )
-    if needs.row_targets and not (named.linear_head and (named.one_class_a_row or named.own_targets)):
-        raise InputError(
-            f'{method} fits a linear head to one vector of targets per row, and rows of task "{named.name}" have none: '
-            "use a method that trains the model, such as fedavg",
-            key="method.name",
-        )
+    check_method(e, named)
     if (needed := named.of(e.model).reads_all_rows) is None:
         return
     what, cure = needed
@@ -79,6 +70,37 @@ def check_task(e: ExperimentParts, method: str) -> None:
         raise InputError(f"{what}, and secure aggregation would not hide the silos' sums: {cure}", key="model.task")
     if e.privacy is not None and e.privacy.states_epsilon:
         raise InputError(f"{what}, without noise, so that [privacy] would not cover it: {cure}", key="model.task")
+
+
+def check_method(e: ExperimentParts, task: TaskFacts) -> None:
+    """Refuse a method that does not take the task, which the experiment names or its rows imply.
+
+    Raises:
+        InputError: the method or its noise needs one class a row, or the method needs one vector of targets a row; the
+            message names the tasks that it takes.
+    """
+    needs, method = e.method.needs, f'method "{e.method_name}"'
+    covered = isinstance(e.method, Private) and e.privacy is not None and e.privacy.states_epsilon
+    if (needs.one_class or covered) and not task.one_class_a_row:
+        whose = (needs.because or method) if needs.one_class else f"[privacy] of {method}"
+        takes = quote_names(tasks.names(lambda of: of.one_class_a_row))
+        raise InputError(
+            f'{whose} computes with the class of each row, and rows of task "{task.name}" have no '
+            f"single class: the method takes the tasks {takes} only; use a method that trains the model, such as "
+            "fedavg",
+            key="method.name",
+        )
+    if needs.row_targets and not _has_row_targets(task):
+        raise InputError(
+            f'{method} fits a linear head to one vector of targets per row, and rows of task "{task.name}" have none: '
+            f"the method takes the tasks {quote_names(tasks.names(_has_row_targets))} only; use a method that trains the "
+            "model, such as fedavg",
+            key="method.name",
+        )
+
+
+def _has_row_targets(task: TaskFacts) -> bool:
+    return task.linear_head and (task.one_class_a_row or task.own_targets)
 
 
 def check_transport(e: ExperimentParts, method: str) -> None:

@@ -26,6 +26,7 @@ class TaskFacts(Protocol):
     endings: ClassVar[tuple[str, ...]]
     new_head: ClassVar[bool]
     needs_classes: ClassVar[bool]
+    class_word: ClassVar[str]
     one_class_a_row: ClassVar[bool]
     own_targets: ClassVar[bool]
     own_modules: ClassVar[bool]

@@ -102,6 +102,11 @@ def implied_task(kind: str) -> TaskFacts:
     ) or default()
 
 
+def class_word(kind: str, task: str | None = None) -> str:
+    """What messages call a name in ``Table.classes`` of rows of this kind, which ``task`` reads if it is named."""
+    return (task_named(task) or implied_task(kind)).class_word
+
+
 def owner(kind: str) -> TaskFacts | None:
     """The task that owns a kind of rows; None for images, texts and vectors, which several tasks read."""
     if kind in SHARED:

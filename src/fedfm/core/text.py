@@ -123,6 +123,11 @@ def listing(names: Iterable[str], most: int = 12) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def several(word: str) -> str:
+    """The plural of a noun such as "class" or "target"."""
+    return f"{word}es" if word.endswith("s") else f"{word}s"
+
+
 def complain(text: object) -> None:
     """Print one line on stderr, for use if no log can be written."""
     sys.stderr.write(f"fedfm: {visible(text)}\n")

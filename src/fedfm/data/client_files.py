@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.core.text import listing
+from fedfm.core import tasks
+from fedfm.core.text import listing, several
 from fedfm.data.partition import CLIENT
 from fedfm.data.sources._files import existing, str_array
 from fedfm.data.table import Table, words_of
@@ -17,12 +18,13 @@ from fedfm.errors import InputError
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
-def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -> Table:
+def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], task: str | None = None) -> Table:
     """Read all clients' files into one table, in the order of the clients' names.
 
     Args:
         clients: client's name -> path of its file.
         read: returns a client's table; its arguments are the client's name and the path of its file.
+        task: the model's task; None if the data imply it.
     """
     tables: dict[str, Table] = {}
     for name, path in sorted(clients.items()):
@@ -65,7 +67,10 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         np.concatenate([table.split for table in tables.values()]),
         columns,
         ", ".join(table.source for table in tables.values()),
-        (*(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices), *_apart(tables)),
+        (
+            *(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
+            *_apart(tables, tasks.class_word(tables[first].kind, task)),
+        ),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
         targets=np.concatenate(targets) if targets else None,
@@ -92,21 +97,21 @@ def _names_of_columns(tables: Mapping[str, Table]) -> tuple[str, ...]:
     return named[first].names
 
 
-def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
+def _apart(tables: Mapping[str, Table], word: str) -> tuple[str, ...]:
     """A notice if clients probably write the same classes differently, e.g. as numbers and as names."""
-    if text := _other_numbering(tables) or _disjoint(tables):
+    if text := _other_numbering(tables, word) or _disjoint(tables, word):
         return (text,)
     numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
     by = {kind: [name for name, numbers in numbering.items() if numbers == kind] for kind in (True, False)}
     if not by[True] or not by[False]:
         return ()
     return (
-        f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, so they are "
-        "separate classes: if they mean the same, write them alike (a column label_name gives numbers their names)",
+        f"the {several(word)} of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, so "
+        f"they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives numbers their names)",
     )
 
 
-def _other_numbering(tables: Mapping[str, Table]) -> str | None:
+def _other_numbering(tables: Mapping[str, Table], word: str) -> str | None:
     """A notice if some clients number their classes from 0, and all others number equally many classes from 1."""
     sets = {
         name: [int(c) for c in table.classes] for name, table in tables.items() if all(map(_INTEGER, table.classes))
@@ -117,12 +122,12 @@ def _other_numbering(tables: Mapping[str, Table]) -> str | None:
     if count < 2 or not zero or not one or len(zero) + len(one) < len(tables):
         return None
     return (
-        f"the classes of {listing(zero, 4)} are 0 to {count - 1} and those of {listing(one, 4)} are 1 to {count}, and "
-        "equal numbers are one class: if they mean the same classes, number them alike"
+        f"the {several(word)} of {listing(zero, 4)} are 0 to {count - 1} and those of {listing(one, 4)} are 1 to "
+        f"{count}, and equal numbers are one {word}: if they mean the same, number them alike"
     )
 
 
-def _disjoint(tables: Mapping[str, Table]) -> str | None:
+def _disjoint(tables: Mapping[str, Table], word: str) -> str | None:
     """A notice if each client has several classes, and no two clients have a class in common."""
     named = {name: {text.casefold() for text in table.classes} for name, table in tables.items()}
     kinds = {all(map(_INTEGER, classes)) for classes in named.values()}
@@ -130,7 +135,7 @@ def _disjoint(tables: Mapping[str, Table]) -> str | None:
     if few or len(kinds) > 1 or sum(map(len, named.values())) > len(set[str]().union(*named.values())):
         return None
     shown = " and ".join(f"{name} has {listing(tables[name].classes[:2])}" for name in list(named)[:2])
-    return f"no two clients have a class in common ({shown}): if they name the same classes, name them alike"
+    return f"no two clients have a {word} in common ({shown}): if they mean the same, name them alike"
 
 
 def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

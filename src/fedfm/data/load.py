@@ -51,7 +51,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
             found = files.read(path, spec, task, labelled=True)
             return _mark_test(_fit(found, task), spec, generator(seed, "split", name))
 
-        table = of_clients(spec.clients, read)
+        table = of_clients(spec.clients, read, task)
     else:
         table = _read(spec, task)
         if spec.where:

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal, InvalidOperation
 
+from fedfm.core.text import several
 from fedfm.data.invisible import escape, is_invisible
 
 
@@ -75,13 +76,13 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
     """Notices if names of classes differ only by case, spaces, marks or Unicode forms, or if a name means "none".
 
     Args:
-        of: what has these names, "class" or "client".
+        of: what has these names, such as "class", "tag" or "client".
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])
         ['the classes "Sports " and "sports" differ only by case or spaces; if they are one class, spell them alike']
     """
-    several = {"class": "classes"}.get(of, f"{of}s")
+    many = several(of)
     found, said = [], set[tuple[str, ...]]()
     for how, key in _ALIKE.items():
         alike: dict[Hashable, list[str]] = {}
@@ -91,10 +92,10 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
         said.update(groups)
         if groups:
             listed = "; ".join(" and ".join(map(escape, some)) for some in groups)
-            found.append(f"the {several} {listed} differ only by {how}; if they are one {of}, spell them alike")
+            found.append(f"the {many} {listed} differ only by {how}; if they are one {of}, spell them alike")
     empty = [f'"{name}"' for name in sorted(names) if name.strip().casefold() in _NO_LABEL]
     if empty and len(names) > len(empty):
-        what = f"the {of} {empty[0]} is" if len(empty) == 1 else f"the {several} {' and '.join(empty)} are"
+        what = f"the {of} {empty[0]} is" if len(empty) == 1 else f"the {many} {' and '.join(empty)} are"
         of_rows = "a label" if of == "class" else f"a {of}"
         found.append(f"{what} trained like any other; if it marks rows without {of_rows}, remove these rows")
     return found

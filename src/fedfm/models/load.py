@@ -22,7 +22,7 @@ from fedfm import seeds
 from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.data.user_functions import is_function
-from fedfm.errors import InputError
+from fedfm.errors import InputError, quote_names
 from fedfm.linalg.params import to_bytes
 from fedfm.models import devices, families, hub, lengths, new_parts, precision
 from fedfm.models.adapters import adaptation
@@ -170,7 +170,7 @@ def load_model(
     if adapt.name == "side_adapter":
         if adapt.name not in task.adaptations:
             raise InputError(
-                f'model.adaptation.name = "side_adapter": it adds a classification head, task {task.name!r} has none',
+                f'model.adaptation.name = "side_adapter": task "{task}" takes {quote_names(task.adaptations)} only',
                 key="model.adaptation.name",
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools

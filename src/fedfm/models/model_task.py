@@ -32,6 +32,10 @@ class ModelTask(RowTask, Protocol):
     def of(cls, spec: ModelSpec) -> Self:
         """The task with the values of its keys in a [model] table."""
 
+    @property
+    def common_figures(self) -> tuple[str, ...]:
+        """The scores of all tasks that several clients together have, besides accuracy and loss."""
+
     def part(self, table: Table, index: np.ndarray) -> Table:
         """The rows with these indexes, and what :meth:`rows` needs of the other rows."""
 

@@ -188,7 +188,8 @@ class Evaluator:
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
         own_figures = [key for key in self._task.figures if any(key in m for m in tested.values())]
-        line |= {f"local_{key}": pooled.get(key) for key in own_figures}
+        common = self._task.common_figures if any(tested.values()) else ()
+        line |= {f"local_{key}": pooled.get(key) for key in (*common, *own_figures)}
         if METRICS in own_figures:
             line[f"client_{METRICS}"] = {c: m[METRICS] for c, m in tested.items() if METRICS in m}
         if self._validates:

@@ -13,7 +13,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
 from fedfm.core.open_settings import OpenSettings
-from fedfm.core.text import listing
+from fedfm.core.text import listing, several
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
@@ -105,7 +105,7 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
     row_sums.check_silos(experiment)
     federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     keys_of_rows.add(experiment, replace(federated, clients={}))  # checks the keys; one silo's rows set none
-    table = _with_classes(rows, federated.table, tuple(classes))
+    table = _with_classes(rows, federated.table, tuple(classes), experiment.model.task)
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:
         spec = listed_model(rows, experiment.model)
@@ -170,14 +170,14 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
     return FederatedData(table, {rows.name: ClientRows(none, none, every)}, every)
 
 
-def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
+def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...], task: str | None = None) -> Table:
     """Return the rows, with labels and targets in the order of ``classes``; refuse classes not agreed to."""
-    known = classes_of(rows, table)
+    known = classes_of(rows, table, task)
     if classes != known:
+        words = several(tasks.class_word(table.kind, task))
         raise InputError(
-            f"the server's classes are {listing(classes, 20)}, but this silo's are {listing(known, 20)}; if the silos "
-            f"agreed "
-            "on the server's classes, write them into silo.toml as classes = [...], in this order"
+            f"the server's {words} are {listing(classes, 20)}, but this silo's are {listing(known, 20)}; if the silos "
+            f"agreed on the server's {words}, write them into silo.toml as classes = [...], in this order"
         )
     if table.classes == known:
         return table
@@ -199,7 +199,8 @@ def classes_of(rows: OwnRows, table: Table, task: str | None = None) -> tuple[st
     """
     known = table.classes if rows.classes is None or not table.classes else rows.classes
     if unknown := [name for name in table.classes if name not in known]:
-        raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which is not in classes")
+        word = tasks.class_word(table.kind, task)
+        raise InputError(f"{rows.data}: rows of {word} {listing(unknown, 8)}, which is not in classes")
     named = tasks.task_named(task)
     absent = [name for name in known if name not in table.classes]
     if absent and table.targets is not None and named is not None and named.absent_target is None:

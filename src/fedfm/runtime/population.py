@@ -60,6 +60,10 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         from fedfm.runtime import keys_of_rows
 
         experiment, federated = keys_of_rows.add(experiment, federated)
+    elif (owner := tasks.owner(table.kind)) is not None and owner.in_files:
+        from fedfm.config import options
+
+        options.check_method(experiment, owner)
     if experiment.model.name == WITHHELD:  # this process is a silo, and only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)

@@ -90,8 +90,9 @@ def finish(
     if keeps_parts(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
-    figures = fed.model.task.figures
-    more += [CONFUSION, CLASS_COUNTS, *figures, *(f"local_{key}" for key in figures)]
+    task = fed.model.task
+    more += [CONFUSION, CLASS_COUNTS, *task.figures]
+    more += [f"local_{key}" for key in (*task.common_figures, *task.figures)]
     more += ["client_loss", "server_client_loss", "val_loss", "client_metrics"]
     result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
     if chosen := last.get("chosen"):

@@ -127,7 +127,7 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
     return method.staleness_warnings()
 
 
-def _similar(names: Sequence[str], of: str = "class") -> list[str]:
+def _similar(names: Sequence[str], of: str) -> list[str]:
     """Return notices about names that are spelled in two ways; none if all names are numbers of one length."""
     if len({len(name) for name in names}) < 2 and all(
         n.isascii() and n.removeprefix("client-").isdecimal() for n in names
@@ -140,9 +140,10 @@ def _similar(names: Sequence[str], of: str = "class") -> list[str]:
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
     """Return notices about the rows: rows that are left out, and probable mistakes."""
-    found = [*population.federated.notices, *_no_task(population), *_similar(population.federated.table.classes)]
+    model, found = population.model_or_none, [*population.federated.notices, *_no_task(population)]
     return [
         *found,
+        *_similar(population.federated.table.classes, model.task.class_word if isinstance(model, Model) else "class"),
         *(_similar(population.clients, "client") if len(population.clients) <= _COMPARED else []),
         *_classes_without_rows(population),
         *_rows_not_judged(method, population),

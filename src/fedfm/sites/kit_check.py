@@ -191,7 +191,7 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
 
     try:
         federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
-        mine = own_rows.classes_of(silo.rows, federated.table)
+        mine = own_rows.classes_of(silo.rows, federated.table, needed.model.task)
     except InputError as error:
         return _line("rows", DIFFERS, "; ".join(lines_of(error, 500)))
     spec = needed.data
@@ -220,7 +220,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
         notices: list to which the function adds the notices that a run would write into the silo's log.
     """
     federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
-    mine = own_rows.classes_of(silo.rows, federated.table)
+    mine = own_rows.classes_of(silo.rows, federated.table, needed.model.task)
     population = own_rows.populate(silo.rows, needed, mine)
     notices += of_silo(needed.method, population)
     found = population.model_or_none

@@ -54,7 +54,7 @@ from fedfm.core import tasks
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.open_settings import OpenSettings, Setting
-from fedfm.core.text import NAME, NAME_WORDS
+from fedfm.core.text import NAME, NAME_WORDS, several
 from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
 from fedfm.errors import Faults, InputError, close, quote_names
@@ -243,12 +243,14 @@ def report(path: Path) -> dict[str, Any]:
     admit_methods(silo, path)
     identity = silo_identity.of(silo, create=True)
     federated = deal(silo.rows, DataSpec(), seed=0, task=silo.task)
-    rows = federated.clients[silo.name]
+    rows, table = federated.clients[silo.name], federated.table
+    word = tasks.class_word(table.kind, silo.task)
     return {
         "name": silo.name,
         "data": silo.data,
         "rows": {"train": len(rows.train), "val": len(rows.val), "test": len(rows.test)},
-        "classes": list(classes_of(silo.rows, federated.table, silo.task)),
+        "classes": list(classes_of(silo.rows, table, silo.task)),
+        "class_word": word,
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,
@@ -266,18 +268,18 @@ def report(path: Path) -> dict[str, Any]:
         "roster": None if identity.roster is None else sorted(identity.roster),
         "takes_part": bool(silo.policy.words),
         "shows_single_replies": "reply" in silo.policy.words,
-        "notices": [*federated.notices, *spellings(federated.table.classes)],
+        "notices": [*federated.notices, *spellings(table.classes, word)],
     }
 
 
 def render(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`report` as text."""
-    rows = found["rows"]
+    rows, classes, word = found["rows"], found["classes"], found["class_word"]
     policies = {"": found["allow"], **{f" under method {m}": words for m, words in found["allow_by_method"].items()}}
     runs = ["built-in methods", *found["methods"]] if found["allow_methods"] is None else found["allow_methods"]
     lines = [
-        f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "
-        f"{len(found['classes'])} classes",
+        f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows"
+        f"{f', {len(classes)} {word if len(classes) == 1 else several(word)}' if classes else ''}",
         *(f"exposes{of}: {', '.join(EXPOSED[word] for word in words) or 'nothing'}" for of, words in policies.items()),
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",

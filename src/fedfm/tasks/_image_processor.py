@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedfm.errors import InputError, first_line
+from fedfm.errors import InputError, MissingExtra, first_line
 from fedfm.models import preprocessing, processor_files, refusals, unknown_keys
 from fedfm.models.locate import stored_table
 from fedfm.models.quiet import quiet
 
 _FILE, _VIDEO_FILE = "processor_config.json", "video_preprocessor_config.json"
 _VIDEO = "video_processor"
+_NUMBERS, _EXTRA = "num2words", 'pip install "fedfm[vision]"'  # SmolVLM writes the numbers of a video in words
 # attributes of processors with tokens for images: tokens in a text, or tokens that replace an image
 _TOKENS = (
     *("image_token", "video_token", "boi_token", "eoi_token", "fake_image_token", "global_image_tag"),
@@ -30,6 +31,7 @@ def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any,
 
     Raises:
         InputError: the model does not read texts with images, or its processor cannot be read.
+        MissingExtra: its processor needs a package that is not installed.
     """
     import transformers
 
@@ -44,6 +46,8 @@ def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any,
             found = _load(path)
             images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
         except ImportError as error:
+            if _NUMBERS in str(error):
+                raise MissingExtra(f"model.name: the processor of {name!r} needs {_NUMBERS}: {_EXTRA}") from None
             raise _unread(name, f"{refusals.first_of(error)}; install what it names") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unread(name, refusals.first_of(error)) from None
@@ -62,6 +66,14 @@ def tokens_of(processor: Any) -> tuple[str, ...]:
     found = (getattr(of, key, None) for of in (processor, processor.tokenizer) for key in _TOKENS)
     more = getattr(processor, "all_special_multimodal_tokens", ())
     return tuple(dict.fromkeys(str(token) for token in (*found, *more) if token))
+
+
+def about_videos(folder: Path) -> str:
+    """What ``AutoProcessor`` needs to load the processor in this folder; empty if it reads no videos."""
+    kind = _class_of(folder)
+    if kind is None or _VIDEO not in kind.get_attributes():
+        return ""
+    return "`AutoProcessor` needs torchvision for the part of this processor that reads videos."
 
 
 def _load(path: Path | str) -> Any:

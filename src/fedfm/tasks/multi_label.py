@@ -31,6 +31,7 @@ class MultiLabel(OwnTargetsTask):
     """Logits (b, C); the loss is the binary cross-entropy, a mean over rows and labels."""
 
     name: ClassVar[str] = "multi_label"
+    class_word: ClassVar[str] = "label"
     columns: ClassVar[tuple[Column, ...]] = (
         Column("label_separator", 'text between the names of a row\'s labels in one cell, task "multi_label"', ";"),
     )

@@ -31,6 +31,7 @@ class Regression(OwnTargetsTask):
     """A new linear head predicts the centred and scaled targets; the loss is the mean squared error."""
 
     name: ClassVar[str] = "regression"
+    class_word: ClassVar[str] = "target"
     columns: ClassVar[tuple[Column, ...]] = (
         Column("targets", 'columns of numbers, each a target, task "regression" [the column data.label]', several=True),
     )

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import key_of
+from fedfm.core.metric_names import BALANCED_ACCURACY, MACRO_F1, PERPLEXITY
 from fedfm.core.row_kinds import Column as Column
 from fedfm.core.row_kinds import Reading as Reading
 from fedfm.core.row_kinds import RowKind as RowKind
@@ -60,6 +61,7 @@ class Task:
             reads plain text (.txt).
         new_head: whether transformers builds a new head for the classes.
         needs_classes: whether its rows have classes.
+        class_word: what messages call one of the names in ``Table.classes``, such as "target" or "tag".
         one_class_a_row: whether a row has one label out of several classes. Then the logits are (b, C), and the loss is
             their cross-entropy.
         own_targets: whether :meth:`read_targets` reads the targets of images, texts and vectors, because the targets
@@ -100,6 +102,7 @@ class Task:
     endings: ClassVar[tuple[str, ...]] = ()
     new_head: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
+    class_word: ClassVar[str] = "class"
     one_class_a_row: ClassVar[bool] = False
     own_targets: ClassVar[bool] = False
     own_modules: ClassVar[bool] = False
@@ -183,6 +186,15 @@ class Task:
     def needs_validation(self) -> str:
         """The setting for which :meth:`choose` needs validation rows; empty if it needs none."""
         return ""
+
+    @property
+    def common_figures(self) -> tuple[str, ...]:
+        """The scores of all tasks, besides accuracy and loss, that this task computes from :attr:`sums`.
+
+        Results have them as ``local_...``, too: over the test rows of all clients together.
+        """
+        known = self.figures_of({})
+        return tuple(name for name in (BALANCED_ACCURACY, MACRO_F1, PERPLEXITY) if name in known)
 
     def packs(self, kind: str) -> bool:
         """Whether rows of this kind are joined and cut into blocks, so that blocks and rows differ in number."""

@@ -42,6 +42,7 @@ class TokenClassification(Task):
     endings: ClassVar[tuple[str, ...]] = (".conll", ".bio", ".iob", ".iob2", ".bioes")
     new_head: ClassVar[bool] = True
     needs_classes: ClassVar[bool] = True
+    class_word: ClassVar[str] = "tag"
     means_over_tokens: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True

@@ -179,5 +179,7 @@ class VisualInstruction(Instruction):
 
         return answers(model, rows)
 
-    def about_outputs(self) -> str:
-        return _EXAMPLE
+    def about_export(self, to: str, folder: Path) -> str:
+        from fedfm.tasks._image_processor import about_videos
+
+        return "\n\n".join(text for text in (about_videos(folder), _EXAMPLE) if text)

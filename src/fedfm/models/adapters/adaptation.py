@@ -17,7 +17,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core import tasks
 from fedfm.core.fields import check
-from fedfm.errors import InputError
+from fedfm.errors import InputError, quote_names
 from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, returns_several
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, without, wrap
@@ -70,6 +70,11 @@ def apply(
             module.get_submodule(path).requires_grad_(False)
         return module
     if spec.name == "head":
+        if task.new_head and spec.name not in task.adaptations:
+            raise InputError(
+                f'model.adaptation.name = "head": task "{task}" takes {quote_names(task.adaptations)} only',
+                key="model.adaptation.name",
+            )
         if not parts.head or spec.name not in task.adaptations:
             raise InputError(
                 f"model.adaptation.name: 'head' needs a classification head, task {task.name!r} has none: use lora",
