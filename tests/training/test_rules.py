@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedfm.training import SGD, Adam, AdamW, update_rules
 from fedfm.training.update_rules import Rule
@@ -69,6 +70,35 @@ def test_a_cohort_is_its_clients_side_by_side(local, decayed, piece, monkeypatch
             if k < count:
                 rule.step(alone, gradients[t, k].clone())
         assert torch.equal(p[k], alone)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the number of entries of each tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if out.untyped_storage().data_ptr() not in known:
+            self.made.append(out.numel())
+        return out
+
+
+@pytest.mark.parametrize("entries", [1000, 4096, 50_000])
+@pytest.mark.parametrize("local", [Adam(weight_decay=0.1), AdamW(weight_decay=0.1)], ids=["adam", "adamw"])
+def test_a_step_of_adam_takes_one_piece_at_a_time(local, entries, monkeypatch):
+    monkeypatch.setattr(update_rules, "PIECE", 4 * 4096)
+    p = torch.randn(entries)
+    rule = Rule(local, p)
+    with Allocations() as found:
+        rule.step(p, torch.ones_like(p))
+    whole, *pieces = found.made  # the gradient is the first
+    assert whole == entries
+    assert len(pieces) == -(-entries // 4096)
+    assert sum(pieces) == entries
 
 
 def test_one_step_of_sgd_by_hand():

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm.linalg.params import Layout
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
-PIECE = 1 << 20  # entries that Adam updates at once, since its square roots need memory; a multiple of the SIMD width
+PIECE = 1 << 20  # entries that Adam updates at once, since its square roots need memory
 
 
 def places(layout: Layout, names: Iterable[str]) -> list[slice]:
@@ -49,7 +49,8 @@ class Rule:
     def step(self, p: Tensor, g: Tensor) -> None:
         """Update p in place to p - eta * direction(g); ``g`` is overwritten."""
         self.t += 1
-        if self.adam is None or p.numel() <= PIECE or not (p.is_contiguous() and g.is_contiguous()):
+        size = PIECE if p.is_cuda else PIECE >> 2  # multiples of the SIMD width; each piece starts kernels on a GPU
+        if self.adam is None or p.numel() <= size or not (p.is_contiguous() and g.is_contiguous()):
             self._step(p, g, self.m, self.v, self.decay)
             return
         assert self.m is not None
@@ -58,8 +59,8 @@ class Rule:
         for row in range(len(p)) if rows else [...]:
             flats: list[Any] = [None if x is None else x[row].view(-1) for x in (p, g, self.m, self.v)]
             flats.append(self.decay)
-            for at in range(0, len(flats[0]), PIECE):
-                pieces: list[Any] = [None if x is None else x[at : at + PIECE] for x in flats]
+            for at in range(0, len(flats[0]), size):
+                pieces: list[Any] = [None if x is None else x[at : at + size] for x in flats]
                 self._step(*pieces)
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
@@ -93,5 +94,5 @@ class Rule:
         m.lerp_(g, 1 - beta_1)
         v.mul_(beta_2).addcmul_(g, g, value=1 - beta_2)
         scale = math.sqrt(1 - beta_2**self.t)
-        denominator = (v.sqrt() / scale).add_(self.adam.epsilon)
+        denominator = v.sqrt().div_(scale).add_(self.adam.epsilon)
         p.addcdiv_(m, denominator, value=-eta / (1 - beta_1**self.t))
