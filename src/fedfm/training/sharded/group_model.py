@@ -148,13 +148,13 @@ class GroupModel(Model):
             return self.in_batches(rows, batch_size) if len(rows) else super().predict(rows, batch_size)
         if type(self.task).predict is not Task.predict:
             rows = rows.to_padded()
-        parts = self._shared("predict", rows, "logits", batch_size)
+        parts = self._ask_for_parts("predict", rows, "logits", batch_size)
         return torch.cat(parts)
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
         """Scores, from the ranks' scores of their parts if these are sums of tokens; else from the logits."""
         if logits is None and self.is_language_model and self.task.sums and len(rows):
-            joined: dict[str, Any] = self.task.join_scores(self._shared("evaluate", rows, "scores"))
+            joined: dict[str, Any] = self.task.join_scores(self._ask_for_parts("evaluate", rows, "scores"))
             return joined
         return super().evaluate(rows, self.predict(rows) if logits is None else logits)
 
@@ -163,7 +163,7 @@ class GroupModel(Model):
         frozen = self.adaptation == "head" and self.head is not None and "features" not in rows.tensors
         if not len(rows) or not (frozen or self.task.keeps_base):
             return rows
-        parts = self._shared("encode", rows, "tensors")
+        parts = self._ask_for_parts("encode", rows, "tensors")
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if "features" in tensors:
             return Rows(tensors, labels=rows.labels)
@@ -184,7 +184,7 @@ class GroupModel(Model):
     def _has_features(self, rows: Rows) -> bool:
         return "features" in rows.tensors and self.head is not None
 
-    def _shared(self, what: str, rows: Rows, of: str, batch_size: int = 64) -> list[Any]:
+    def _ask_for_parts(self, what: str, rows: Rows, of: str, batch_size: int = 64) -> list[Any]:
         """The ranks' results for their parts of the rows, in the order of the rows."""
         request = {"do": what, "rows": messages.of_rows(rows)}
 
