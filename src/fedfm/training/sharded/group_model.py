@@ -60,6 +60,7 @@ class GroupModel(Model):
         self.group = ProcessGroup(settings)
         self._built = False
         self._halvings = 0  # of the rows at once, after a rank was out of memory
+        self._at_once = 1  # rows at once of the last request
         self._w: Params | None = None  # the values that load() was given last
         self._at_ranks: Params | None = None  # the values that the ranks have
 
@@ -243,7 +244,7 @@ class GroupModel(Model):
                 self.close()
                 if failure.kind == "refused":
                     raise InputError(f"{self._settings.key}: {failure}", key=self._settings.key) from None
-                if failure.kind == "memory" and self._halvings < 16:
+                if failure.kind == "memory" and self._at_once > 1:
                     self._halvings += 1
                     note(f"{failure}: the group is started again, with half as many rows at once")
                 elif failure.kind in ("ended", "hangs") and not failed:
@@ -277,7 +278,8 @@ class GroupModel(Model):
 
     def _fitting(self, rows: int) -> int:
         """The number of rows at once, after the halvings."""
-        return max(rows >> self._halvings, 1)
+        self._at_once = max(rows >> self._halvings, 1)
+        return self._at_once
 
 
 def begin(model: Model) -> None:
