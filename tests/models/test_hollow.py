@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 from tiny_models import CLASSES, images, sentences
 
 import fedfm
 from fedfm.config.experiment import Experiment
 from fedfm.engines.local.engine import LocalLink, silos_of
-from fedfm.errors import RunError
+from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import multiply_accumulates
 from fedfm.models.load import load_model
@@ -96,3 +97,31 @@ def test_a_run_whose_server_is_hollow_ends_with_the_same_bits(folder, tmp_path):
 def test_other_servers_load_the_weights(folder, tmp_path, method, fraction):
     found = populate(Experiment.from_dict(experiment(folder, tmp_path, method, fraction)), server=True)
     assert not found.model.hollow
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "adaptation"), [("llama", "lora"), ("gpt2", "full"), ("bert", "head"), ("llama", "full")]
+)
+def test_a_bare_model_has_its_values_in_the_files(folder, family, adaptation, dtype):
+    """Each process of a group reads its rows of each of them."""
+    spec = ModelSpec(str(folder(family)), dtype=dtype, adaptation=AdaptationSpec(adaptation, rank=1))
+    whole, bare = (load_model(spec, classes=CLASSES, kind="text", seed=3, bare=bare) for bare in (False, True))
+    assert (bare.names, bare.layout, bare.fingerprint) == (whole.names, whole.layout, whole.fingerprint)
+    assert held(bare) < 0.5 * held(whole)
+    unread = dict(bare.module.named_parameters())
+    for name, p in whole.module.named_parameters():
+        read = bare.slices.names.get(unread[name])
+        found = unread[name] if read is None else bare.slices.read(unread[name])
+        assert found.dtype == p.dtype
+        assert torch.equal(found, p), name
+        if read is not None and p.dim():
+            assert torch.equal(bare.slices.read(unread[name], slice(1, 3)), p[1:3])
+    buffers = dict(bare.module.named_buffers())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.module.named_buffers())
+
+
+def test_files_with_other_names_cannot_be_read_in_parts(folder):
+    spec = ModelSpec(str(folder("vit")), adaptation=AdaptationSpec("lora"))
+    with pytest.raises(InputError, match="cannot be read in parts"):
+        load_model(spec, classes=CLASSES, kind="image", bare=True)

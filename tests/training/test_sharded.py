@@ -159,12 +159,12 @@ def test_ranks_get_no_secrets(monkeypatch):
     ],
 )
 def test_launchers_say_which_rank_this_is(variables, place):
-    assert RankPlace.here(variables) == place
+    assert RankPlace.of(variables) == place
 
 
 def test_a_launcher_that_says_nothing_is_refused():
     with pytest.raises(SystemExit, match="neither RANK and WORLD_SIZE nor SLURM_PROCID"):
-        RankPlace.here({})
+        RankPlace.of({})
 
 
 def test_one_folder_has_one_place(tmp_path):

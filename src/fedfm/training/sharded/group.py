@@ -156,7 +156,7 @@ class ProcessGroup:
             name = "launch" if self._settings.launch else f"rank {number}"
             last = self._tail(name)
             raise GroupFailure(
-                "refused" if name == "launch" else "ended", f"{name} {_how(code)} before it was ready{last}"
+                "refused" if name == "launch" else "ended", f"{name} {_describe_end(code)} before it was ready{last}"
             )
 
     def _check(self, greetings: list[dict[str, Any]]) -> None:
@@ -228,7 +228,7 @@ class ProcessGroup:
                 if rank not in found and self._work[rank] in ready:
                     message = self._receive(rank, self._work[rank])
                     if "failure" in message:
-                        raise self._first(rank, message)
+                        raise self._find_cause(rank, message)
                     found[rank], moved = message, now
             for rank, link in self._watch.items():
                 if link in ready:
@@ -242,18 +242,18 @@ class ProcessGroup:
                     try:
                         link.send_bytes(b"?")
                     except OSError:
-                        raise self._first(rank, None) from None
+                        raise self._find_cause(rank, None) from None
             if now - moved > self._settings.limit:
-                raise self._hung(now, silent, steps)
+                raise self._name_hanging(now, silent, steps)
         return found
 
     def _receive(self, rank: int, link: Connection) -> dict[str, Any]:
         try:
             return messages.decode(link.recv_bytes())
         except (EOFError, OSError):
-            raise self._first(rank, None) from None
+            raise self._find_cause(rank, None) from None
 
-    def _first(self, rank: int, failure: Mapping[str, Any] | None) -> GroupFailure:
+    def _find_cause(self, rank: int, failure: Mapping[str, Any] | None) -> GroupFailure:
         """The cause of a failure: a rank that ended or reported an error makes the others fail a moment later."""
         seen: dict[int, Mapping[str, Any] | None] = {rank: failure}
         end = time.monotonic() + _GRACE
@@ -284,9 +284,11 @@ class ProcessGroup:
         process = self._processes[rank]
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE)
-        return "has closed its connection" if process.returncode is None else _how(process.returncode)
+        return "has closed its connection" if process.returncode is None else _describe_end(process.returncode)
 
-    def _hung(self, now: float, silent: Mapping[int, float], steps: Mapping[int, tuple[int, str]]) -> GroupFailure:
+    def _name_hanging(
+        self, now: float, silent: Mapping[int, float], steps: Mapping[int, tuple[int, str]]
+    ) -> GroupFailure:
         """Name the ranks that do not answer; if all answer, those that are behind."""
         limit = f"no progress within {self._settings.limit:g} s"
         mute = [rank for rank, since in silent.items() if now - since > 2 * _LOOK + 1]
@@ -346,7 +348,7 @@ def _end(processes: list[subprocess.Popen[bytes]], logs: tempfile.TemporaryDirec
     logs.cleanup()
 
 
-def _how(code: int) -> str:
+def _describe_end(code: int) -> str:
     """How a process ended, from its return code."""
     if code >= 0:
         return f"ended with exit status {code}"

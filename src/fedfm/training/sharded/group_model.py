@@ -60,6 +60,7 @@ class GroupModel(Model):
         self.group = ProcessGroup(settings)
         self._built = False
         self._halvings = 0  # of the rows at once, after a rank was out of memory
+        self._at_once = 1  # rows at once of the last request
         self._w: Params | None = None  # the values that load() was given last
         self._at_ranks: Params | None = None  # the values that the ranks have
 
@@ -148,13 +149,13 @@ class GroupModel(Model):
             return self.in_batches(rows, batch_size) if len(rows) else super().predict(rows, batch_size)
         if type(self.task).predict is not Task.predict:
             rows = rows.to_padded()
-        parts = self._shared("predict", rows, "logits", batch_size)
+        parts = self._ask_for_parts("predict", rows, "logits", batch_size)
         return torch.cat(parts)
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
         """Scores, from the ranks' scores of their parts if these are sums of tokens; else from the logits."""
         if logits is None and self.is_language_model and self.task.sums and len(rows):
-            joined: dict[str, Any] = self.task.join_scores(self._shared("evaluate", rows, "scores"))
+            joined: dict[str, Any] = self.task.join_scores(self._ask_for_parts("evaluate", rows, "scores"))
             return joined
         return super().evaluate(rows, self.predict(rows) if logits is None else logits)
 
@@ -163,7 +164,7 @@ class GroupModel(Model):
         frozen = self.adaptation == "head" and self.head is not None and "features" not in rows.tensors
         if not len(rows) or not (frozen or self.task.keeps_base):
             return rows
-        parts = self._shared("encode", rows, "tensors")
+        parts = self._ask_for_parts("encode", rows, "tensors")
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if "features" in tensors:
             return Rows(tensors, labels=rows.labels)
@@ -184,7 +185,7 @@ class GroupModel(Model):
     def _has_features(self, rows: Rows) -> bool:
         return "features" in rows.tensors and self.head is not None
 
-    def _shared(self, what: str, rows: Rows, of: str, batch_size: int = 64) -> list[Any]:
+    def _ask_for_parts(self, what: str, rows: Rows, of: str, batch_size: int = 64) -> list[Any]:
         """The ranks' results for their parts of the rows, in the order of the rows."""
         request = {"do": what, "rows": messages.of_rows(rows)}
 
@@ -243,7 +244,7 @@ class GroupModel(Model):
                 self.close()
                 if failure.kind == "refused":
                     raise InputError(f"{self._settings.key}: {failure}", key=self._settings.key) from None
-                if failure.kind == "memory" and self._halvings < 16:
+                if failure.kind == "memory" and self._at_once > 1:
                     self._halvings += 1
                     note(f"{failure}: the group is started again, with half as many rows at once")
                 elif failure.kind in ("ended", "hangs") and not failed:
@@ -277,7 +278,8 @@ class GroupModel(Model):
 
     def _fitting(self, rows: int) -> int:
         """The number of rows at once, after the halvings."""
-        return max(rows >> self._halvings, 1)
+        self._at_once = max(rows >> self._halvings, 1)
+        return self._at_once
 
 
 def begin(model: Model) -> None:

@@ -48,7 +48,7 @@ class RankPlace(NamedTuple):
     local: int
 
     @classmethod
-    def here(cls, variables: Mapping[str, str]) -> RankPlace:
+    def of(cls, variables: Mapping[str, str]) -> RankPlace:
         """As the launcher's variables say."""
         for names in _LAUNCHERS:
             if names[0] in variables and names[1] in variables:
@@ -69,7 +69,7 @@ class ProgressCount:
 
 def main() -> None:
     """Answer requests until the client's process ends."""
-    place, progress = RankPlace.here(os.environ), ProgressCount()
+    place, progress = RankPlace.of(os.environ), ProgressCount()
     host, _, port = os.environ[group.ADDRESS].rpartition(":")
     key = bytes.fromhex(os.environ.pop(group.SECRET))
     work, watch = (connect((host, int(port)), authkey=key) for _ in range(2))
