@@ -42,6 +42,11 @@ def many(folder, clients, *, asked=10, **run):
     )
 
 
+def plain(page):
+    """The text of a page, with ordinary spaces."""
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
@@ -71,7 +76,7 @@ def test_the_same_clients_are_evaluated_in_every_round_with_any_number_of_worker
 
 def test_another_seed_evaluates_other_clients_and_a_share_does_not_change_the_model(tmp_path):
     some = fedfm.run(many(tmp_path, 60, asked=6), tmp_path / "some")
-    other = fedfm.run(many(tmp_path, 60, asked=6, seed=1), tmp_path / "other")
+    other = fedfm.run(many(tmp_path, 60, asked=6, seed=2), tmp_path / "other")
     every = fedfm.run(many(tmp_path, 60, asked=6, evaluate_fraction=1.0), tmp_path / "every")
     assert some["client_accuracy"].keys() != other["client_accuracy"].keys()
     assert some["params_sha256"] == every["params_sha256"]
@@ -89,14 +94,14 @@ def test_a_run_says_that_its_scores_are_of_a_sample_and_whom_it_never_asked(tmp_
     said = " ".join(result["warnings"])
     assert "a sample, 6 of 60 clients" in said
     assert f"{60 - len(asked)} of 60 clients were asked neither to train nor for scores" in said
-    page = html.write(tmp_path / "run").read_text()
+    page = plain(html.write(tmp_path / "run"))
     assert "a sample of 6 of 60 clients" in page
     assert "at 60 clients" in page
 
 
 def test_personal_models_are_scored_on_the_same_share(tmp_path):
     spec = many(tmp_path, 20, asked=5)
-    spec["method"] = {"name": "fedper", "rounds": 1, "fraction": 1.0, "local": {"learning_rate": 0.1}}
+    spec["method"] = {"name": "ditto", "rounds": 1, "fraction": 1.0, "local": {"learning_rate": 0.1}}
     result = fedfm.run(spec, tmp_path / "run")
     assert len(result["client_accuracy"]) == 5
     assert len(list((tmp_path / "run" / "clients").iterdir())) == 20  # every client's own model is stored
@@ -122,8 +127,9 @@ def test_files_and_prepared_clients_follow_the_clients_that_take_part(tmp_path, 
 
 
 def test_evaluating_everybody_takes_few_bytes_a_client(tmp_path):
-    fedfm.run(many(tmp_path, 2 * MANY, evaluate_fraction=1.0), tmp_path / "run")
-    assert (tmp_path / "run" / "messages.jsonl").stat().st_size < 100 * 2 * MANY
+    spec = many(tmp_path, MANY + 1, evaluate_fraction=1.0, evaluate_every=0)
+    fedfm.run(spec, tmp_path / "run")
+    assert (tmp_path / "run" / "messages.jsonl").stat().st_size < 30 * MANY
     messages = list(logs.messages(tmp_path / "run" / "messages.jsonl"))
     asked = {m["to"] for m in messages if m["round"] == 2 and m["handler"].startswith("scores.")} - {"server"}
     assert asked == set(fedfm.load_run(tmp_path / "run").manifest["clients"])
@@ -155,7 +161,7 @@ def test_a_manifest_lists_ranges_of_names_and_is_read_with_all_names(large):
     }  # fmt: skip
     assert "clients" not in written["split"]
     assert fedfm.resume(path)["params_sha256"] == result["params_sha256"]
-    assert "2,000 clients: 2 to 2 each" in html.write(path).read_text().replace("\xa0", " ")
+    assert "2 000 clients: 2 to 2 each, median 2; shown are 40 clients" in plain(html.write(path))
 
 
 def test_names_in_short_form_come_back_in_their_order():
