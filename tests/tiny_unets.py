@@ -52,6 +52,33 @@ def of_transformers(classes):
     return _sized(SegformerForSemanticSegmentation(SegformerConfig(num_labels=classes, **sizes, **more)))
 
 
+class PixelScores(nn.Module):
+    """A Mask2Former with the scores of pixels as in docs/how-to/segmentation.md."""
+
+    def __init__(self, classes):
+        from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+        super().__init__()
+        stages = [f"stage{i}" for i in range(1, 5)]
+        swin = {"embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4, "window_size": 2}
+        backbone = SwinConfig(image_size=64, patch_size=4, out_features=stages, **swin)
+        widths = dict.fromkeys(("hidden_dim", "feature_size", "mask_feature_size"), 32)
+        small = {"encoder_feedforward_dim": 16, "dim_feedforward": 16, "num_attention_heads": 2, "num_queries": 5}
+        layers = {"encoder_layers": 1, "decoder_layers": 2, "num_labels": classes}
+        config = Mask2FormerConfig(backbone_config=backbone, **widths, **small, **layers)
+        self.mask2former = Mask2FormerForUniversalSegmentation(config)
+
+    def forward(self, images):
+        found = self.mask2former(pixel_values=images)
+        of_classes = found.class_queries_logits.softmax(-1)[..., :-1]
+        of_pixels = found.masks_queries_logits.sigmoid()
+        return torch.einsum("nqc,nqhw->nchw", of_classes, of_pixels).clamp(1e-6).log()
+
+
+def mask2former(classes):
+    return _sized(PixelScores(classes), 64)
+
+
 def frozen(classes):
     made = UNet(classes, (4, 8))
     made.down.requires_grad_(False)

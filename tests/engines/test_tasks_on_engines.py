@@ -65,7 +65,7 @@ class TaskSilos(Carried):
         files: the same rows with the columns' usual names, by silo.
     """
 
-    def __init__(self, root: Path, place: tuple[Path, Path], task: str) -> None:
+    def __init__(self, root: Path, place: tuple[Path, Path | str], task: str) -> None:
         self.task, self.place, self.files = task, place, dict[str, str]()
         whole = load_table(DataSpec(path=str(place[0])), seed=0, task=task)
         self.table = {"classes": list(whole.classes), "kind": whole.kind}
@@ -108,3 +108,14 @@ def test_silos_with_columns_of_their_own_have_the_local_bits_and_a_server_withou
         assert checked["rows"]["train"] > 0
     path, _ = place(name)
     assert predict(tmp_path / "run", path)
+
+
+def test_silos_that_list_the_function_of_a_module_have_the_local_bits(place, tmp_path, monkeypatch):
+    known = place("segmentation")[0], "tiny_unets:unet"
+    silos, experiment = TaskSilos(tmp_path, known, "segmentation"), tables(known, "segmentation")
+    local = fedfm.run({**experiment, "data": {"clients": silos.files}}, tmp_path / "local", progress=fedfm.Progress())
+    waiting(monkeypatch, silos.pump)
+    changes = {**experiment, "data": silos.table}
+    found = fedfm.run(silos.engine_of(changes), tmp_path / "run", progress=fedfm.Progress())
+    assert found["excluded"] == []
+    assert found["params_sha256"] == local["params_sha256"]

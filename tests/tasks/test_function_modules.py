@@ -25,7 +25,7 @@ from fedfm.runtime import own_rows, run_directory
 from fedfm.sites import silo_config
 from fedfm.tasks import _mask_files
 
-FITTING = ("unet", "odd", "in_dict", "like_torchvision", "of_transformers", "frozen", "without_head", "without_size")
+FITTING = ("unet", "odd", "in_dict", "like_torchvision", "of_transformers", "frozen", "mask2former")
 HEADS = {"unet": "last", "odd": "last", "of_transformers": "decode_head.classifier", "without_head": ""}
 
 
@@ -79,6 +79,21 @@ def test_every_form_of_output_has_the_loss_of_torch_by_row_and_by_batch(name, ta
     torch.testing.assert_close(model.loss(batch), right)
     sums, counts = model.task.row_losses(model, batch)
     torch.testing.assert_close(sums.sum() / counts.sum(), right)
+
+
+def test_a_step_on_all_rows_is_that_of_torch(masked, table, tmp_path):
+    tables = experiment(masked, rounds=1)
+    tables["data"]["partition"]["clients"] = 1
+    tables["method"]["local"]["batch_size"] = 8
+    fedfm.run(tables, tmp_path / "run", progress=fedfm.Progress())
+    export(tmp_path / "run", "torch", tmp_path / "out")
+    model = model_of(table)
+    net, rows = model.module, model.prepare(table, table.rows("train"))
+    cross_entropy(net(rows.tensors["pixel_values"]), rows.tensors["targets"].long()).backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 0.1 * parameter.grad
+    torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors"), dict(net.state_dict()))
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -186,7 +186,7 @@ def load_model(
         raise function_module.no_head(spec.name)
     notices = adaptation.notices(loaded.module, adapt, parts, new)
     module = adaptation.apply(loaded.module, adapt, parts, new=new, task=task, seed=seed)
-    for parameter in loaded.frozen:
+    for parameter in loaded.frozen if adapt.name == "full" else ():
         parameter.requires_grad_(False)
     if bits and spec.quantization == "nf4":
         from fedfm.models import quantised_experts

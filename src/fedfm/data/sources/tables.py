@@ -106,7 +106,7 @@ def files_of(folder: Path, task: str | None = None) -> list[Path]:
         if not home.is_dir():
             continue
         entries = sorted(p for p in home.iterdir() if not p.name.startswith((".", "__")))
-        found = [p for p in entries if p.is_file() and _is_table(p, task)]
+        found = [p for p in entries if p.is_file() and is_table(p, task)]
         inside = [p for p in entries if p.is_dir() and not (found == [] and p.name == "data")]
         if found and not inside:
             return found
@@ -194,7 +194,8 @@ def split_in(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _is_table(path: Path, task: str | None) -> bool:
+def is_table(path: Path, task: str | None = None) -> bool:
+    """Whether the name is that of a file of rows, and not of a file about rows."""
     return not _ASIDE.match(path.name) and ending_of(path, task) is not None
 
 
