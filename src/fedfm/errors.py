@@ -58,6 +58,14 @@ class Absent(InputError):
     """A required key is absent."""
 
 
+class NoColumn(InputError):
+    """A file has no column of a name that the task needs. ``missing`` is the part of the message that says so."""
+
+    def __init__(self, missing: str, found: str, *, key: str = "") -> None:
+        super().__init__(f"{missing}; {found}", key=key)
+        self.missing = missing
+
+
 class FaultyFile(InputError):
     """A file is invalid. The message has a line for each fault, with the file's name.
 
@@ -222,14 +230,14 @@ def quote_names(options: Any) -> str:
     return ", ".join(f'"{o}"' for o in sorted(options))
 
 
-def closest(value: object, options: Iterable[Any]) -> Any:
-    """The option with the spelling closest to ``value``; None if no option is close."""
+def closest(value: object, options: Iterable[Any], least: float = 0.6) -> Any:
+    """The option with the spelling closest to ``value``; None if none has at least the similarity ``least``."""
     known = {str(option).lower(): option for option in options}
-    near = difflib.get_close_matches(str(value).lower(), known, 1)
+    near = difflib.get_close_matches(str(value).lower(), known, 1, least)
     return known[near[0]] if near else None
 
 
-def close(value: object, options: Iterable[Any]) -> str:
+def close(value: object, options: Iterable[Any], least: float = 0.6) -> str:
     """Suffix for a message: ` (did you mean "x"?)` for the closest option, or nothing."""
-    option = closest(value, options)
+    option = closest(value, options, least)
     return "" if option is None else f' (did you mean "{option}"?)'

@@ -34,7 +34,7 @@ from fedfm.runtime.evaluation import check_scores
 from fedfm.sites import silo_config
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
-from task_places import NAMES, Places, tables
+from task_places import NAMES, Places, jsonl, tables
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
 
@@ -248,6 +248,40 @@ def test_a_table_of_another_task_is_refused_with_the_task_that_fits(place):
     with pytest.raises(InputError) as refusal:
         load_table(DataSpec(path=str(path)), seed=0, task="classification")
     assert '"instruction"' in str(refusal.value)
+
+
+@pytest.mark.parametrize("task", NAMES)
+def test_rows_of_another_task_lead_to_a_task_that_reads_them(task, place):
+    """A refusal may name another task, and that task's refusal a third one, but never one that refused before."""
+    for name in NAMES:
+        tried, now = [], task
+        while now is not None:
+            tried.append(now)
+            try:
+                load_table(DataSpec(path=str(place(name)[0])), seed=0, task=now)
+                break
+            except InputError as error:
+                assert error.__cause__ is None
+                named = re.search(r'model\.task = "(\w+)"', str(error))
+                now = None if named is None else named[1]
+            assert now not in tried, f"rows of {name}: {tried}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "task", "words"),
+    [
+        ({"image": "a.png", "label": "x"}, None, 'column "image" holds paths of images.*metadata.csv'),
+        ({"scan": "a/b.JPG", "label": "1.5"}, "regression", 'column "scan" holds paths of images.*metadata.csv'),
+        ({"audio": "a.wav", "label": "x"}, None, 'column "audio" holds paths of recordings'),
+        ({"audio": "a.wav", "words": "x"}, "embedding", 'column "audio" holds paths of recordings'),
+        ({"age": "44", "dose": "0.5", "label": "x"}, None, 'columns "age", "dose" hold numbers.*npz'),
+        ({"image": "a.png", "label": "x"}, "visual_instruction", '"image", "label"; data.messages says'),
+    ],
+)
+def test_files_and_numbers_in_cells_are_named(rows, task, words, tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [rows] * 3)
+    with pytest.raises(InputError, match=words):
+        load_table(DataSpec(path=str(path)), seed=0, task=task)
 
 
 def test_names_and_columns_are_said_once():

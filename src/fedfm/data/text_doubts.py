@@ -36,7 +36,11 @@ _NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("Python's form of bytes", re.compile(r"b(['\"]).*\1", re.DOTALL)),
     (
         "paths of files",
-        re.compile(r"(?:[A-Za-z]:\\|~?/|\.{1,2}/|\w+/)?(?:[^\s/\\]+[/\\])*[^\s/\\]+\.(?:txt|html?|pdf|docx?|md|xml)"),
+        re.compile(
+            r"(?:[A-Za-z]:\\|~?/|\.{1,2}/|\w+/)?(?:[^\s/\\]+[/\\])*[^\s/\\]+"
+            r"\.(?:txt|html?|pdf|docx?|md|xml|png|jpe?g|gif|bmp|tiff?|webp|dcm|wav|flac|mp3|ogg|m4a)",
+            re.IGNORECASE,
+        ),
     ),
     ("addresses", re.compile(r"https?://\S+")),
     ("base64", re.compile(r"(?=[^\s]*\d)(?=[^\s]*[A-Z])(?=[^\s]*[a-z])[A-Za-z0-9+/_-]{24,}={0,2}")),

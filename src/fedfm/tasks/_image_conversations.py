@@ -25,7 +25,7 @@ from fedfm.tasks._conversation_rows import with_system_and_tools
 
 KIND = "visual_instruction"
 PLACE = "<image>"
-_TEXT, _PICTURES = ("text", "input_text", "output_text"), ("image", "image_url", "input_image")  # types of parts
+_TEXT = ("text", "input_text", "output_text")  # types of parts
 _SOURCES = ("image", "image_url", "url", "path", "base64")  # keys under which a part may have its image
 _EMBEDDED = ";base64,"  # a URL with this text contains the image itself
 _HOLDS = "an image"
@@ -103,7 +103,7 @@ def _part(part: Any, at: str, inside: list[Any]) -> str:
         if IMAGE in part["text"]:
             raise InputError(f"{at} has the character U+FFFC, which stands for an image: remove it, or write {PLACE}")
         return str(part["text"]).replace(PLACE, IMAGE)
-    if kind in _PICTURES:
+    if kind in _conversations.PICTURES:
         values = [part[key] for key in _SOURCES if part.get(key) is not None]
         inside += [_file(values[0], at)] if values else []
         return IMAGE

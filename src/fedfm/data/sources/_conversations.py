@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedfm.core.rows import Asked, Output, Turn  # imported here, since its module loads torch
 
 ASSISTANT = "assistant"
+PICTURES = ("image", "image_url", "input_image")  # types of the parts of a message that are images
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 # Other names of roles, as in ShareGPT's form, in lower case -> our names
 _ALSO = {
@@ -305,7 +306,9 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
         if content is None:
             more["content"], content = None, ""
     if not isinstance(content, str):
-        raise InputError(f"{at} holds {type(content).__name__} {content!r:.40}: text is expected")
+        pictured = isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in PICTURES for p in content)
+        other = '; for images set model.task = "visual_instruction"' if pictured else ""
+        raise InputError(f"{at} holds {type(content).__name__} {content!r:.40}: text is expected{other}")
     if not content.strip() and role in ("user", ASSISTANT) and not called:
         raise InputError(f"{at} is empty: fill it, or remove the row")
     return (role, content, json.dumps(more, ensure_ascii=False)) if more else (role, content)

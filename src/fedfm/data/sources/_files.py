@@ -13,7 +13,7 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data.spec import BUILT_IN
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError, NoColumn, close
 
 T = TypeVar("T")
 At = Callable[[int], str]  # index of a data row -> its name in messages, numbered as users count: "silo.csv, row 7"
@@ -157,6 +157,6 @@ def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
     if name in columns:
         return columns[name]
     found = listing(columns) or "none"
-    hint = close(name, columns)
+    hint = close(name, columns, 0.65)  # "messages" is not "image"
     set_it = f": rename it, or set {key}" if hint else f"; {key} says which column to read"
-    raise InputError(f'{source}: no column "{name}" ({key}); found {found}{hint}{set_it}')
+    raise NoColumn(f'{source}: no column "{name}" ({key})', f"found {found}{hint}{set_it}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from fedfm.core.text import listing
 from fedfm.data.pictures import Pictured
 from fedfm.errors import InputError
 
+_SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".m4a")
 _LOOK = 20  # number of values of a column that are examined
 WAY = "fedfm.federate with a Trainer or a module of your own trains such rows (docs: how-to/hugging-face-script.md)"
 
@@ -52,6 +55,42 @@ def refuse_other(columns: Columns, label: str, source: str, needed: str) -> None
     """Raise an InputError if the needed column is missing and the other columns belong to another task."""
     if needed not in columns and (words := other_task(columns, label)):
         raise InputError(f'{source}: no column "{needed}"; {words}')
+
+
+def files_in_cells(columns: Columns, label: str, *, images: bool, recordings: bool) -> str | None:
+    """A sentence on a column of paths of images or recordings, or on columns of numbers; None if there is none.
+
+    Args:
+        label: name of the column of labels.
+        images: whether the task reads images.
+        recordings: whether the task reads recordings.
+    """
+    from fedfm.data.sources.images import SUFFIXES
+
+    texts = {n: v for n, v in columns.items() if n != label and not isinstance(v, Pictured)}
+    some = {name: [str(v) for v in values[:_LOOK] if v is not None] for name, values in texts.items()}
+    for name, values in some.items():
+        endings = {PurePath(value).suffix.lower() for value in values}
+        if images and endings and endings <= {*SUFFIXES}:
+            return (
+                f'column "{name}" holds paths of images, which are read from their folder: set data.path to this '
+                f'folder, with a metadata.csv that has the columns "file_name" and "{label}"'
+            )
+        if not recordings and endings and endings <= {*_SOUNDS}:
+            return (
+                f'column "{name}" holds paths of recordings: model.task = "sequence_to_sequence" learns their texts; '
+                "their classes are learned as in docs: how-to/audio-classification.md"
+            )
+    if some and all(values and all(map(_is_number, values)) for values in some.values()):
+        return f"columns {listing(some, 4)} hold numbers: store feature vectors in an npz file"
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _tags(some: Columns) -> tuple[str, str] | None:

@@ -23,13 +23,13 @@ from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.pictures import Look, Pictured, arrange
 from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, str_array
-from fedfm.data.sources._other_tasks import other_task, refuse_other
+from fedfm.data.sources._other_tasks import files_in_cells, other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._unread import notice_of_unread, notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, words_of
 from fedfm.data.task_rows import RowTask, row_task
-from fedfm.errors import InputError
+from fedfm.errors import InputError, NoColumn
 
 SPLITS = ("train", "val", "test")
 _TARGETS = ("output", "chosen", "rejected", "tags")  # keys of columns that rows to predict do not need
@@ -66,7 +66,10 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     targets: np.ndarray | None = None
     looks: list[Look] = []
     reader = _reader(columns, spec, task)
-    reading = None if reader is None else reader.read(sheet, spec, source=source, labelled=labelled)
+    try:
+        reading = None if reader is None else reader.read(sheet, spec, source=source, labelled=labelled)
+    except NoColumn as error:
+        raise (_explain(error, columns, spec, reader) if labelled else error) from None
     if reading is not None:
         kind, inputs = reading.kind, reading.inputs
         label = None, reading.classes, ()
@@ -82,11 +85,10 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     else:
         own = None if reader is None or not reader.packs("text") else reader.own_kind
         kind = "text" if own is None else own.name
-        if spec.text not in columns and (other := _reader(columns, _layouts.resolve(columns, spec, None)[0], None)):
-            words = words_of(other.table_kinds[0])
-            raise InputError(
-                f'{source}: no column "{spec.text}" (data.text); it has {words}: set model.task = "{other.name}"'
-            )
+        if spec.text not in columns and labelled:
+            missing = NoColumn(f'{source}: no column "{spec.text}" (data.text)', "")
+            if (better := _explain(missing, columns, spec, reader)) is not missing:
+                raise better
         refuse_other(columns, spec.label, source, spec.text)
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
@@ -135,6 +137,18 @@ def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | Non
         named = tasks.task_named(task)
         return None if named is None else row_task(named)
     return next((of for of in map(row_task, tasks.available()) if of.claims(columns, spec)), None)
+
+
+def _explain(error: NoColumn, columns: Columns, spec: DataSpec, reader: RowTask | None) -> InputError:
+    """The error that a column is missing, with the task to which these columns belong; the same error if none is."""
+    other = _reader(columns, _layouts.resolve(columns, replace(spec, text=""), None)[0], None)
+    if other is not None and (reader is None or other.name != reader.name):
+        words = words_of(other.table_kinds[0])
+        return InputError(f'{error.missing}; it has {words}: set model.task = "{other.name}"')
+    facts = tasks.default() if reader is None else reader
+    recordings = any(of.key == "audio" for of in facts.columns)
+    found = files_in_cells(columns, spec.label, images="image" in facts.table_kinds, recordings=recordings)
+    return error if found is None else InputError(f"{error.missing}; {found}")
 
 
 def _picture_column(columns: Columns, spec: DataSpec) -> str | None:
