@@ -154,7 +154,8 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of Python and of what is compared."""
     found = {"python": platform.python_version()}
-    for name in ("fedfm", "torch", "numpy", "flwr", "ray", "pfl", "peft", "transformers", "trl", "bitsandbytes"):
+    peers = "flwr ray pfl peft transformers sentence-transformers trl bitsandbytes"
+    for name in ("fedfm", "torch", "numpy", *peers.split()):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
