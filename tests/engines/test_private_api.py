@@ -26,13 +26,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedfm.core.wire import codec
-from fedfm.engines.flower import loopback_keys, operator_home, private_api, private_programs
+from fedfm.engines.flower import loopback_keys, operator_home, private_api, private_programs, private_ray
 from fedfm.errors import RunError
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.clientapp.mod", "flwr.serverapp", "flwr.serverapp.strategy"}
 PUBLIC |= {"flwr.simulation", "ray"}
-MODULES = (private_api, private_programs)
+MODULES = (private_api, private_programs, private_ray)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower's own
 
 
@@ -52,7 +52,7 @@ class Check:
     def told(self) -> str:
         """How a failure begins."""
         package = self.paths[0].partition(".")[0]
-        module = private_api if hasattr(private_api, self.function.partition(".")[0]) else private_programs
+        module = next(module for module in MODULES if hasattr(module, self.function.partition(".")[0]))
         return f"{module.__name__.rpartition('.')[2]}.{self.function} needs work for {package} {version(package)}"
 
     def run(self) -> None:
@@ -119,8 +119,24 @@ def a_message_asks_for_the_identity_of_its_process(identity: Any) -> None:
     assert (identity._task_id, identity._run_id, identity._node_id) == before
 
 
-@needs("simulate", "flwr.simulation.run_simulation")
-def a_simulation_takes_apps_from_memory_and_resources_for_ray(simulation: Any) -> None:
+@needs(
+    "simulate",
+    "flwr.simulation.run_simulation",
+    "flwr.server.superlink.fleet.vce.backend.raybackend.BasicActorPool",
+    "ray.actor.ActorHandle",
+)
+def a_simulation_takes_apps_from_memory_and_resources_for_ray_and_another_pool(
+    simulation: Any, pool: Any, actor: Any
+) -> None:
+    from fedfm.engines.flower.actor_pool import ActorPool
+
+    used = {name for name in vars(pool) if not name.startswith("_")} | {"actors_capacity", "num_actors"}
+    source = inspect.getsource(
+        inspect.getmodule(found("flwr.server.superlink.fleet.vce.backend.raybackend.RayBackend"))
+    )
+    assert all(hasattr(ActorPool, name) or f"self.{name}" in inspect.getsource(ActorPool) for name in used)
+    assert "BasicActorPool(\n                actor_type=" in source
+    assert "__ray_call__" in inspect.getsource(inspect.getmodule(actor))
     takes(simulation, ServerApp(), ClientApp(), 2, backend_config={"client_resources": {"num_cpus": 1}})
     assert inspect.signature(ClientApp.__call__).parameters.keys() == {"self", "message", "context"}
 
@@ -370,8 +386,13 @@ def ray_knows_the_node_that_it_has_started(worker: Any) -> None:
 @needs("start_ray", "ray.init")
 def ray_takes_a_folder_for_its_files(init: Any) -> None:
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    takes(init, num_cpus=1, num_gpus=0, **quiet, _temp_dir="x")
+    takes(init, address="local", num_cpus=1, num_gpus=0, **quiet, _temp_dir="x")
     assert '"_temp_dir"' in inspect.getsource(inspect.unwrap(init))  # one of its **kwargs
+
+
+@needs("join_ray", "ray.init")
+def ray_takes_an_address_and_an_environment(init: Any) -> None:
+    takes(init, address="x:1", log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": {"A": "b"}})
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class ActorPool:
         """Give a message to an actor; returns a reference to the result.
 
         Raises:
-            ActorDiedError: no actor runs, and none has started for some time.
+            RayActorError: no actor runs, and none has started for some time.
         """
         actor = self._take()
         app_fn, message, client, context = job
@@ -89,11 +89,9 @@ class ActorPool:
                 if self._busy:
                     idle_since = time.monotonic()
             if time.monotonic() - idle_since > _PATIENCE:
-                raise ray.exceptions.ActorDiedError(
-                    f"ActorDiedError: no process of a client started on the Ray cluster within {_PATIENCE:g} s"
-                )
+                raise _died(f"no process of a client started on the Ray cluster within {_PATIENCE:g} s")
             time.sleep(0.05)
-        raise ray.exceptions.ActorDiedError("ActorDiedError: the run has ended")
+        raise _died("the run has ended")
 
     def _admit(self) -> None:
         """Move actors that have started to those that are ready."""
@@ -138,3 +136,8 @@ class ActorPool:
         with self._lock:
             for actor in (*self._ready, *self._starting.values()):
                 ray.kill(actor)
+
+
+def _died(why: str) -> ray.exceptions.RayActorError:
+    """An error that the server takes for a client whose process has ended."""
+    return ray.exceptions.RayActorError(error_msg=f"ActorDiedError: {why}")

@@ -55,6 +55,7 @@ def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
     import ray
 
     ray.init(
+        address="local",  # also if RAY_ADDRESS names a cluster
         num_cpus=workers,
         num_gpus=gpus,
         include_dashboard=False,
