@@ -196,9 +196,17 @@ def test_the_command_line(tmp_path, capsys):
     assert found["removed"]["client"] == "client-02"
     rest = tmp_path / "run-without-client-02"
     assert found["run"] == str(rest)
+    assert "client-02" in (rest / "report.html").read_text().partition("Clients that left")[2]
     export = ["export", rest, "--to", "torch", "--out", tmp_path / "exported"]
-    for words in (["report", rest], ["predict", rest, tmp_path / "rows.npz"], export, ["resume", rest]):
+    for words in (
+        ["report", rest],
+        ["predict", rest, tmp_path / "rows.npz"],
+        export,
+        ["resume", rest],
+        ["audit", rest, "--dossier"],
+    ):
         assert main([str(word) for word in words]) == 0
+    assert "client-02 has left (exact)" in (rest / "dossier.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
+from fedfm.reports import renewal
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import logits, personal, scores
 from fedfm.runtime.progress import Progress
@@ -74,6 +75,7 @@ def worth(
     with run.lock(wait=True):
         run.manifest["worth"] = found
         run.write_manifest()
+    renewal.renew(run.path)
     return {"run": str(path), **found}
 
 
