@@ -24,6 +24,7 @@ from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError, close, quote_names
+from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
 from fedfm.runtime.disclosure import check_same, fingerprints
 from fedfm.runtime.partitioned import Partitioned
@@ -73,7 +74,7 @@ def leave(
     out = Path(out) if out is not None else Path(f"{run.path}-without-{safe_name(name)}")
     new = Run.create(experiment, out)
     if how == EXACT:
-        _copy_secrets(run, new)
+        _copy_secrets(run, new, name)
     entry = _certificate(run, name, how, population)
     new.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
     new.write_manifest()
@@ -82,6 +83,7 @@ def leave(
     with new.lock():
         new.manifest["departures"][-1]["membership"] = membership
         new.write_manifest()
+    renewal.renew(new.path)
     before = run.manifest["result"]
     found = {"run": result["run"], "client": name, "exact": how == EXACT, "how": how}
     found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"]}
@@ -187,10 +189,10 @@ def _agree(run: Run, name: str, retrain: bool, notice: Callable[[str], None]) ->
     notice(f"training again without {name}: {cost}")
 
 
-def _copy_secrets(run: Run, new: Run) -> None:
+def _copy_secrets(run: Run, new: Run, name: str) -> None:
     """Give the new run the others' secrets, so that each sends its noisy release again instead of a second one."""
     source, memory = run.path / "private", new.path / "private" / "memory"
-    kept = {safe_name(c): c for c in run.manifest["clients"]}
+    kept = {safe_name(c): c for c in run.manifest["clients"] if c != name}
     for path in file_integrity.secrets(source):
         party = path.parent.name
         if party in kept and path.parent.parent.name == "memory":

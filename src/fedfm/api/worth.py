@@ -29,6 +29,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
+from fedfm.reports import renewal
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import logits, personal, scores
 from fedfm.runtime.progress import Progress
@@ -36,6 +37,7 @@ from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 
 EVALUATIONS = 1024  # sets of clients that are valued, unless the user sets another number: all sets of ten clients
+_TIMED = 3  # the evaluation whose time gives the estimate: the first two prepare the rows and need no step
 Notice = Callable[[str], None]
 
 
@@ -73,6 +75,7 @@ def worth(
     with run.lock(wait=True):
         run.manifest["worth"] = found
         run.write_manifest()
+    renewal.renew(run.path)
     return {"run": str(path), **found}
 
 
@@ -143,15 +146,15 @@ class _Valuer:
                 "be others without them"
             )
         sent = {reply.client: reply.value for reply in turn.replies}
-        clients, began, before = sorted(sent), time.perf_counter(), self.count
+        clients = sorted(sent)
 
         @functools.cache
         def value(chosen: Coalition) -> np.ndarray:
-            w = self._model(turn, population, sent, chosen)
+            began = time.perf_counter()
+            found = self._measure(population, self._model(turn, population, sent, chosen))
             self.count += 1
-            found = self._measure(population, w)
-            if self.count == 2 and before == 0:
-                self._say(turn, clients, (time.perf_counter() - began) / 2)
+            if self.count == _TIMED:
+                self._say(clients, time.perf_counter() - began)
             return found
 
         def worth_of(chosen: Coalition) -> Array:
@@ -178,7 +181,7 @@ class _Valuer:
     def _is_exact(self, clients: Sequence[ClientId]) -> bool:
         return len(clients) < 30 and 2 ** len(clients) <= self._share
 
-    def _say(self, turn: Turn, clients: Sequence[ClientId], seconds: float) -> None:
+    def _say(self, clients: Sequence[ClientId], seconds: float) -> None:
         """Say how long all evaluations take."""
         each = 2 ** len(clients) if self._is_exact(clients) else max(self._share, 4 * len(clients))
         number = each * int(self._run.manifest["result"]["rounds"])

@@ -33,6 +33,7 @@ _KINDS = {
         "membership",
         "expert_membership",
         "model_membership",
+        "departure",
         "update_membership",
         "task_vector.membership",
     ),
@@ -222,6 +223,10 @@ def _risk(run: RunFiles, found: Sequence[Any]) -> str:
         lines.append("Each client's model is fitted to its rows; clients/ holds the models that clients revealed.")
     if late := newcomers_of(run):
         lines.append(f"{', '.join(late)} joined after training: the model in clients/ is fitted to their rows alone.")
+    if {"departures", "worth"} & run.manifest.keys():
+        from fedfm.reports import client_worth, departures
+
+        lines += departures.summary(run) + client_worth.summary(run)
     lines += [f"Incomplete: {text}." for text in run.missing]
     items = "".join(f"<li>{esc(line)}</li>" for line in dict.fromkeys(lines))
     return f'<ul class="plain">{items}</ul>' + _facts(

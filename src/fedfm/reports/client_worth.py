@@ -1,0 +1,44 @@
+"""The section about what each client brought, by ``fedfm worth``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.reports.page import note, table
+from fedfm.reports.read import RunFiles, mapping, numeric
+from fedfm.reports.text import esc
+
+
+def section(run: RunFiles) -> str:
+    """A table with what each client brought."""
+    found = mapping(run.manifest.get("worth"))
+    alone = mapping(found.get("leave_one_out"))
+    rows = [
+        [name, interval(mapping(about), "value"), f"{numeric(mapping(alone.get(name)).get('value')) or 0.0:.4f}"]
+        for name, about in mapping(found.get("shapley")).items()
+    ]
+    total = numeric(found.get("total")) or 0.0
+    text = (
+        f"Shapley values: a client's mean gain in {found.get('measure')} on the global test rows, over all orders in "
+    )
+    text += f"which clients could join, with 95 % intervals over test rows. They add up to {total:.4f}."
+    return note(esc(text)) + table(["client", "Shapley value", "leave one out"], rows, "What each client brought")
+
+
+def summary(run: RunFiles) -> list[str]:
+    """A sentence for the dossier; none if nobody computed the values."""
+    found = mapping(run.manifest.get("worth"))
+    values = [f"{name} {interval(mapping(about), 'value')}" for name, about in mapping(found.get("shapley")).items()]
+    return (
+        [f"What each client brought ({found.get('measure')}, Shapley values): {', '.join(values)}."] if values else []
+    )
+
+
+def interval(found: Mapping[str, Any], key: str) -> str:
+    """A figure and its interval, e.g. ``0.21 [0.18, 0.23]``; "" if it is unknown."""
+    figures = [numeric(found.get(name)) for name in (key, "low", "high")]
+    if None in figures:
+        return ""
+    middle, low, high = (f"{x:.4f}" for x in figures if x is not None)
+    return f"{middle} [{low}, {high}]"

@@ -1,0 +1,260 @@
+"""A client leaves a finished run: the rest is what a run without the client would have been, and a claim is tested."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import fedfm
+from fedfm.api.leave import find_client, leave
+from fedfm.audits import shadow_runs
+from fedfm.audits.audit import perform
+from fedfm.cli import main
+from fedfm.config.experiment import Experiment
+from fedfm.config.registry import available
+from fedfm.errors import InputError
+from fedfm.runtime.run_directory import Run
+from small import experiment
+
+QUIET = fedfm.Progress()
+CLIENT_NOISE = {"mechanism": "gaussian", "unit": "client", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
+RECORD_NOISE = {"mechanism": "gaussian", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3}
+INDEPENDENT = ("analytic", "average", "ccvr", "ensemble", "fedbe", "fedncm", "fedpft")
+
+
+@pytest.fixture(autouse=True)
+def _no_shadow_runs(request, monkeypatch):
+    """The attack by the loss takes no time; one test attacks by shadow runs."""
+    if "attack" not in request.node.name:
+        monkeypatch.setattr(shadow_runs, "BUDGET", 0.0)
+
+
+def one_round(folder, name, **changes):
+    tables = experiment(folder, **changes)
+    tables["method"] = {"name": name, **changes.get("method", {})}
+    return tables
+
+
+def ran(tables, out):
+    fedfm.run(tables, out, progress=QUIET)
+    return out
+
+
+def without(tables, *names):
+    return {**tables, "data": {**tables["data"], "without": list(names)}}
+
+
+def sha_of(path):
+    return Run.open(path).manifest["result"]["params_sha256"]
+
+
+def test_every_method_of_one_round_with_own_messages_is_known():
+    found = []
+    for name in available("methods"):
+        try:
+            tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": {"name": name}}
+            method = Experiment.from_dict(tables).method
+        except InputError:  # it needs keys of its own, or another model
+            continue
+        if method.traits.independent_messages:
+            found.append(name)
+    assert sorted(found) == sorted(INDEPENDENT)
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_the_rest_has_the_bits_of_a_run_without_the_client(tmp_path, name):
+    tables = one_round(tmp_path, name)
+    first = ran(tables, tmp_path / "run")
+    found = leave(first, "client-02", tmp_path / "rest", progress=QUIET)
+    assert found["exact"] is True
+    assert sha_of(tmp_path / "rest") == sha_of(ran(without(tables, "client-02"), tmp_path / "again")) != sha_of(first)
+    assert Run.open(tmp_path / "rest").manifest["clients"] == ["client-00", "client-01", "client-03", "client-04"]
+
+
+def test_the_sums_of_the_rest_are_the_sums_minus_the_clients_own(tmp_path):
+    from fedfm.audits.replay import open_finished, replay
+
+    run = ran(one_round(tmp_path, "analytic"), tmp_path / "run")
+    leave(run, "client-02", tmp_path / "rest", progress=QUIET)
+    sent = {r.client: r.value.delta for r in replay(open_finished(run)).replies}
+    C, b = (sum(u[part].numpy() for c, u in sent.items()) - sent["client-02"][part].numpy() for part in ("C", "b"))
+    method, d = Run.open(run).experiment.method, len(b) - 1
+    W, _ = method.solve(C, b)
+    rest = Run.open(tmp_path / "rest")
+    state = rest.state(method.state_type)
+    weight = next(t.numpy() for name, t in state.items() if name.endswith("weight"))
+    np.testing.assert_allclose(weight, W, atol=1e-6)
+    assert weight.shape == (4, d)
+
+
+def test_two_clients_leave_one_after_the_other(tmp_path):
+    tables = one_round(tmp_path, "fedncm")
+    ran(tables, tmp_path / "run")
+    leave(tmp_path / "run", "client-02", tmp_path / "one", progress=QUIET)
+    leave(tmp_path / "one", "client-04", tmp_path / "two", progress=QUIET)
+    assert sha_of(tmp_path / "two") == sha_of(ran(without(tables, "client-02", "client-04"), tmp_path / "again"))
+    assert [e["client"] for e in Run.open(tmp_path / "two").manifest["departures"]] == ["client-02", "client-04"]
+
+
+def test_hidden_sums_are_summed_again_by_the_others(tmp_path):
+    tables = one_round(tmp_path, "analytic") | {"privacy": {"aggregator": "secagg"}}
+    ran(tables, tmp_path / "run")
+    found = leave(tmp_path / "run", "client-02", tmp_path / "rest", progress=QUIET)
+    assert found["exact"] is True
+    assert any("secure aggregation hid" in text for text in found["not_removed"])
+
+
+@pytest.mark.parametrize("name", ["analytic", "fedpft"])
+def test_the_others_release_the_same_noise_and_spend_no_more(tmp_path, name):
+    from fedfm.audits.replay import open_finished, replay
+
+    tables = one_round(tmp_path, name) | {"privacy": RECORD_NOISE}
+    run = ran(tables, tmp_path / "run")
+    found = leave(run, "client-02", tmp_path / "rest", progress=QUIET)
+    before, after = (
+        {r.client: r.value for r in replay(open_finished(path)).replies} for path in (run, tmp_path / "rest")
+    )
+    assert repr({c: v for c, v in before.items() if c != "client-02"}) == repr(after)
+    assert not list((tmp_path / "rest" / "private" / "memory").glob("client-02/*"))
+    assert "rows" not in found["removed"]  # their number would be a release
+    assert any("stays spent" in text for text in found["not_removed"])
+
+
+def test_rounds_are_trained_again_only_if_the_user_agrees(tmp_path):
+    tables = experiment(tmp_path)
+    ran(tables, tmp_path / "run")
+    with pytest.raises(InputError, match=r"4 rounds of 4 clients, about \d+ s .*--retrain"):
+        leave(tmp_path / "run", "client-02", tmp_path / "rest", progress=QUIET)
+    assert not (tmp_path / "rest").exists()
+    found = leave(tmp_path / "run", "client-02", tmp_path / "rest", retrain=True, progress=QUIET)
+    assert (found["exact"], found["how"]) == (False, "retrained")
+    assert sha_of(tmp_path / "rest") == sha_of(ran(without(tables, "client-02"), tmp_path / "again"))
+
+
+def test_a_silo_with_its_own_file_and_test_rows_leaves_with_both(tmp_path):
+    tables = one_round(tmp_path, "fedncm")
+    rows = np.load(tables["data"]["path"])
+    names = ("north", "south", "west")
+    for k, name in enumerate(names):
+        np.savez(tmp_path / f"{name}.npz", **{key: v if key == "classes" else v[k::3] for key, v in rows.items()})
+    tables["data"] = {"clients": {name: str(tmp_path / f"{name}.npz") for name in names}}
+    ran(tables, tmp_path / "run")
+    leave(tmp_path / "run", "west", tmp_path / "rest", progress=QUIET)
+    del tables["data"]["clients"]["west"]
+    assert sha_of(tmp_path / "rest") == sha_of(ran(tables, tmp_path / "again"))
+    manifest = Run.open(tmp_path / "rest").manifest
+    assert manifest["split"]["test"]["rows"] < Run.open(tmp_path / "run").manifest["split"]["test"]["rows"]
+    assert perform(tmp_path / "rest", ["departure"])[0].detail["client"] == "west"
+    (tmp_path / "west.npz").unlink()  # the silo takes its rows along, and everything but the attack still works
+    assert "not on this machine" in perform(tmp_path / "rest", ["departure"])[0].says
+
+
+def overfitted(folder):
+    """A run whose model nearly knows its rows by heart: few rows of many features, and hardly a penalty."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(440, 90)).astype(np.float32), rng.integers(0, 3, 440)
+    split = np.where(np.arange(440) < 120, "train", "test")
+    np.savez(folder / "noise.npz", x=x, y=y, split=split, classes=np.array(["a", "b", "c"]))
+    tables = one_round(folder, "analytic", method={"ridge": 0.01})
+    tables["data"] = {"path": str(folder / "noise.npz"), "partition": {"name": "iid", "clients": 2}}
+    return ran(tables, folder / "run")
+
+
+def test_the_attack_finds_who_only_claims_a_removal(tmp_path):
+    run = overfitted(tmp_path)
+    found = leave(run, "client-01", tmp_path / "rest", progress=QUIET)
+    assert found["membership"]["before"]["low"] > 0.6
+    assert found["membership"]["after"]["low"] < 0.5 < found["membership"]["after"]["high"]
+    assert perform(tmp_path / "rest", ["departure"])[0].contradicts is False
+    claimed = tmp_path / "claimed"  # the old model, with the certificate of the new run
+    shutil.copytree(tmp_path / "rest", claimed)
+    for place in ("checkpoint", "adapter"):
+        shutil.rmtree(claimed / place)
+        shutil.copytree(run / place, claimed / place)
+    finding = perform(claimed, ["departure"])[0]
+    assert finding.contradicts
+    assert finding.low > 0.6
+    assert main(["audit", str(claimed), "--attack", "departure"]) == 1
+
+
+def test_a_client_without_rows_leaves_nothing(tmp_path):
+    tables = one_round(tmp_path, "fedncm")
+    tables["data"]["partition"] = {"name": "dirichlet", "alpha": 0.01, "clients": 9}
+    ran(tables, tmp_path / "run")
+    clients = Run.open(tmp_path / "run").manifest["clients"]
+    idle = next(name for name in (f"client-{k:02d}" for k in range(9)) if name not in clients)
+    found = leave(tmp_path / "run", idle, tmp_path / "rest", progress=QUIET)
+    assert found["removed"]["rows"] == 0
+    assert sha_of(tmp_path / "rest") == sha_of(tmp_path / "run")
+
+
+def test_the_command_line(tmp_path, capsys):
+    ran(one_round(tmp_path, "fedncm"), tmp_path / "run")
+    assert main(["leave", str(tmp_path / "run"), "client-2", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert found["removed"]["client"] == "client-02"
+    rest = tmp_path / "run-without-client-02"
+    assert found["run"] == str(rest)
+    assert "client-02" in (rest / "report.html").read_text().partition("Clients that left")[2]
+    export = ["export", rest, "--to", "torch", "--out", tmp_path / "exported"]
+    for words in (
+        ["report", rest],
+        ["predict", rest, tmp_path / "rows.npz"],
+        export,
+        ["resume", rest],
+        ["audit", rest, "--dossier"],
+    ):
+        assert main([str(word) for word in words]) == 0
+    assert "client-02 has left (exact)" in (rest / "dossier.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tables", "client", "says"),
+    [
+        ({"method": {"name": "fedncm"}}, "client-07", "no client of the run"),
+        ({"method": {"name": "ditto", "rounds": 1}}, "client-02", "every client has its own model"),
+        (
+            {"method": {"name": "fedncm"}, "data": {"partition": {"name": "iid", "clients": 1}}},
+            "client-00",
+            "the only client",
+        ),
+        (
+            {
+                "method": {"name": "fedavg", "rounds": 1},
+                "privacy": CLIENT_NOISE,
+            },
+            "client-02",
+            "stays spent",
+        ),
+        (
+            {"method": {"name": "fedavg"}, "attack": {"name": "sign_flip", "fraction": 0.2}},
+            "client-02",
+            "other attackers",
+        ),
+    ],
+)
+def test_why_a_client_cannot_leave(tmp_path, tables, client, says):
+    base = experiment(tmp_path)
+    base["method"] = {}
+    given = {key: {**base.get(key, {}), **value} for key, value in tables.items()}
+    ran({**base, **given}, tmp_path / "run")
+    with pytest.raises(InputError, match=says):
+        leave(tmp_path / "run", client, progress=QUIET)
+
+
+def test_rows_that_changed_are_refused(tmp_path):
+    tables = one_round(tmp_path, "fedncm")
+    ran(tables, tmp_path / "run")
+    rows = dict(np.load(tables["data"]["path"]))
+    np.savez(tables["data"]["path"], **{**rows, "x": rows["x"] + 1})
+    with pytest.raises(InputError, match="original rows"):
+        leave(tmp_path / "run", "client-02", progress=QUIET)
+
+
+def test_numbers_may_lack_zeros_and_nothing_else():
+    assert find_client(["client-00", "client-10"], "client-0") == "client-00"
+    assert find_client(["client-1", "client-01"], "client-1") == "client-1"
+    for name in ("client-1", "client", "client-100", "silo-0"):
+        with pytest.raises(InputError):
+            find_client(["client-00", "client-10"], name)

@@ -1,0 +1,126 @@
+"""What each client brought: Shapley values against their definition, and against true retraining."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+import fedfm
+from fedfm.api.shapley import exact, sampled
+from fedfm.api.worth import worth
+from fedfm.cli import main
+from fedfm.errors import InputError
+from fedfm.runtime.run_directory import Run
+from small import experiment
+
+QUIET = fedfm.Progress()
+CLIENT_NOISE = {"mechanism": "gaussian", "unit": "client", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
+
+
+def game(clients, rows=3, seed=0):
+    """Random values of all sets of clients."""
+    rng = np.random.default_rng(seed)
+    sets = [frozenset(s) for n in range(len(clients) + 1) for s in itertools.combinations(clients, n)]
+    return {s: rng.normal(size=rows) for s in sets}
+
+
+def by_orders(clients, value):
+    """The definition: the mean gain over all orders."""
+    found = dict.fromkeys(clients, 0.0)
+    for order in itertools.permutations(clients):
+        for i, c in enumerate(order):
+            found[c] += value[frozenset(order[: i + 1])] - value[frozenset(order[:i])]
+    return {c: x / math.factorial(len(clients)) for c, x in found.items()}
+
+
+def test_values_over_all_sets_are_the_means_over_all_orders():
+    value = game("abcd")
+    found = exact("abcd", value.__getitem__)
+    for client, right in by_orders("abcd", value).items():
+        np.testing.assert_allclose(found.values[client], right, atol=1e-12)
+    assert sum(found.interval(c)[0] for c in "abcd") == pytest.approx(found.total, abs=1e-12)
+
+
+def test_sampled_values_add_up_and_come_near():
+    value = game("abcdefg", rows=1)
+    right = by_orders("abcdefg", value)
+    found = sampled("abcdefg", value.__getitem__, 600, seed=1)
+    assert sum(found.interval(c)[0] for c in "abcdefg") == pytest.approx(found.total, abs=1e-12)
+    inside = [found.interval(c)[1] <= right[c].item() <= found.interval(c)[2] for c in "abcdefg"]
+    assert sum(inside) >= 6
+
+
+def ran(tables, out):
+    return fedfm.run(tables, out, progress=QUIET)
+
+
+@pytest.mark.parametrize("name", ["analytic", "fedncm"])
+def test_values_are_those_of_true_retraining(tmp_path, name):
+    tables = experiment(tmp_path, data={"partition": {"name": "dirichlet", "alpha": 0.3, "clients": 3}})
+    tables["method"] = {"name": name}
+    ran(tables, tmp_path / "run")
+    clients = Run.open(tmp_path / "run").manifest["clients"]
+    start = ran({**tables, "method": {"name": name, "rounds": 0}}, tmp_path / "start")["accuracy"]
+    value = {frozenset(): start}
+    for n in range(1, len(clients) + 1):
+        for chosen in itertools.combinations(clients, n):
+            left = [c for c in clients if c not in chosen]
+            of = {**tables, "data": {**tables["data"], "without": left}}
+            value[frozenset(chosen)] = ran(of, tmp_path / "-".join(chosen))["accuracy"]
+    found = worth(tmp_path / "run", progress=QUIET)
+    assert found["how"] == "exact"
+    for client, right in by_orders(clients, value).items():
+        assert found["shapley"][client]["value"] == pytest.approx(right, abs=1e-6)
+        rest = value[frozenset(clients)] - value[frozenset(clients) - {client}]
+        assert found["leave_one_out"][client]["value"] == pytest.approx(rest, abs=1e-6)
+    assert found["total"] == pytest.approx(value[frozenset(clients)] - start, abs=1e-6)
+
+
+def test_rounds_are_reconstructed_from_the_messages(tmp_path, capsys):
+    result = ran(experiment(tmp_path), tmp_path / "run")
+    assert main(["worth", str(tmp_path / "run"), "--evaluations", "200", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    lines = Run.open(tmp_path / "run").metrics()
+    assert found["how"] == "rounds"
+    assert found["total"] == pytest.approx(result["accuracy"] - lines[0]["accuracy"], abs=1e-6)
+    assert sum(x["value"] for x in found["shapley"].values()) == pytest.approx(found["total"], abs=1e-6)
+    assert "What each client brought" in (tmp_path / "run" / "report.html").read_text()
+    assert Run.open(tmp_path / "run").manifest["worth"]["total"] == found["total"]
+
+
+def test_more_clients_than_all_sets_allow(tmp_path):
+    tables = experiment(tmp_path)
+    tables["method"] = {"name": "fedncm"}
+    ran(tables, tmp_path / "run")
+    all_sets, some = (worth(tmp_path / "run", evaluations=n, progress=QUIET) for n in (32, 31))
+    assert (all_sets["how"], some["how"]) == ("exact", "sampled")
+    for of in (all_sets, some):
+        assert sum(x["value"] for x in of["shapley"].values()) == pytest.approx(of["total"], abs=1e-6)
+    assert some["evaluations"] < all_sets["evaluations"] + 1
+    assert some == worth(tmp_path / "run", evaluations=31, progress=QUIET)  # the orders follow from the seed
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"method": {"name": "analytic"}, "privacy": {"aggregator": "secagg"}}, "if every silo consents"),
+        ({"method": {"name": "analytic", "class_weights": "balanced"}}, "answers what others said"),
+        ({"method": {"name": "ditto", "rounds": 1}}, "own model"),
+        ({"method": {"name": "fedncm", "rounds": 0}}, "no round"),
+        (
+            {
+                "method": {"name": "fedavg", "rounds": 1},
+                "privacy": CLIENT_NOISE,
+            },
+            "one more release",
+        ),
+    ],
+)
+def test_why_nobody_can_say_what_each_brought(tmp_path, tables, says):
+    base = experiment(tmp_path)
+    base["method"] = {}
+    ran({**base, **tables}, tmp_path / "run")
+    with pytest.raises(InputError, match=says):
+        worth(tmp_path / "run", progress=QUIET)
