@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedfm
-from fedfm.api.shapley import exact, sampled
+from fedfm.api.shapley import estimate, exact
 from fedfm.api.worth import worth
 from fedfm.cli import main
 from fedfm.errors import InputError
@@ -46,7 +46,7 @@ def test_values_over_all_sets_are_the_means_over_all_orders():
 def test_sampled_values_add_up_and_come_near():
     value = game("abcdefg", rows=1)
     right = by_orders("abcdefg", value)
-    found = sampled("abcdefg", value.__getitem__, 600, seed=1)
+    found = estimate("abcdefg", value.__getitem__, 600, seed=1)
     assert sum(found.interval(c)[0] for c in "abcdefg") == pytest.approx(found.total, abs=1e-12)
     inside = [found.interval(c)[1] <= right[c].item() <= found.interval(c)[2] for c in "abcdefg"]
     assert sum(inside) >= 6

@@ -10,11 +10,12 @@ from tiny_models import CLASSES, images, load, minilm, prose, real, sentences, t
 
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.models.load import fingerprint, load_model
+from fedfm.models.load import load_model
 from fedfm.models.locate import locate
 from fedfm.models.metrics import evaluate
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.weight_fingerprint import fingerprint
 
 
 @pytest.mark.proof

@@ -68,7 +68,7 @@ def exact(clients: Sequence[str], worth: Worth) -> Values:
     return Values(values, dict.fromkeys(clients, 0.0), float((whole - none).mean()))
 
 
-def sampled(clients: Sequence[str], worth: Worth, evaluations: int, seed: int) -> Values:
+def estimate(clients: Sequence[str], worth: Worth, evaluations: int, seed: int) -> Values:
     """Shapley values over random orders of the clients, which join one after the other.
 
     Orders are stratified by position: each random order is also used in all its rotations, so every client is at every

@@ -93,8 +93,8 @@ def check_method(e: ExperimentParts, task: TaskFacts) -> None:
     if needs.row_targets and not _has_row_targets(task):
         raise InputError(
             f'{method} fits a linear head to one vector of targets per row, and rows of task "{task.name}" have none: '
-            f"the method takes the tasks {quote_names(tasks.names(_has_row_targets))} only; use a method that trains the "
-            "model, such as fedavg",
+            f"the method takes the tasks {quote_names(tasks.names(_has_row_targets))} only; use a method that trains "
+            "the model, such as fedavg",
             key="method.name",
         )
 

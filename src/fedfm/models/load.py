@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,6 @@ from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.data.user_functions import is_function
 from fedfm.errors import InputError, quote_names
-from fedfm.linalg.params import to_bytes
 from fedfm.models import devices, families, hub, lengths, new_parts, precision
 from fedfm.models.adapters import adaptation
 from fedfm.models.finite import Finite
@@ -34,16 +31,12 @@ from fedfm.models.locate import BUILT_IN, locate
 from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.weight_fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
 
 P = ParamSpec("P")
-
-_VOLATILE = (  # keys of a configuration that do not change the model
-    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "problem_type"),
-    *("id2label", "label2id", "num_labels", "pad_token_id", "finetuning_task"),
-)
 
 
 class LinearSoftmax(nn.Module):
@@ -290,34 +283,6 @@ def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
             f'model.adaptation.name = "head" trains only {head}; the new values in {", ".join(rest)} stay '
             "random; lora, top_layers and full train them, too"
         )
-
-
-def fingerprint(
-    state: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    new: Iterable[str] = (),
-    look: Callable[[str, Tensor], None] = lambda name, tensor: None,
-) -> str:
-    """SHA-256 of the configuration and of the weights in order of names, without the new modules.
-
-    Args:
-        look: a function that is called with each of these weights, so that each is read only once.
-    """
-    digest = hashlib.sha256(json.dumps(_stable(config), sort_keys=True, default=str).encode())
-    for name in sorted(state):
-        if any(name == n or name.startswith(f"{n}.") for n in new):
-            continue
-        tensor = state[name].detach().cpu().contiguous()
-        look(name, tensor)
-        digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
-        digest.update(to_bytes(tensor))
-    return digest.hexdigest()
-
-
-def _stable(config: Any) -> Any:
-    if isinstance(config, Mapping):
-        return {k: _stable(v) for k, v in config.items() if k not in _VOLATILE}
-    return config
 
 
 def _task(name: str | ModelTask | None, kind: str, classes: Sequence[str]) -> ModelTask:

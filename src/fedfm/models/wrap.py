@@ -10,13 +10,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models import load
 from fedfm.models.batches import move, rows_of
 from fedfm.models.families import Parts
 from fedfm.models.first_and_last_layer import Ends
 from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.weight_fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -111,7 +111,7 @@ def wrap(
     if found is not None and not isinstance(found, nn.Linear):
         raise ValueError(f"head: {head!r} is a {type(found).__name__}, expected a Linear")
     spec = ModelSpec(name, task="classification", adaptation=AdaptationSpec("full"))
-    print_ = load.fingerprint(module.state_dict(), {"model_type": type(module).__name__})
+    print_ = fingerprint(module.state_dict(), {"model_type": type(module).__name__})
     parts = Parts(None, (), None, None, head)
     model = WrappedModel(
         module,

@@ -31,7 +31,9 @@ def simulate(
     app.main()(main)
     # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0 if pool else -1}
-    flowers, register = raybackend.BasicActorPool, vce_api._register_nodes
+    backend: Any = raybackend
+    api: Any = vce_api
+    flowers, register = backend.BasicActorPool, api._register_nodes
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         found = register(*args, **kwargs)
@@ -39,11 +41,11 @@ def simulate(
             partitions.update(found)
         return found
 
-    raybackend.BasicActorPool, vce_api._register_nodes = pool or flowers, noting  # type: ignore[assignment,misc]
+    backend.BasicActorPool, api._register_nodes = pool or flowers, noting
     try:
         run_simulation(app, client, nodes, backend_config={"client_resources": resources})
     finally:
-        raybackend.BasicActorPool, vce_api._register_nodes = flowers, register  # type: ignore[misc]
+        backend.BasicActorPool, api._register_nodes = flowers, register
 
 
 def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
