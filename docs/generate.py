@@ -101,6 +101,7 @@ MOST = 6  # packages of an extra that the table names
 EXTRAS = {  # what each is for
     "flower": "every `run.engine` but `local`, kits and silos, `fedfm app`, `run.wire`",
     "accounting": "the epsilon of releases of samples, such as DP-SGD's steps",
+    "vision": "SmolVLM's own processor",
     "hub": "`data.hub`: data sets of the Hugging Face hub",
     "partitioners": '`data.partition` with `name = "flower"`',
     "simulation": '`run.engine = "simulation"`, on Ray',
