@@ -34,7 +34,7 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
     """
     if tables.files_of(path):
         return None
-    if there := next((p for p in images.visible(path) if p.is_file() and tables.is_table(p)), None):
+    if there := next((p for p in images.visible_entries(path) if p.is_file() and tables.is_table(p)), None):
         raise InputError(f"{there} is next to folders: name this file if it has the rows, else remove it")
     strange: list[str] = []
     parts = images.parts(path, SUFFIXES[holds], holds) if labelled else {path: None}
