@@ -33,6 +33,7 @@ SCRIPTS: dict[str, list[str]] = {
     "flower_lora": ["flower_lora.py"],
     "messages": ["messages.py"],
     "data_at_scale": ["data_at_scale.py"],
+    "many_clients": ["many_clients.py"],
     "tasks": ["tasks.py"],
     "start": ["start.py"],
     "memory": ["memory.py"],

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.api.terminal import say
 from fedfm.cli.running import experiment_of
+from fedfm.core.transcript import MANY
 from fedfm.errors import InputError
 
 if TYPE_CHECKING:
     from fedfm.runtime.cost_estimate import Forecast
 
 _SHOWN = 12  # largest number of clients that are named
+_SAMPLE = 40  # of very many clients about as many are listed in JSON
 
 
 def check(args: Namespace) -> int:
@@ -83,6 +85,14 @@ def check(args: Namespace) -> int:
         ]
         if expected is not None:
             result["forecast"] = asdict(expected)
+            if len(expected.rows) > MANY:
+                from fedfm.core.name_ranges import shorten
+
+                result["clients"], names = shorten(expected.rows), list(expected.rows)[:: len(expected.rows) // _SAMPLE]
+                rows, counts = (
+                    {name: of[name] for name in names if name in of} for of in (expected.rows, expected.counts)
+                )
+                result["forecast"] |= {"sample": len(names), "rows": rows, "counts": counts}
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
             f'model.fingerprint = "{population.model.fingerprint}"',

@@ -57,9 +57,8 @@ class ActorPool:
         self.num_actors += num_actors
 
     def _start(self) -> None:
-        actor = self._make()
-        place: Any = ray.get_runtime_context
-        self._starting[actor.__ray_call__.remote(lambda _: place().get_node_id())] = actor
+        actor: Any = self._make()
+        self._starting[actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())] = actor
 
     def is_actor_available(self) -> bool:
         """Whether an actor is ready."""
