@@ -4,7 +4,7 @@
 ``diabetes.npz``       scikit-learn's diabetes: ten measurements, and how far the disease went on in a year
 ``names.jsonl``        WikiText-2 in lower case; a tag marks words that the article writes with a capital letter, except
                        the first of a sentence
-``commands.jsonl``     orders with their answers: which of four words stands in a given place
+``answers.jsonl``      questions of banking77 with the name of their intent as the answer
 ``shapes``             a folder of noisy pictures with one circle or square each, next to the masks of their pixels
 ``mri_findings.npz``   brain MRI as vectors of a ViT with three labels: a tumour, in the brain's own tissue, outside it
 ``intents.jsonl``      pairs of questions of banking77 with the same intent
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-SENTENCES, PAIRS, PICTURES, ORDERS = 2400, 1600, 400, 600
+SENTENCES, PAIRS, PICTURES, QUESTIONS, INTENTS = 2400, 1600, 400, 1600, 20
 _WORD = re.compile(r"[A-Za-z]+")
 
 
@@ -71,30 +71,35 @@ def names(target: Path, source: Path) -> None:
     _write(target, rows)
 
 
-def commands(target: Path, _: Path) -> None:
-    """Orders such as "second of red fish blue bird", whose answer is one of the words."""
-    rng, words = np.random.default_rng(0), ("red", "fish", "blue", "bird", "big", "small", "old", "new")
-    rows = []
-    for _row in range(ORDERS):
-        some, place = rng.permutation(words)[:4], int(rng.integers(4))
-        asked = f"{('first', 'second', 'third', 'fourth')[place]} of {' '.join(some)}"
-        rows.append({"instruction": asked, "output": str(some[place])})
-    _write(target, rows)
+def answers(target: Path, source: Path) -> None:
+    """Training questions of the most frequent intents of banking77, and the intent in words."""
+    by_intent = _by_intent(source)
+    most = sorted(by_intent, key=lambda name: -len(by_intent[name]))[:INTENTS]
+    rows = [
+        {"instruction": text, "output": name.lower().replace("_", " ")} for name in most for text in by_intent[name]
+    ]
+    rng = np.random.default_rng(0)
+    _write(target, [rows[i] for i in rng.permutation(len(rows))[:QUESTIONS]])
 
 
 def intents(target: Path, source: Path) -> None:
     """Pairs of training questions of banking77 with one intent; no question is in two pairs."""
-    lines = gzip.decompress((source / "text" / "banking77.jsonl.gz").read_bytes()).decode("utf-8").splitlines()
-    by_intent: dict[str, list[str]] = {}
-    for row in map(json.loads, lines):
-        by_intent.setdefault(row["label_name"], []).append(row["text"])
     pairs = [
         {"anchor": texts[i], "positive": texts[i + 1]}
-        for texts in by_intent.values()
+        for texts in _by_intent(source).values()
         for i in range(0, len(texts) - 1, 2)
     ]
     rng = np.random.default_rng(0)
     _write(target, [pairs[i] for i in rng.permutation(len(pairs))[:PAIRS]])
+
+
+def _by_intent(source: Path) -> dict[str, list[str]]:
+    """The training questions of banking77 by the name of their intent."""
+    lines = gzip.decompress((source / "text" / "banking77.jsonl.gz").read_bytes()).decode("utf-8").splitlines()
+    found: dict[str, list[str]] = {}
+    for row in map(json.loads, lines):
+        found.setdefault(row["label_name"], []).append(row["text"])
+    return found
 
 
 def shapes(target: Path, _: Path) -> None:
@@ -162,7 +167,7 @@ SETS: dict[str, Callable[[Path, Path], None]] = {
     "digits_labels.npz": labels,
     "diabetes.npz": diabetes,
     "names.jsonl": names,
-    "commands.jsonl": commands,
+    "answers.jsonl": answers,
     "intents.jsonl": intents,
     "shapes": shapes,
 }
