@@ -89,10 +89,10 @@ def check(args: Namespace) -> int:
                 from fedfm.core.name_ranges import shorten
 
                 result["clients"], names = shorten(expected.rows), list(expected.rows)[:: len(expected.rows) // _SAMPLE]
-                rows, counts = (
-                    {name: of[name] for name in names if name in of} for of in (expected.rows, expected.counts)
-                )
-                result["forecast"] |= {"sample": len(names), "rows": rows, "counts": counts}
+                result["forecast"]["sample"] = len(names)
+                for part in ("rows", "counts"):
+                    every = result["forecast"][part]
+                    result["forecast"][part] = {name: every[name] for name in names if name in every}
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
             f'model.fingerprint = "{population.model.fingerprint}"',
@@ -101,8 +101,8 @@ def check(args: Namespace) -> int:
         ]
         text += "\n\n" + "\n".join(f"# {line}" for line in lines)
         if isinstance(experiment.method, Planned):
-            every = population.federated.clients.values()
-            counts = [[len(part) for part in (index.train, index.val, index.test)] for index in every]
+            indexes = population.federated.clients.values()
+            counts = [[len(part) for part in (index.train, index.val, index.test)] for index in indexes]
             if (plan := experiment.method.plan(population.model, counts)) is not None:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
