@@ -58,7 +58,8 @@ class ActorPool:
 
     def _start(self) -> None:
         actor: Any = self._make()
-        self._starting[actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())] = actor
+        node = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]
+        self._starting[node] = actor
 
     def is_actor_available(self) -> bool:
         """Whether an actor is ready."""
