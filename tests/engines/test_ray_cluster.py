@@ -285,12 +285,12 @@ def test_two_nodes_give_the_local_bits_and_keep_running(cluster, tmp_path):
 
 
 @pytest.mark.simulation
-def test_a_node_with_another_version_is_said_before_rows_are_read(cluster, tmp_path):
+def test_a_node_with_another_version_is_said_before_the_model_is_read(cluster, tmp_path):
     fake = tmp_path / "site" / "peft-0.0.1.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.0.1\n")
     exp = experiment(tmp_path, method='name = "fedavg"', run='engine = "simulation"')
-    exp.write_text(exp.read_text().replace('"digits"', '"no-such-rows"'))
+    exp.write_text(exp.read_text().replace('"nano-vit"', '"no-such-model"'))
     cluster.do("add", PYTHONPATH=str(fake.parent))
     try:
         error = fedfm("check", exp, "--set", f"run.ray_address={cluster.address}", code=2)["stderr"]

@@ -131,7 +131,7 @@ class Partitioned:
         self._image_memory += _image_bytes(rows)
         self._prepared += 1
         if self._prepared % _TIDY == 0:
-            _trim_heap()
+            trim_heap()
         return rows
 
     def _make(self, table: Table, index: np.ndarray) -> Rows:
@@ -221,7 +221,7 @@ def _image_bytes(rows: Rows) -> int:
     return rows.tensors["pixel_values"].nbytes if "pixel_values" in rows.tensors else 0
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """Return free memory pages to the system; glibc would keep the pages of large intermediate results."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -34,6 +34,7 @@ from fedfm.engines.flower.private_ray import kill_ray, simulate, start_ray
 from fedfm.engines.flower.server_app import host
 from fedfm.errors import ClientFault, MissingExtra, RunError
 from fedfm.models import cuda_devices, devices
+from fedfm.runtime.partitioned import trim_heap
 from fedfm.runtime.population import populate
 
 if TYPE_CHECKING:
@@ -270,8 +271,8 @@ def _host_of(experiment: str, path: Path) -> client_host.ClientHost:
 def _populate(name: str, experiment: Experiment) -> Partitioned:
     """Rows and model, which share the memory of frozen weights with the other actors of this machine."""
     population = populate(experiment)
-    if population.client_model is not None:
-        base_memory.share(population.client_model.module, name)
+    if population.client_model is not None and base_memory.share(population.client_model.module, name):
+        trim_heap()  # of the copies that are not needed any more
     return population
 
 
