@@ -243,6 +243,14 @@ def test_why_a_client_cannot_leave(tmp_path, tables, client, says):
         leave(tmp_path / "run", client, progress=QUIET)
 
 
+def test_silos_with_their_own_machines_must_run_once_more(tmp_path):
+    run = Run.open(ran(one_round(tmp_path, "fedncm"), tmp_path / "run"))
+    run.manifest["split"] = None  # as in a run whose server does not know the rows
+    run.write_manifest()
+    with pytest.raises(InputError, match=r"needs one more run of client-00, client-01, client-03, client-04; nothing"):
+        leave(tmp_path / "run", "client-02", progress=QUIET)
+
+
 def test_rows_that_changed_are_refused(tmp_path):
     tables = one_round(tmp_path, "fedncm")
     ran(tables, tmp_path / "run")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedfm
-from fedfm.api.shapley import estimate, exact
+from fedfm.api.shapley import shapley_by_orders, shapley_over_sets
 from fedfm.api.worth import worth
 from fedfm.cli import main
 from fedfm.errors import InputError
@@ -37,7 +37,7 @@ def by_orders(clients, value):
 
 def test_values_over_all_sets_are_the_means_over_all_orders():
     value = game("abcd")
-    found = exact("abcd", value.__getitem__)
+    found = shapley_over_sets("abcd", value.__getitem__)
     for client, right in by_orders("abcd", value).items():
         np.testing.assert_allclose(found.values[client], right, atol=1e-12)
     assert sum(found.interval(c)[0] for c in "abcd") == pytest.approx(found.total, abs=1e-12)
@@ -46,7 +46,7 @@ def test_values_over_all_sets_are_the_means_over_all_orders():
 def test_sampled_values_add_up_and_come_near():
     value = game("abcdefg", rows=1)
     right = by_orders("abcdefg", value)
-    found = estimate("abcdefg", value.__getitem__, 600, seed=1)
+    found = shapley_by_orders("abcdefg", value.__getitem__, 600, seed=1)
     assert sum(found.interval(c)[0] for c in "abcdefg") == pytest.approx(found.total, abs=1e-12)
     inside = [found.interval(c)[1] <= right[c].item() <= found.interval(c)[2] for c in "abcdefg"]
     assert sum(inside) >= 6
@@ -56,7 +56,7 @@ def ran(tables, out):
     return fedfm.run(tables, out, progress=QUIET)
 
 
-@pytest.mark.parametrize("name", ["analytic", "fedncm"])
+@pytest.mark.parametrize("name", ["analytic", "fedncm", "fedpft"])
 def test_values_are_those_of_true_retraining(tmp_path, name):
     tables = experiment(tmp_path, data={"partition": {"name": "dirichlet", "alpha": 0.3, "clients": 3}})
     tables["method"] = {"name": name}

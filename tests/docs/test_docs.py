@@ -45,6 +45,7 @@ LONG = (
     "sequence-to-sequence",
     "segmentation",
     "visual-instruction",
+    "leave",
 )
 
 

@@ -53,7 +53,7 @@ class Values:
         return Values(values, variance, self.total + other.total)
 
 
-def exact(clients: Sequence[str], worth: Worth) -> Values:
+def shapley_over_sets(clients: Sequence[str], worth: Worth) -> Values:
     """Shapley values over all 2^K sets of K clients."""
     k, values = len(clients), dict[str, Array]()
     whole, none = worth(frozenset(clients)), worth(frozenset())
@@ -68,7 +68,7 @@ def exact(clients: Sequence[str], worth: Worth) -> Values:
     return Values(values, dict.fromkeys(clients, 0.0), float((whole - none).mean()))
 
 
-def estimate(clients: Sequence[str], worth: Worth, evaluations: int, seed: int) -> Values:
+def shapley_by_orders(clients: Sequence[str], worth: Worth, evaluations: int, seed: int) -> Values:
     """Shapley values over random orders of the clients, which join one after the other.
 
     Orders are stratified by position: each random order is also used in all its rotations, so every client is at every

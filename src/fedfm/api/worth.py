@@ -21,7 +21,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation.base import Mechanism
 from fedfm.api.leave import absent_clients
-from fedfm.api.shapley import Array, Coalition, Values, estimate, exact
+from fedfm.api.shapley import Array, Coalition, Values, shapley_by_orders, shapley_over_sets
 from fedfm.audits.recorded_run import Turn
 from fedfm.audits.replay import open_finished, replay
 from fedfm.core.client import ClientId
@@ -162,10 +162,10 @@ class _Valuer:
 
         whole = worth_of(frozenset(clients))
         if self._is_exact(clients):
-            found = exact(clients, worth_of)
+            found = shapley_over_sets(clients, worth_of)
         else:
             seed = seeds.derive(self._run.experiment.run.seed, "worth", turn.round)
-            found, self.how = estimate(clients, worth_of, self._share, seed), "sampled"
+            found, self.how = shapley_by_orders(clients, worth_of, self._share, seed), "sampled"
         alone = {c: whole - worth_of(frozenset(clients) - {c}) for c in clients}
         gone = Values(alone, dict.fromkeys(clients, 0.0), found.total)
         self.shapley = found if self.shapley is None else self.shapley + found
