@@ -27,10 +27,10 @@ from fedfm.config.run_spec import RunSpec
 from fedfm.core import reasons
 from fedfm.core import text as texts
 from fedfm.core.checks import conform, match, nonfinite
+from fedfm.core.crossing import Crossing
 from fedfm.core.fields import bounds_of
 from fedfm.core.messages import Excluded
 from fedfm.core.toml_text import check_depth
-from fedfm.core.transcript import Crossing
 from fedfm.core.wire import payload
 from fedfm.core.wire.flower_records import WIRE
 from fedfm.data.spec import DataSpec

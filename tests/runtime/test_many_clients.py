@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import fedfm
+from fedfm.core.crossing import Crossing
 from fedfm.core.grouped_messages import group, ungroup
 from fedfm.core.name_ranges import expand, shorten
-from fedfm.core.transcript import MANY, Crossing
+from fedfm.core.transcript import MANY
 from fedfm.data.partition import deal
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.table import DealtRows, Table

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fedfm.core.crossing import Crossing
 from fedfm.core.name_ranges import expand, shorten
-from fedfm.core.transcript import Crossing
 
 SERVER = "server"
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedfm.core.client import ClientId, each
+from fedfm.core.crossing import Crossing
 from fedfm.core.federation import Federation
-from fedfm.core.transcript import Crossing
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import image_settings

@@ -10,8 +10,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedfm.core.client import ClientId
+from fedfm.core.crossing import Crossing
 from fedfm.core.messages import Reply, Request
-from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
 from fedfm.engines.flower.members import Members
 from fedfm.engines.flower.message_codec import EncodedPayload, InFlight, fault_reply, reply_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedfm.core.client import ClientId
+from fedfm.core.crossing import Crossing
 from fedfm.core.messages import Reply, Request
-from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, payload
 from fedfm.core.wire.limits import MAX_HEAD
 from fedfm.engines.answers import parse_envelope, parse_hello
