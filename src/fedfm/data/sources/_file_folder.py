@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.data.sources import images, tables
+from fedfm.data.sources._endings import FILES
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import with_test
 from fedfm.data.spec import DataSpec
@@ -32,11 +33,11 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
     if there := next((p for p in images.visible_entries(path) if p.is_file() and tables.is_table(p)), None):
         raise InputError(f"{there} is next to folders: name this file if it has the rows, else remove it")
     strange: list[str] = []
-    parts = images.parts(path, images.FILES[holds], holds) if labelled else {path: None}
+    parts = images.parts(path, FILES[holds], holds) if labelled else {path: None}
     homes = {file: home for home in parts for file in files_below(home, holds, strange)}
     files = list(homes)
     if not files:
-        shown = ", ".join(images.FILES[holds][:4])
+        shown = ", ".join(FILES[holds][:4])
         raise InputError(f"{path} has no {holds}s ({shown}, ...), and no file of rows such as a csv")
     columns: dict[str, list[Any]] = {column: [str(file.absolute()) for file in files]}
     folders = ["/".join(file.relative_to(home).parts[:-1]) for file, home in homes.items()]
@@ -57,7 +58,7 @@ def files_below(folder: Path, holds: str, strange: list[str]) -> list[Path]:
     for entry in images.visible_entries(folder):
         if entry.is_dir():
             found += files_below(entry, holds, strange)
-        elif entry.suffix.lower() in images.FILES[holds]:
+        elif entry.suffix.lower() in FILES[holds]:
             found.append(entry)
         elif entry.name not in images.METADATA:
             strange.append(str(entry))

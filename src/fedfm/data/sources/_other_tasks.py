@@ -65,7 +65,7 @@ def files_in_cells(columns: Columns, label: str, *, images: bool, recordings: bo
         images: whether the task reads images.
         recordings: whether the task reads recordings.
     """
-    from fedfm.data.sources.images import SUFFIXES
+    from fedfm.data.sources._endings import SUFFIXES
 
     texts = {n: v for n, v in columns.items() if n != label and not isinstance(v, Pictured)}
     some = {name: [str(v) for v in values[:_LOOK] if v is not None] for name, values in texts.items()}
