@@ -40,7 +40,7 @@ class ActorPool:
         lost: Callable[[str, str], None],
         closed: threading.Event,
     ) -> None:
-        self._make = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
+        self._make: Callable[[], Any] = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
         self.actors_capacity, self.num_actors = capacity, 0
         self._clients, self._lost = clients, lost
         self._closed, self._lock = closed, threading.Lock()
@@ -57,8 +57,8 @@ class ActorPool:
         self.num_actors += num_actors
 
     def _start(self) -> None:
-        actor: Any = self._make()
-        node = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]
+        actor = self._make()
+        node = actor.__ray_call__.remote(_node_here)
         self._starting[node] = actor
 
     def is_actor_available(self) -> bool:
@@ -137,6 +137,12 @@ class ActorPool:
         with self._lock:
             for actor in (*self._ready, *self._starting.values()):
                 ray.kill(actor)
+
+
+def _node_here(actor: object) -> str:
+    """The id of the node of the calling process."""
+    context: Any = ray.get_runtime_context()
+    return str(context.get_node_id())
 
 
 def _death(why: str) -> ray.exceptions.RayActorError:

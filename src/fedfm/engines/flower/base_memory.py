@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedfm.engines.local.shared_memory import data_at, map_file
+from fedfm.engines.shared_memory import data_at, map_file
 
 _WORTH = 1 << 20  # bytes; fewer are not shared
 _OPEN: dict[str, int] = {}  # descriptors through which other processes map this process's files, by the file's name

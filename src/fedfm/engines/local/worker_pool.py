@@ -1,6 +1,6 @@
 """Worker processes of the local engine. On a CPU they are forked and share model and data; on GPUs they are spawned.
 
-Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
+Payloads and replies are in memory files (:mod:`fedfm.engines.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files; nothing is pickled. A worker whose clients take milliseconds
 gets its next chunk of requests in advance, since the server may wait longer than that for a core. Workers are child
 processes, so the pool notices at once that a worker has ended, and by which signal. It then sends the worker's chunk
@@ -31,8 +31,8 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
 from fedfm.core.wire.envelope import envelope_size
 from fedfm.engines.child_processes import cause, die_with
-from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, map_file, message
 from fedfm.engines.local.spawned import MOST, Spawned
+from fedfm.engines.shared_memory import Outbox, Payloads, data_at, laid_out, map_file, message
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.kernels import buffers
 from fedfm.runtime.client import Silos
