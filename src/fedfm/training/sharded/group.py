@@ -130,14 +130,10 @@ class ProcessGroup:
                     names = ", ".join(f"rank {rank}" for rank in absent)
                     raise GroupFailure("ended", f"{names} did not start within {seconds:g} s") from None
                 continue
-            link = _greet(end, key)
-            if link is None:
+            greeted = _greet(end, key)
+            if greeted is None:
                 continue
-            try:
-                hello = messages.decode(link.recv_bytes())
-            except (EOFError, OSError):  # it has ended, which the next look at the processes shows
-                link.close()
-                continue
+            link, hello = greeted
             rank = hello["rank"]
             if hello["ranks"] != self.ranks or not 0 <= rank < self.ranks:
                 started = f"launch: it starts {hello['ranks']} processes"
@@ -318,19 +314,20 @@ class ProcessGroup:
         return ""
 
 
-def _greet(end: socket.socket, key: bytes) -> Connection | None:
-    """The connection of a program that has the group's key; None for any other."""
+def _greet(end: socket.socket, key: bytes) -> tuple[Connection, dict[str, Any]] | None:
+    """The connection and the greeting of a rank; None for a program without the group's key, or one that ends."""
     end.setblocking(True)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE, 0))
     link = Connection(end.detach())
     try:
         deliver_challenge(link, key)
         answer_challenge(link, key)
+        hello = messages.decode(link.recv_bytes())
     except (OSError, EOFError, AuthenticationError):
         link.close()
         return None
     _set_timeout(link, socket.SO_RCVTIMEO, 0)
-    return link
+    return link, hello
 
 
 def _set_timeout(link: Connection, which: int, seconds: int) -> None:

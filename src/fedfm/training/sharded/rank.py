@@ -72,7 +72,6 @@ def main() -> None:
     place, progress = RankPlace.of(os.environ), ProgressCount()
     host, _, port = os.environ[group.ADDRESS].rpartition(":")
     key = bytes.fromhex(os.environ.pop(group.SECRET))
-    work, watch = (connect((host, int(port)), authkey=key) for _ in range(2))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = _store(place)
     hello = {
@@ -85,7 +84,10 @@ def main() -> None:
         "torch": str(torch.__version__),
         "gpu": gpu_of(place.local),
     }
+    # Each connection is greeted before the next one is made: the client's process accepts one at a time.
+    watch = connect((host, int(port)), authkey=key)
     watch.send_bytes(messages.encode({"rank": place.rank, "ranks": place.ranks, "channel": "watch"}))
+    work = connect((host, int(port)), authkey=key)
     work.send_bytes(messages.encode(hello | {"channel": "work"}))
     threading.Thread(target=_tell_progress, args=(watch, progress), daemon=True).start()
     try:
