@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,12 +83,3 @@ class Transcript:
     def drain(self) -> list[Crossing]:
         pending, self.pending = self.pending, []
         return pending
-
-    def lines(self) -> Iterator[str]:
-        """Drain the crossings; yield their lines. Of very many crossings a line stands for all that are alike."""
-        pending = self.drain()
-        if len(pending) <= 2 * MANY:
-            return (crossing.line() for crossing in pending)
-        from fedfm.core.grouped_messages import group
-
-        return group(pending)
