@@ -16,6 +16,7 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.table import DealtRows, Table
 from fedfm.errors import InputError
 from fedfm.reports import html
+from fedfm.reports.run_table import table
 from fedfm.runtime import logs
 from fedfm.runtime.partitioned import Partitioned
 from small import experiment
@@ -95,6 +96,7 @@ def test_a_run_says_that_its_scores_are_of_a_sample_and_whom_it_never_asked(tmp_
     said = " ".join(result["warnings"])
     assert "a sample, 6 of 60 clients" in said
     assert f"{60 - len(asked)} of 60 clients were asked neither to train nor for scores" in said
+    assert "local scores of fedavg are of a sample of 6 of 60 clients" in table([tmp_path / "run"])
     page = plain(html.write(tmp_path / "run"))
     assert "a sample of 6 of 60 clients" in page
     assert "at 60 clients" in page

@@ -371,6 +371,8 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
         return ["No score was measured."]
     note = "Local scores are on the clients' own test rows: the local accuracy is the mean of the clients' accuracies, "
     note += "and other local scores are over all of these rows together. All other scores are on the global test rows."
+    if run.sample:
+        note += f" Local scores are of {run.sample}."
     if client is not None:
         note += " All but the first are scores of the run, not of this model alone."
     return ["| score | value |", "|---|---|", *known, "", note]

@@ -89,10 +89,11 @@ def check(args: Namespace) -> int:
                 from fedfm.core.name_ranges import shorten
 
                 result["clients"], names = shorten(expected.rows), list(expected.rows)[:: len(expected.rows) // _SAMPLE]
-                result["forecast"]["sample"] = len(names)
-                for part in ("rows", "counts"):
-                    every = result["forecast"][part]
-                    result["forecast"][part] = {name: every[name] for name in names if name in every}
+                sample = {
+                    "rows": {name: expected.rows[name] for name in names},
+                    "counts": {name: expected.counts[name] for name in names if name in expected.counts},
+                }
+                result["forecast"] |= {"sample": len(names), **sample}
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
             f'model.fingerprint = "{population.model.fingerprint}"',

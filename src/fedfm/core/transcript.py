@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fedfm.core.crossing import Crossing
@@ -45,12 +44,3 @@ class Transcript:
     def drain(self) -> list[Crossing]:
         pending, self.pending = self.pending, []
         return pending
-
-    def lines(self) -> Iterator[str]:
-        """Drain the crossings; yield their lines. Of very many crossings a line stands for all that are alike."""
-        pending = self.drain()
-        if len(pending) <= 2 * MANY:
-            return (crossing.line() for crossing in pending)
-        from fedfm.core.grouped_messages import group
-
-        return group(pending)

@@ -146,8 +146,8 @@ class RunFiles:
         share, of = numeric(mapping(self.experiment.get("run")).get("evaluate_fraction")), self.manifest.get("clients")
         if not asked and (share is None or share >= 1):
             return ""
-        n = asked.get("clients", len(self.client_accuracy))
-        return f"a sample of {n:,} of {len(sequence(of)):,} clients, drawn once from run.seed"
+        n = numeric(asked.get("clients", len(self.client_accuracy)))
+        return f"a sample of {n:,.0f} of {len(sequence(of)):,} clients, drawn once from run.seed" if n else ""
 
     @property
     def worst(self) -> float | None:

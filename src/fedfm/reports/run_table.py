@@ -49,13 +49,15 @@ def table(run_dirs: Sequence[Path]) -> str:
 
 
 def compared_by(runs: Sequence[RunFiles]) -> list[str]:
-    """A list with one sentence if the runs' accuracies are measured on different rows; otherwise an empty list."""
-    by = basis(runs)
+    """Sentences about accuracies that are measured on different rows, and about scores of a sample of the clients."""
+    by, names = basis(runs), labels(runs)
+    sampled = [f"local scores of {n} are of {run.sample}" for n, run in zip(names, runs, strict=True) if run.sample]
     if not by.mixed:
-        return []
-    own = [name for name, run in zip(labels(runs), runs, strict=True) if meaning(run) == LOCAL_ACCURACY]
+        return sampled
+    own = [name for name, run in zip(names, runs, strict=True) if meaning(run) == LOCAL_ACCURACY]
     return [
-        f"compared by the accuracy {by.rows}; the accuracy of {', '.join(own)} is measured on each client's own rows"
+        f"compared by the accuracy {by.rows}; the accuracy of {', '.join(own)} is measured on each client's own rows",
+        *sampled,
     ]
 
 

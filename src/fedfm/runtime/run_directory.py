@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.locks import Lock
 from fedfm.core.messages import Excluded
 from fedfm.core.text import safe_name, to_json
+from fedfm.core.transcript import MANY
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import file_integrity, logs
@@ -241,7 +242,13 @@ class Run:
 
     def note_messages(self, fed: Federation) -> int:
         """Append the messages since the last call to ``messages.jsonl``; return the file's length."""
-        text = "".join(line + "\n" for line in fed.transcript.lines())
+        sent = fed.transcript.drain()
+        lines: Iterable[str] = (crossing.line() for crossing in sent)
+        if len(sent) > 2 * MANY:  # a line then stands for all messages that are alike
+            from fedfm.core.grouped_messages import group
+
+            lines = group(sent)
+        text = "".join(line + "\n" for line in lines)
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
