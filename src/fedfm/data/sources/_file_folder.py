@@ -15,11 +15,6 @@ from fedfm.data.sources._splits import with_test
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 
-SUFFIXES = {
-    "image": images.SUFFIXES,
-    "recording": (".wav", ".flac", ".ogg", ".mp3", ".oga", ".opus", ".aif", ".aiff"),
-}
-
 
 def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool) -> Sheet | None:
     """The files as a column, their splits, their folders, and the columns of metadata; None if ``path`` has tables.
@@ -37,11 +32,11 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
     if there := next((p for p in images.visible(path) if p.is_file() and tables.is_table(p)), None):
         raise InputError(f"{there} is next to folders: name this file if it has the rows, else remove it")
     strange: list[str] = []
-    parts = images.parts(path, SUFFIXES[holds], holds) if labelled else {path: None}
+    parts = images.parts(path, images.FILES[holds], holds) if labelled else {path: None}
     homes = {file: home for home in parts for file in files_below(home, holds, strange)}
     files = list(homes)
     if not files:
-        shown = ", ".join(SUFFIXES[holds][:4])
+        shown = ", ".join(images.FILES[holds][:4])
         raise InputError(f"{path} has no {holds}s ({shown}, ...), and no file of rows such as a csv")
     columns: dict[str, list[Any]] = {column: [str(file.absolute()) for file in files]}
     folders = ["/".join(file.relative_to(home).parts[:-1]) for file, home in homes.items()]
@@ -62,7 +57,7 @@ def files_below(folder: Path, holds: str, strange: list[str]) -> list[Path]:
     for entry in images.visible(folder):
         if entry.is_dir():
             found += files_below(entry, holds, strange)
-        elif entry.suffix.lower() in SUFFIXES[holds]:
+        elif entry.suffix.lower() in images.FILES[holds]:
             found.append(entry)
         elif entry.name not in images.METADATA:
             strange.append(str(entry))

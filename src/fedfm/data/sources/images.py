@@ -37,6 +37,7 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
     *(".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga"),
 )
+FILES = {"image": SUFFIXES, "recording": (".wav", ".flac", ".ogg", ".mp3", ".oga", ".opus", ".aif", ".aiff")}
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # beginnings of names of folders with masks
 _MASK = re.compile(r"(.+?)[ _-]*(?:mask|seg|segmentation|annotation|groundtruth|gt)(?:[ _-]?\d{1,3})?", re.IGNORECASE)
@@ -155,11 +156,9 @@ def _scans(files: Sequence[str]) -> str:
 
 def _other_files(files: Sequence[str]) -> str:
     """Words on the task whose rows these files are, if there is one."""
-    from fedfm.data.sources._file_folder import SUFFIXES as KNOWN
-
     for task in tasks.available():
         for held in (of.files for of in task.columns if of.files):
-            if any(file.lower().endswith(KNOWN[held]) for file in files):
+            if any(file.lower().endswith(FILES[held]) for file in files):
                 return f'; for {held}s set model.task = "{task.name}"'
     return ""
 
