@@ -18,8 +18,9 @@ from fedfm.models import adapter_reading, export, merging
 from fedfm.models.batches import tensors
 from fedfm.models.quiet import quiet
 from fedfm.models.user import language
+from fedfm.models.user.function_calls import call
 from fedfm.models.user.outputs import Outputs
-from fedfm.models.user.user_inputs import Brought, call, read_inputs
+from fedfm.models.user.user_inputs import Brought, read_inputs
 from fedfm.runtime.user_population import brought_by
 
 if TYPE_CHECKING:

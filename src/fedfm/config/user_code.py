@@ -52,7 +52,8 @@ def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     local, run = method.get("local", {}), run or {}
     if not isinstance(local, Mapping):
         return tables
-    from fedfm.models.user.user_inputs import call, read_inputs
+    from fedfm.models.user.function_calls import call
+    from fedfm.models.user.user_inputs import read_inputs
 
     made = admit_function(name, "data.name")
     try:

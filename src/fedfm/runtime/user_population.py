@@ -15,7 +15,8 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, quote_names
-from fedfm.models.user.user_inputs import Brought, call, read_inputs
+from fedfm.models.user.function_calls import call
+from fedfm.models.user.user_inputs import Brought, read_inputs
 from fedfm.models.user.user_module import Places
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.seeds import generator

@@ -25,8 +25,8 @@ from fedfm.models.model_task import ModelTask
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import ModelSpec
+from fedfm.models.user.function_calls import call
 from fedfm.models.user.module_checks import check_module
-from fedfm.models.user.user_inputs import call
 
 _KEYS = ("model", "image_size", "processor")
 _LOGITS = ("logits", "out")  # keys of a dict of outputs: of transformers, and of torchvision
