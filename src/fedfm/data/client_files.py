@@ -67,7 +67,10 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], t
         np.concatenate([table.split for table in tables.values()]),
         columns,
         ", ".join(table.source for table in tables.values()),
-        (*(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices), *_apart(tables, tasks.class_word(tables[first].kind, task))),
+        (
+            *(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
+            *_apart(tables, tasks.class_word(tables[first].kind, task)),
+        ),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
         targets=np.concatenate(targets) if targets else None,

@@ -48,7 +48,7 @@ def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any,
             images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
         except ImportError as error:
             if _NUMBERS in str(error):
-                raise MissingExtra(f'model.name: the processor of {name!r} needs {_NUMBERS}: {_EXTRA}') from None
+                raise MissingExtra(f"model.name: the processor of {name!r} needs {_NUMBERS}: {_EXTRA}") from None
             raise _unread(name, f"{refusals.first_of(error)}; install what it names") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unread(name, refusals.first_of(error)) from None
