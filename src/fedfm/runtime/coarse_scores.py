@@ -43,8 +43,8 @@ def too_few(rows: Any, task: TaskFacts) -> str:
     if not rows or rows >= task.least_rows:
         return ""
     return (
-        f'scores on fewer than {task.least_rows} rows do not leave a silo: the sums of task "{task.name}" would disclose '
-        "their targets"
+        f'scores on fewer than {task.least_rows} rows do not leave a silo: the sums of task "{task.name}" would '
+        "disclose their targets"
     )
 
 
