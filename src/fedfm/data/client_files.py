@@ -107,8 +107,8 @@ def _apart(tables: Mapping[str, Table], word: str) -> tuple[str, ...]:
         return ()
     return (
         f"the {several(word)} of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, so "
-        f"they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives numbers "
-        "their names)",
+        f"they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives "
+        "numbers their names)",
     )
 
 
