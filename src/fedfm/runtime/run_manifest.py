@@ -169,7 +169,9 @@ def _unreported(population: Partitioned) -> list[str]:
     from fedfm.runtime.coarse_scores import too_few
 
     model, found = population.model_or_none, list[str]()
-    for rows in population.federated.clients.values() if isinstance(model, Model) else ():
+    if not isinstance(model, Model):
+        return []
+    for rows in population.federated.clients.values():
         for words, part in (("test", rows.test), ("validation", rows.val)):
             why = too_few(len(part), model.task)
             found += [f"{len(part)} {words} rows: {why}"] if why else []
