@@ -101,7 +101,6 @@ MOST = 6  # packages of an extra that the table names
 EXTRAS = {  # what each is for
     "flower": "every `run.engine` but `local`, kits and silos, `fedfm app`, `run.wire`",
     "accounting": "the epsilon of releases of samples, such as DP-SGD's steps",
-    "vision": "SmolVLM's own processor",
     "hub": "`data.hub`: data sets of the Hugging Face hub",
     "partitioners": '`data.partition` with `name = "flower"`',
     "simulation": '`run.engine = "simulation"`, on Ray',
@@ -113,6 +112,7 @@ EXTRAS = {  # what each is for
     "wandb": '`run.track = ["wandb"]`',
     "seq2seq": '`model.task = "sequence_to_sequence"`: the word error rate',
     "audio": "recordings as rows, and what `seq2seq` brings",
+    "vision": "the processor of SmolVLM",
     "bench": "`make bench`",
     "docs": "`make site`",
     "dev": "`make test`, `make lint type`",

@@ -35,6 +35,17 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def asked(monkeypatch):
+    """The names of the tasks that the code under test asks for: only their files would be imported."""
+    from fedfm.core import tasks
+
+    found = {}
+    monkeypatch.setattr(tasks, "_imported", found)
+    tasks.available.cache_clear()
+    return found.keys()
+
+
+@pytest.fixture
 def coarse_accounting(monkeypatch):
     """Privacy losses on a coarser grid, which takes a tenth of the time: still an upper bound."""
     from fedfm.privacy import composition

@@ -23,15 +23,6 @@ NAMES = (None, *tasks.names())
 OTHERS = {key: of.default for key, (_, of) in tasks.model_settings().items()}
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The names of the tasks that are asked for: only their files would be imported."""
-    found = {}
-    monkeypatch.setattr(tasks, "_imported", found)
-    tasks.available.cache_clear()
-    return found.keys()
-
-
 def test_common_keys_ask_for_no_task(asked):
     for spec in (ModelSpec("m"), DataSpec(path="x.csv", kind="image"), Silo("north", "x.csv")):
         assert spec.added_keys() == ()

@@ -154,7 +154,9 @@ def test_what_is_no_preference_is_refused_with_its_place(tmp_path, row, says):
 def test_texts_are_pointed_to_the_task_of_their_columns(tmp_path):
     with pytest.raises(InputError, match=r'it has preferences: set model.task = "preference"'):
         read(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}], "classification")
-    with pytest.raises(InputError, match=r'no column "instruction" .*has preferences: set model.task = "preference"'):
+    with pytest.raises(
+        InputError, match=r'no column "instruction" .*it has preferences: set model.task = "preference"'
+    ):
         read(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}], "instruction")
 
 

@@ -90,9 +90,11 @@ def test_silos_with_columns_of_their_own_have_the_local_bits_and_a_server_withou
 ):
     silos = TaskSilos(tmp_path, place(name), name)
     experiment = tables(place(name), name)
-    local = fedfm.run({**experiment, "data": {"clients": silos.files}}, tmp_path / "local", progress=fedfm.Progress())
+    half = {"test_fraction": 0.5}  # enough test rows for the scores of every task
+    alone = {**experiment, "data": {"clients": silos.files, **half}}
+    local = fedfm.run(alone, tmp_path / "local", progress=fedfm.Progress())
     waiting(monkeypatch, silos.pump)
-    changes = {**experiment, "data": silos.table}
+    changes = {**experiment, "data": {**silos.table, **half}}
     found = fedfm.run(silos.engine_of(changes), tmp_path / "run", progress=fedfm.Progress())
     assert found["excluded"] == []
     for key in ("params_sha256", "bytes_up", "bytes_down"):
@@ -102,6 +104,7 @@ def test_silos_with_columns_of_their_own_have_the_local_bits_and_a_server_withou
     task = tasks.find(name)
     for figure in {f"local_{figure}" for figure in task.figures if figure not in task.lists}:
         assert found["details"][figure] == pytest.approx(local["details"][figure], rel=1e-3, abs=1e-3), figure
+    assert not [text for text in found["warnings"] if "do not leave a silo" in text]
     for silo in SILOS:
         checked = silo_config.report(silos.file(silo))
         assert checked["classes"] == silos.table["classes"]
@@ -119,3 +122,17 @@ def test_silos_that_list_the_function_of_a_module_have_the_local_bits(place, tmp
     found = fedfm.run(silos.engine_of(changes), tmp_path / "run", progress=fedfm.Progress())
     assert found["excluded"] == []
     assert found["params_sha256"] == local["params_sha256"]
+
+
+def test_a_silo_with_few_test_rows_sends_no_scores_and_the_run_says_so(place, tmp_path, monkeypatch):
+    silos = TaskSilos(tmp_path, place("regression"), "regression")
+    waiting(monkeypatch, silos.pump)
+    changes = {**tables(place("regression"), "regression"), "data": silos.table}  # 2 of 10 rows are test rows
+    found = fedfm.run(silos.engine_of(changes), tmp_path / "run", progress=fedfm.Progress())
+    assert found["excluded"] == []
+    assert found["local_loss"] is None
+    why = 'scores on fewer than 5 rows do not leave a silo: the sums of task "regression" would disclose their targets'
+    assert sum(why in text for text in found["warnings"]) == len(SILOS)
+    for silo in SILOS:
+        logs = [path.read_text() for path in silos.file(silo).parent.rglob("silo.log")]
+        assert any(f"2 test rows: {why}" in text for text in logs)

@@ -48,7 +48,7 @@ def test_a_silo_whose_rows_lack_a_label_trains_on_rows_without_it(tmp_path):
 
 
 def test_a_silo_whose_rows_lack_a_number_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"rows\.npz: rows have no target 'b', which the model has"):
+    with pytest.raises(InputError, match=r'rows\.npz: rows have no target "b", "d", which is in classes'):
         of_silo(tmp_path, "regression", ("c", "a"))
 
 

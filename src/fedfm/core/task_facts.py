@@ -48,6 +48,7 @@ class TaskFacts(Protocol):
     drawn: ClassVar[tuple[str, ...]]
     sums: ClassVar[tuple[str, ...]]
     lists: ClassVar[tuple[str, ...]]
+    least_rows: ClassVar[int]
     row_means: ClassVar[Mapping[str, str]]
     problem_type: ClassVar[str | None]
 

@@ -106,8 +106,8 @@ def _apart(tables: Mapping[str, Table], word: str) -> tuple[str, ...]:
     if not by[True] or not by[False]:
         return ()
     return (
-        f"the {several(word)} of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, "
-        f"so they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives "
+        f"the {several(word)} of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, so "
+        f"they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives "
         "numbers their names)",
     )
 

@@ -239,6 +239,7 @@ class Silos:
         else:
             reply = call_half()
             if kind == "scores":
+                self._check_enough(client.model, reply)
                 reply = self._as_told(client.model, reply)
         if self._coding is not None:
             reply = self._coding.encode(reply)
@@ -322,6 +323,13 @@ class Silos:
         metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}
+
+    def _check_enough(self, model: Model, found: Mapping[str, Any]) -> None:
+        """Refuse to report scores on too few rows of the silo's own."""
+        from fedfm.runtime.coarse_scores import too_few
+
+        if self._own and (why := too_few(found.get("n"), model.task)):
+            raise ClientFault(E_REFUSED, why)
 
     def _as_told(self, model: Model, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a model's scores in the form that may leave the silo: rounded, if the rows are the silo's own."""

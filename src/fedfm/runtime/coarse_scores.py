@@ -21,18 +21,31 @@ DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest numb
 def coarse(found: Mapping[str, Any], task: TaskFacts) -> dict[str, Any]:
     """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
 
-    Scores and sums that the task does not have are left out. The task decides how much detail its lists keep.
+    Scores and sums that the task does not have are left out. The task decides how much detail its lists keep. Of rows
+    that are too few for their sums only the number is left.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5}, tasks.default())
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
+    if too_few(found.get("n"), task):
+        return {"n": found["n"]}
     told = {key: _round(found[key]) for key in ("accuracy", "loss", *task.figures) if key in found}
     told |= {key: _round(found[key]) for key in tasks.sums_to_tell(task) if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]
     told = ({"n": found["n"]} if "n" in found else {}) | told
     return {**task.coarsen(told)}
+
+
+def too_few(rows: Any, task: TaskFacts) -> str:
+    """Why a silo reports no scores on so few rows; empty if it reports them, or if there are no rows."""
+    if not rows or rows >= task.least_rows:
+        return ""
+    return (
+        f'scores on fewer than {task.least_rows} rows do not leave a silo: the sums of task "{task.name}" would '
+        "disclose their targets"
+    )
 
 
 def _round(value: Any) -> Any:

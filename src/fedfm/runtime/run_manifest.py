@@ -161,7 +161,21 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
     looked = beforehand.check(method, population)
     model = population.model_or_none
     said: Sequence[str] = () if model is None else model.notices
-    return [*row_notices(population), *beforehand.notices(population), *looked, *said]
+    return [*row_notices(population), *beforehand.notices(population), *looked, *said, *_unreported(population)]
+
+
+def _unreported(population: Partitioned) -> list[str]:
+    """Return a notice if a silo has too few test or validation rows to report scores on them."""
+    from fedfm.runtime.coarse_scores import too_few
+
+    model, found = population.model_or_none, list[str]()
+    if not isinstance(model, Model):
+        return []
+    for rows in population.federated.clients.values():
+        for words, part in (("test", rows.test), ("validation", rows.val)):
+            why = too_few(len(part), model.task)
+            found += [f"{len(part)} {words} rows: {why}"] if why else []
+    return found
 
 
 def row_notices(population: Partitioned) -> list[str]:

@@ -39,6 +39,7 @@ class MultiLabel(OwnTargetsTask):
     figures: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision", *BY_LABEL)
     drawn: ClassVar[tuple[str, ...]] = ("micro_f1", "auroc", "average_precision")
     lists: ClassVar[tuple[str, ...]] = (*_COUNTS, *BY_LABEL)
+    least_rows: ClassVar[int] = 2  # the counts by label of one row are its labels
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
     sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows", *_COUNTS)
     problem_type: ClassVar[str | None] = "multi_label_classification"

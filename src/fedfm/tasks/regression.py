@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedfm.linalg.params import Params
     from fedfm.models.network import Network
 
+_LEAST = 3  # smallest number of training rows whose sums a silo sends
 _BY_TARGET = tuple(f"{name}{part}_by_target" for part in ("", "_se") for name in ("mse", "mae", "r2"))
 
 
@@ -37,6 +38,7 @@ class Regression(OwnTargetsTask):
     )
     no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
     figures: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2", *_BY_TARGET, "calibration")
+    least_rows: ClassVar[int] = 5  # four sums of powers determine the targets of four rows
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"loss": "loss_of_rows"})
     sums: ClassVar[tuple[str, ...]] = ("rows", "loss_of_rows", "moments", "calibration")
     lists: ClassVar[tuple[str, ...]] = ("moments", *_BY_TARGET, "calibration")
@@ -67,9 +69,16 @@ class Regression(OwnTargetsTask):
         return _numbers.scale_of(data, self.target_means, self.target_scales, self.scale_targets)
 
     def sums_of_rows(self, rows: Rows) -> list[float]:
-        """A silo's sums over its training rows, from which :meth:`keys_of_sums` computes the scale."""
+        """A silo's sums over its training rows, from which :meth:`keys_of_sums` computes the scale.
+
+        Raises:
+            ClientFault: the rows are so few that the sums would disclose their targets.
+        """
+        from fedfm.errors import E_REFUSED, ClientFault
         from fedfm.tasks import _numbers
 
+        if 0 < len(rows) < _LEAST:  # sum and sum of squares determine the targets of two rows
+            raise ClientFault(E_REFUSED, f"sums of fewer than {_LEAST} training rows would disclose their targets")
         return _numbers.sums(rows.tensors["targets"].double().numpy())
 
     def check_sums(self, sums: Sequence[float], names: Sequence[str]) -> None:

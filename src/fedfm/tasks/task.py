@@ -87,6 +87,7 @@ class Task:
         drawn: the figures that a report plots over the rounds; they are shares from 0 to 1.
         sums: names of the sums over rows from which its scores are computed; empty if parts' scores cannot be joined.
         lists: names of the figures and sums that are lists, with an entry for each class or target.
+        least_rows: the smallest number of rows on whose scores a silo reports; sums of fewer rows disclose targets.
         row_means: for each score that is a mean over rows, the name of the sum over rows. A silo sends only the score,
             since the sum follows from it.
         problem_type: the value of ``problem_type`` in an exported classifier's configuration; None if it has none.
@@ -124,6 +125,7 @@ class Task:
     drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
     lists: ClassVar[tuple[str, ...]] = ()
+    least_rows: ClassVar[int] = 1
     row_means: ClassVar[Mapping[str, str]] = MappingProxyType({})
     problem_type: ClassVar[str | None] = None
 
