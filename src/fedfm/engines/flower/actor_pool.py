@@ -58,7 +58,7 @@ class ActorPool:
 
     def _start(self) -> None:
         actor = self._make()
-        self._starting[actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())] = actor
+        self._starting[actor.__ray_call__.remote(_node_of)] = actor
 
     def is_actor_available(self) -> bool:
         """Whether an actor is ready."""
@@ -141,3 +141,8 @@ class ActorPool:
 def _died(why: str) -> ray.exceptions.RayActorError:
     """An error that the server takes for a client whose process has ended."""
     return ray.exceptions.RayActorError(error_msg=f"ActorDiedError: {why}")
+
+
+def _node_of(actor: Any) -> str:
+    """Id of the node of an actor, which calls this function."""
+    return str(ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]

@@ -29,11 +29,11 @@ def simulate(
     # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0 if pool else -1}
     flowers = raybackend.BasicActorPool
-    raybackend.BasicActorPool = pool or flowers  # type: ignore[assignment,misc]
+    raybackend.BasicActorPool = pool or flowers
     try:
         run_simulation(app, client, nodes, backend_config={"client_resources": resources})
     finally:
-        raybackend.BasicActorPool = flowers  # type: ignore[misc]
+        raybackend.BasicActorPool = flowers
 
 
 def start_ray(workers: int, folder: str, gpus: int = 0) -> None:

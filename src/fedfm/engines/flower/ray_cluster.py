@@ -224,7 +224,8 @@ def _check_nodes(experiment: Experiment, nodes: Sequence[RayNode], run: Path | N
     faults = [f for node in nodes for f in faults_of(node.name, found[node.id], own, names, run)]
     if faults:
         raise InputError("; ".join([f"{KEY}: {faults[0]}", *faults[1:]]), key=KEY)
-    others = [n.name for n in nodes if found[n.id]["processor"] != own["processor"]]
+    processors = {node.name: look["processor"] for node in nodes if not isinstance(look := found[node.id], str)}
+    others = [name for name, processor in processors.items() if processor != own["processor"]]
     if not others:
         return []
     return [f"{listing(others)} of the Ray cluster has another kind of processor: results can differ by rounding"]
