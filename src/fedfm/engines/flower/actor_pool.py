@@ -89,9 +89,9 @@ class ActorPool:
                 if self._busy:
                     idle_since = time.monotonic()
             if time.monotonic() - idle_since > _PATIENCE:
-                raise _died(f"no process of a client started on the Ray cluster within {_PATIENCE:g} s")
+                raise _death(f"no process of a client started on the Ray cluster within {_PATIENCE:g} s")
             time.sleep(0.05)
-        raise _died("the run has ended")
+        raise _death("the run has ended")
 
     def _admit(self) -> None:
         """Move actors that have started to those that are ready."""
@@ -138,7 +138,7 @@ class ActorPool:
                 ray.kill(actor)
 
 
-def _died(why: str) -> ray.exceptions.RayActorError:
+def _death(why: str) -> ray.exceptions.RayActorError:
     """An error that the server takes for a client whose process has ended."""
     return ray.exceptions.RayActorError(error_msg=f"ActorDiedError: {why}")
 
