@@ -40,7 +40,7 @@ class ActorPool:
         lost: Callable[[str, str], None],
         closed: threading.Event,
     ) -> None:
-        self._make: Callable[[], Any] = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
+        self._make = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
         self.actors_capacity, self.num_actors = capacity, 0
         self._clients, self._lost = clients, lost
         self._closed, self._lock = closed, threading.Lock()
@@ -58,8 +58,7 @@ class ActorPool:
 
     def _start(self) -> None:
         actor = self._make()
-        node = actor.__ray_call__.remote(_node_here)
-        self._starting[node] = actor
+        self._starting[actor.__ray_call__.remote(_node_of)] = actor
 
     def is_actor_available(self) -> bool:
         """Whether an actor is ready."""
@@ -139,12 +138,11 @@ class ActorPool:
                 ray.kill(actor)
 
 
-def _node_here(actor: object) -> str:
-    """The id of the node of the calling process."""
-    context: Any = ray.get_runtime_context()
-    return str(context.get_node_id())
-
-
 def _death(why: str) -> ray.exceptions.RayActorError:
     """An error that the server takes for a client whose process has ended."""
     return ray.exceptions.RayActorError(error_msg=f"ActorDiedError: {why}")
+
+
+def _node_of(actor: Any) -> str:
+    """Id of the node of an actor, which calls this function."""
+    return str(ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ def share(module: nn.Module, name: str) -> int:
     Returns:
         The number of bytes that are shared; 0 if sharing is not possible or not worth it.
     """
-    frozen = list(_outside_maps(module)) if hasattr(os, "memfd_create") else []
+    frozen = list(_frozen_in_memory(module)) if hasattr(os, "memfd_create") else []
     if sum(parameter.nbytes for parameter in frozen) < _WORTH:
         return 0
     shapes = " ".join(f"{p.dtype} {tuple(p.shape)}" for p in frozen)
@@ -53,7 +53,7 @@ def share(module: nn.Module, name: str) -> int:
     return shared
 
 
-def _outside_maps(module: nn.Module) -> Iterator[nn.Parameter]:
+def _frozen_in_memory(module: nn.Module) -> Iterator[nn.Parameter]:
     """Frozen parameters on the CPU whose memory is not a file already."""
     maps = re.findall(r"^(\w+)-(\w+) \S+ \S+ \S+ [1-9]", Path("/proc/self/maps").read_text(), re.M)
     files = [(int(begin, 16), int(end, 16)) for begin, end in maps]

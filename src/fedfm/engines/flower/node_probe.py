@@ -66,7 +66,7 @@ def mark(path: str) -> str | None:
     digest = hashlib.sha256()
     try:
         if os.path.isdir(path):
-            for name, size in _file_sizes(path):
+            for name, size in _files_in(path):
                 digest.update(f"{name}\x1f{size}\n".encode())
         else:
             size = os.path.getsize(path)
@@ -79,7 +79,7 @@ def mark(path: str) -> str | None:
     return digest.hexdigest()
 
 
-def _file_sizes(folder: str) -> list[tuple[str, int]]:
+def _files_in(folder: str) -> list[tuple[str, int]]:
     os.listdir(folder)  # raises an error that os.walk would hide
     found = []
     for root, folders, names in os.walk(folder):

@@ -68,12 +68,12 @@ class RayCluster:
     def teller(self, tell: Callable[[str], None]) -> Callable[[str, str], None]:
         """A function that tells of a client whose actor was lost with its node, given the ids of both."""
 
-        def tell_loss(client: str, node: str) -> None:
+        def tell_of(client: str, node: str) -> None:
             known = next(known for known in self.nodes if known.id == node)
             if not _listens(known.place):  # Ray itself says so only after some seconds
                 tell(f"node {known.name} of the Ray cluster is lost; {client} is asked again on another node")
 
-        return tell_loss
+        return tell_of
 
     def silent(self) -> bool:
         """Whether nothing listens at the cluster's address."""
@@ -110,7 +110,7 @@ def join(experiment: Experiment, run: Path | None = None) -> RayCluster:
             f"ray start --address={address})",
             key=KEY,
         ) from None
-    nodes = _name_nodes([node for node in ray.nodes() if node["Alive"]])
+    nodes = _with_names([node for node in ray.nodes() if node["Alive"]])
     gpus = gpus_each(experiment, nodes)
     slots = sum(places(node, gpus) for node in nodes)
     if not slots:
@@ -193,7 +193,7 @@ def _environment() -> dict[str, str]:
     return _SET | kept | {"PYTHONPATH": os.pathsep.join(own)}
 
 
-def _name_nodes(found: Sequence[Mapping[str, Any]]) -> list[RayNode]:
+def _with_names(found: Sequence[Mapping[str, Any]]) -> list[RayNode]:
     """The nodes with names: the address, with the port if several nodes have one address."""
     places = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in found]
     nodes, addresses = [], [address for address, _ in places]
@@ -224,8 +224,8 @@ def _check_nodes(experiment: Experiment, nodes: Sequence[RayNode], run: Path | N
     faults = [f for node in nodes for f in faults_of(node.name, found[node.id], own, names, run)]
     if faults:
         raise InputError("; ".join([f"{KEY}: {faults[0]}", *faults[1:]]), key=KEY)
-    kinds = {n.name: mark["processor"] for n in nodes if not isinstance(mark := found[n.id], str)}
-    others = [name for name, kind in kinds.items() if kind != own["processor"]]
+    processors = {node.name: look["processor"] for node in nodes if not isinstance(look := found[node.id], str)}
+    others = [name for name, processor in processors.items() if processor != own["processor"]]
     if not others:
         return []
     return [f"{listing(others)} of the Ray cluster has another kind of processor: results can differ by rounding"]

@@ -86,11 +86,11 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     with contextlib.ExitStack() as stack:
         stack.callback(end.unlink, missing_ok=True)
         if experiment.run.ray_address:  # what a node lacks is an error before the rows are read
-            place = stack.enter_context(_join(run, ended, progress.notice))
+            place = stack.enter_context(_join_cluster(run, ended, progress.notice))
         population = populate(experiment, server=True)
         enough(experiment, population.clients)  # raises before Ray starts here
         if not experiment.run.ray_address:
-            place = stack.enter_context(_start_here(run))
+            place = stack.enter_context(_start_own(run))
 
         partitions: dict[int, int] = {}  # the partition-id of each node, so that only nodes that are asked get a hello
 
@@ -126,7 +126,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _start_here(run: Run) -> Iterator[_Place]:
+def _start_own(run: Run) -> Iterator[_Place]:
     """Run Ray on this machine."""
     spec = run.experiment.run
     workers = spec.workers or os.cpu_count() or 1
@@ -137,9 +137,9 @@ def _start_here(run: Run) -> Iterator[_Place]:
 
 
 @contextlib.contextmanager
-def _join(run: Run, ended: threading.Event, notice: Callable[[str], None]) -> Iterator[_Place]:
+def _join_cluster(run: Run, ended: threading.Event, notice: Callable[[str], None]) -> Iterator[_Place]:
     """Join the cluster of ``run.ray_address``, and leave it running at the end."""
-    with joining(run.path / _LOG) as again:
+    with ray_session(run.path / _LOG) as again:
         from fedfm.engines.flower import actor_pool, ray_cluster
 
         cluster = ray_cluster.join(run.experiment, run.path)
@@ -162,7 +162,7 @@ def describe_cluster(experiment: Experiment) -> list[str]:
     Raises:
         InputError: there is no cluster, or a node lacks something.
     """
-    with joining(Path(os.devnull)):
+    with ray_session(Path(os.devnull)):
         from fedfm.engines.flower import ray_cluster
 
         cluster = ray_cluster.join(experiment)
@@ -303,7 +303,7 @@ def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joining(log: Path) -> Iterator[Callable[[], None]]:
+def ray_session(log: Path) -> Iterator[Callable[[], None]]:
     """Prepare this process to join a Ray cluster, and leave the cluster at the end; yields a function that restores our
     signal handlers.
     """
