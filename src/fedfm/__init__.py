@@ -30,6 +30,7 @@ __all__ = [
     "export",
     "federate",
     "join",
+    "leave",
     "load_run",
     "on_client",
     "predict",
@@ -37,6 +38,7 @@ __all__ = [
     "resume",
     "run",
     "setting",
+    "worth",
 ]
 
 if TYPE_CHECKING:
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
     from fedfm.api.execute import load_run, resume, run
     from fedfm.api.federate import federate
     from fedfm.api.join import join
+    from fedfm.api.leave import leave
     from fedfm.api.predict import export, predict
+    from fedfm.api.worth import worth
     from fedfm.config.experiment import Experiment
     from fedfm.core.capabilities import Needs, Traits
     from fedfm.core.client import Client, ClientId, Update, each, on_client
@@ -60,6 +64,8 @@ _MODULES = {
     "api.federate": ("federate",),
     "api.audit_and_compare": ("audit", "compare", "report"),
     "api.join": ("join",),
+    "api.leave": ("leave",),
+    "api.worth": ("worth",),
     "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
     "core.capabilities": ("Needs", "Traits"),

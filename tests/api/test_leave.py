@@ -251,6 +251,24 @@ def test_silos_with_their_own_machines_must_run_once_more(tmp_path):
         leave(tmp_path / "run", "client-02", progress=QUIET)
 
 
+def test_a_deployment_on_loopback_goes_on_in_one_process(tmp_path):
+    """Its clients keep their secrets below their silos' folders, and the new run must draw the same noise."""
+    tables = one_round(tmp_path, "analytic") | {"privacy": RECORD_NOISE}
+    run = Run.open(ran(tables, tmp_path / "run"))
+    run.manifest["experiment"]["run"]["engine"] = "deployment"
+    run.write_manifest()
+    sites = run.path / "private" / "deployment" / "sites" / "token"
+    for folder in sorted((run.path / "private" / "memory").glob("client-*")):
+        (sites / folder.name / "memory").mkdir(parents=True)
+        folder.rename(sites / folder.name / "memory" / folder.name)
+    leave(run.path, "client-02", tmp_path / "rest", progress=QUIET)
+    rest = Run.open(tmp_path / "rest")
+    assert rest.experiment.run.engine == "local"
+    for client in rest.manifest["clients"]:
+        old = sites / client / "memory" / client / "noise.secret"
+        assert (rest.path / "private" / "memory" / client / "noise.secret").read_bytes() == old.read_bytes()
+
+
 def test_rows_that_changed_are_refused(tmp_path):
     tables = one_round(tmp_path, "fedncm")
     ran(tables, tmp_path / "run")

@@ -159,6 +159,9 @@ def _without(run: Run, name: str) -> Experiment:
         del data["clients"][name]
     else:
         data["without"] = [*data.get("without", ()), name]
+    if tables["run"].get("engine") == "deployment":  # all rows are here, and here are the secrets for the same noise
+        tables["run"]["engine"] = "local"
+        tables["run"].pop("superlink", None)
     if isinstance(method.get("budgets"), dict):
         method["budgets"].pop(name, None)
     if any(name in edge for edge in method.get("edges") or ()):
