@@ -18,7 +18,6 @@ from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
 from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import Exposure, exposure_of
-from fedfm.runtime.run_folder import with_all_names
 from fedfm.runtime.runs_below import no_run
 
 if TYPE_CHECKING:
@@ -208,7 +207,10 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         raise InputError(f"{path}: not JSON ({error}); restore the file as fedfm wrote it") from error
     if not isinstance(manifest, dict):
         raise InputError(f"{path}: expected a JSON object, not {type(manifest).__name__}")
-    manifest = with_all_names(manifest, path)
+    if isinstance(names := manifest.get("clients"), list) and any(isinstance(name, list) for name in names):
+        from fedfm.runtime.short_names import with_all_names
+
+        manifest = with_all_names(manifest, path)
     schema = manifest.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:
         raise InputError(

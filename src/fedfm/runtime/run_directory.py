@@ -36,7 +36,6 @@ from fedfm.runtime.run_folder import (
     own_place,
     read_manifest,
     refuse_used,
-    with_short_names,
 )
 
 # Temporary files that a killed process may leave.
@@ -188,7 +187,12 @@ class Run:
 
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
-        text = to_json(with_short_names(self.manifest), indent=1)
+        manifest = self.manifest
+        if len(manifest["clients"]) > MANY:
+            from fedfm.runtime.short_names import with_short_names
+
+            manifest = with_short_names(manifest)
+        text = to_json(manifest, indent=1)
         storage.write_atomic(self.path / MANIFEST, logs.to_bytes(text + "\n"))
 
     # --- commits -----------------------------------------------------------------------------------------------------

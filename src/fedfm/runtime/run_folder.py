@@ -15,7 +15,6 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.locks import Lock
 from fedfm.core.text import from_json
-from fedfm.core.transcript import MANY
 from fedfm.errors import InputError
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.runs_below import no_run
@@ -123,32 +122,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if missing := sorted(_NEEDED - manifest.keys()):
         raise InputError(f'{path / MANIFEST} is damaged: "{missing[0]}" is missing')
-    return with_all_names(manifest, path / MANIFEST)
+    if isinstance(names := manifest["clients"], list) and any(isinstance(name, list) for name in names):
+        from fedfm.runtime.short_names import with_all_names
 
-
-def with_short_names(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest as it is written: very many clients are listed as ranges of names."""
-    if len(manifest["clients"]) <= MANY:
-        return manifest
-    from fedfm.core.name_ranges import shorten
-
-    return manifest | {"clients": shorten(manifest["clients"])}
-
-
-def with_all_names(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a manifest that was read from a file, with the name of every client.
-
-    Raises:
-        InputError: the clients are not listed as :func:`with_short_names` lists them.
-    """
-    if not isinstance(names := manifest.get("clients"), list) or not any(isinstance(name, list) for name in names):
-        return manifest
-    from fedfm.core.name_ranges import expand
-
-    try:
-        return manifest | {"clients": expand(names)}
-    except ValueError as error:
-        raise InputError(f'{path} is damaged: "clients": {error}') from None
+        return with_all_names(manifest, path / MANIFEST)
+    return manifest
 
 
 def new_manifest(experiment: Experiment) -> dict[str, Any]:
