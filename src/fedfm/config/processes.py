@@ -22,33 +22,33 @@ def check(e: ExperimentParts, key: str = settings.KEY) -> None:
     """
     run, faults, method = e.run, Faults(), f'method "{e.method_name}"'
 
-    def add(reason: str) -> None:
+    def refuse(reason: str) -> None:
         faults.say(f"{key}: {reason}", key=key)
 
     if e.in_memory or e.own_code:
-        add("a module from Python is in one process; expected a folder or hub id in model.name")
+        refuse("a module from Python is in one process; expected a folder or hub id in model.name")
         faults.refuse()
     if run.engine == "simulation" or (run.engine == "deployment" and e.data.classes is None):
-        add(f'on engine = "{run.engine}" only silos with their own rows start processes; expected engine = "local"')
+        refuse(f'on engine = "{run.engine}" only silos with their own rows start processes; expected engine = "local"')
     if run.workers > 1:
-        add(f"run.workers = {run.workers}: clients take turns, since each uses all processes; drop run.workers")
+        refuse(f"run.workers = {run.workers}: clients take turns, since each uses all processes; drop run.workers")
     if run.gpus_per_client is not None:
-        add("run.gpus_per_client: each process takes one GPU; drop it")
+        refuse("run.gpus_per_client: each process takes one GPU; drop it")
     if run.kernels != "exact":
-        add(f'run.kernels = "{run.kernels}": cohorts are packed in one process; drop it')
+        refuse(f'run.kernels = "{run.kernels}": cohorts are packed in one process; drop it')
     if e.data.augment:
-        add("data.augment: images are changed in one process; drop it")
+        refuse("data.augment: images are changed in one process; drop it")
     if e.attack is not None:
-        add("[attack] replaces client halves of one process; drop it")
+        refuse("[attack] replaces client halves of one process; drop it")
     if e.privacy is not None and e.privacy.mechanism == "dp_sgd":
-        add(
+        refuse(
             'privacy.mechanism = "dp_sgd": it reads the gradients of single rows inside of layers, of which each '
             'process has a part; expected one process, or privacy.unit = "client"'
         )
     if not isinstance(e.method, TrainsLocally) or isinstance(e.method, HiddenModel) or e.method.needs != Needs():
-        add(f"{method} computes with the model outside its client optimiser; expected e.g. fedavg")
+        refuse(f"{method} computes with the model outside its client optimiser; expected e.g. fedavg")
     elif not all(m.traits.rows_by_optimiser for m in (e.method, *nested_methods(e.method))):
-        add(f"{method} does not declare rows_by_optimiser: its clients may compute with the model themselves")
+        refuse(f"{method} does not declare rows_by_optimiser: its clients may compute with the model themselves")
     with faults:
         settings.check_model(e.model, key)
     for local in dict.fromkeys(locals_of(e.method)):
