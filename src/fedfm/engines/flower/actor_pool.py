@@ -40,7 +40,7 @@ class ActorPool:
         lost: Callable[[str, str], None],
         closed: threading.Event,
     ) -> None:
-        self._make = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
+        self._make: Callable[[], Any] = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
         self.actors_capacity, self.num_actors = capacity, 0
         self._clients, self._lost = clients, lost
         self._closed, self._lock = closed, threading.Lock()
@@ -145,4 +145,4 @@ def _death(why: str) -> ray.exceptions.RayActorError:
 
 def _node_of(actor: Any) -> str:
     """Id of the node of an actor, which calls this function."""
-    return str(ray.get_runtime_context().get_node_id())  # type: ignore[no-untyped-call]
+    return str(ray.get_runtime_context().get_node_id())
