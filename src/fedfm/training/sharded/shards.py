@@ -56,7 +56,8 @@ def shard_model(model: Model, mesh: DeviceMesh, say: Callable[[str], None] = lam
         for name, p in list(module.named_parameters(recurse=False)):
             if not p.dim():
                 if p.requires_grad:
-                    raise InputError(f"model.name: {name} is a single number, which cannot be cut among processes")
+                    text = f"model.name: {name} is a single number, which cannot be cut among processes"
+                    raise InputError(text, key="model.name")
                 if p in slices.names:
                     p.data = slices.read(p)
                 whole.add(p)
