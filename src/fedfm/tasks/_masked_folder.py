@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import listing
+from fedfm.data.pictures import SUFFIXES
 from fedfm.data.sources import images, tables
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
@@ -79,7 +80,7 @@ def _sheet(path: Path, homes: list[Path], columns: dict[str, list[Any]], strange
 def _alone(path: Path) -> Sheet:
     files = _files(path, [])
     if not files:
-        raise InputError(f"{path} has no images ({', '.join(images.SUFFIXES[:4])}, ...)")
+        raise InputError(f"{path} has no images ({', '.join(SUFFIXES[:4])}, ...)")
     return Sheet({"image": [str(file.absolute()) for file in files]}, lambda row: str(files[row]))
 
 
@@ -114,7 +115,7 @@ def _files(folder: Path, strange: list[str]) -> list[Path]:
     for entry in _visible(folder):
         if entry.is_dir():
             found += _files(entry, strange)
-        elif entry.suffix.lower() in images.SUFFIXES:
+        elif entry.suffix.lower() in SUFFIXES:
             found.append(entry)
         elif entry.name not in images.METADATA:
             strange.append(str(entry))

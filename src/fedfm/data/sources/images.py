@@ -21,7 +21,7 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data import picture_forms
-from fedfm.data.pictures import Look, look, notices_of
+from fedfm.data.pictures import SUFFIXES, Look, look, notices_of
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
@@ -33,10 +33,6 @@ from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError, close
 
-SUFFIXES = (
-    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
-    *(".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga"),
-)
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # beginnings of names of folders with masks
 _MASK = re.compile(r"(.+?)[ _-]*(?:mask|seg|segmentation|annotation|groundtruth|gt)(?:[ _-]?\d{1,3})?", re.IGNORECASE)
