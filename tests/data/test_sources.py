@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.load import load_table
-from fedfm.data.pictures import decode
+from fedfm.data.pictures import SUFFIXES, decode
 from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.sources import digits, tables, text
-from fedfm.data.sources._endings import SUFFIXES
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError

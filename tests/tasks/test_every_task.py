@@ -107,7 +107,10 @@ def test_figures_over_clients_are_those_of_their_rows(ready, data):
     whole = task.join_scores([found for found in scores if found["n"] >= task.least_rows])
     from_bins = {"auroc", "average_precision"}  # a silo tells few bins of its rows, see test_multi_label
     for name in ("accuracy", "loss", "perplexity", *(set(task.figures) - set(task.lists) - from_bins)):
-        assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-3, abs=1e-3)), name
+        close = 5e-3 if name == "perplexity" else 1e-3  # of a sum of losses with four digits, exp
+        assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=close, abs=1e-3)), (
+            name
+        )
     whole = joined
     in_pairs = [task.join_scores(scores[:2]), task.join_scores(scores[2:])]  # what is joined may be joined again
     assert task.join_scores(in_pairs)["loss"] == pytest.approx(whole["loss"], rel=1e-5)

@@ -21,6 +21,11 @@ from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+    *(".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga"),
+)
+
 _SPACES = ("CMYK", "LAB", "HSV")  # Pillow's colour modes that are converted without the file's colour profile
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16-bit and 32-bit grey

@@ -161,10 +161,10 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
     looked = beforehand.check(method, population)
     model = population.model_or_none
     said: Sequence[str] = () if model is None else model.notices
-    return [*row_notices(population), *beforehand.notices(population), *looked, *said, *_too_few_rows(population)]
+    return [*row_notices(population), *beforehand.notices(population), *looked, *said, *_notices_of_few(population)]
 
 
-def _too_few_rows(population: Partitioned) -> list[str]:
+def _notices_of_few(population: Partitioned) -> list[str]:
     """Return a notice if a silo has too few test or validation rows to report scores on them."""
     from fedfm.runtime.coarse_scores import too_few
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from fedfm.core.text import listing
-from fedfm.data.pictures import Pictured
+from fedfm.data.pictures import SUFFIXES, Pictured
 from fedfm.errors import InputError
 
 _SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".m4a")
@@ -65,8 +65,6 @@ def files_in_cells(columns: Columns, label: str, *, images: bool, recordings: bo
         images: whether the task reads images.
         recordings: whether the task reads recordings.
     """
-    from fedfm.data.sources._endings import SUFFIXES
-
     texts = {n: v for n, v in columns.items() if n != label and not isinstance(v, Pictured)}
     some = {name: [str(v) for v in values[:_LOOK] if v is not None] for name, values in texts.items()}
     for name, values in some.items():

@@ -21,9 +21,9 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data import picture_forms
-from fedfm.data.pictures import Look, look, notices_of
+from fedfm.data.pictures import SUFFIXES, Look, look, notices_of
 from fedfm.data.sources import tables
-from fedfm.data.sources._endings import FILES, SUFFIXES
+from fedfm.data.sources._endings import FILES
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import SPLIT_NAMES
