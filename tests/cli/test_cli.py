@@ -1054,7 +1054,7 @@ def test_every_command_on_a_run_names_the_runs_of_a_folder_of_runs(tmp_path, cap
     of_runs = [name for name, parser in subparsers.choices.items() if any(a.dest == "run" for a in parser._actions)]
     assert {"report", "predict", "audit", "resume", "export", "join", "compare", "sign", "verify"} <= set(of_runs)
     rest = {"predict": ["rows.csv"], "join": ["rows.csv"], "export": ["--to", "torch", "--out", tmp_path / "x"]}
-    rest |= {"sign": ["--key", tmp_path / "k"]}
+    rest |= {"sign": ["--key", tmp_path / "k"], "leave": ["client-0"]}
     for name in set(of_runs) - {"report", "compare"}:  # which take all runs of a folder
         code, _, err = call(capsys, name, tmp_path / "d", *rest.get(name, []))
         assert code == 2, name

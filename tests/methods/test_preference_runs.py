@@ -146,7 +146,7 @@ def test_methods_that_train_by_the_local_loop_train_this_too(folder, tmp_path, m
         ({"model": {"adaptation": {"name": "full"}}}, 'model.adaptation.name: "full" changes the base'),
         ({"model": {"task": "classification"}}, 'it has preferences: set model.task = "preference"'),
         ({"model": {"beta": 0}}, "model.beta = 0.0: expected a finite number above 0"),
-        ({"method": "fedpft", "local": None}, "lora"),
+        ({"method": "fedpft", "local": None}, "no single class"),
         ({"model": {"template": "no place"}}, "model.template"),
     ],
 )

@@ -165,8 +165,16 @@ def test_an_exported_language_model_pads_prompts_as_its_tokenizer_did(copy, tmp_
             "{{ bos_token }}",
             "different chat templates: chat_template.jinja is used",
         ),
-        ({"chat_template.json": "{}"}, None, "has chat_template.json, which no tokenizer reads"),
-        ({"chat-templat.jinja": "{{ messages }}"}, None, "has chat-templat.jinja, which no tokenizer reads"),
+        (
+            {"chat_template.json": "{}"},
+            None,
+            "has no chat template that a tokenizer reads, but it has chat_template.json",
+        ),
+        (
+            {"chat-templat.jinja": "{{ messages }}"},
+            None,
+            "has no chat template that a tokenizer reads, but it has chat-templat.jinja",
+        ),
         ({"chat_template.json": "{}"}, "{{ bos_token }}", ""),
     ],
 )

@@ -30,7 +30,7 @@ from fedfm.core.checks import conform, match, nonfinite
 from fedfm.core.crossing import Crossing
 from fedfm.core.fields import bounds_of
 from fedfm.core.messages import Excluded
-from fedfm.core.toml_text import check_depth
+from fedfm.core.toml_text import check_depth, to_toml
 from fedfm.core.wire import payload
 from fedfm.core.wire.flower_records import WIRE
 from fedfm.data.spec import DataSpec
@@ -118,7 +118,7 @@ OF_A_TEXT = {
     "shorten": lambda t: text.shorten(t, 12),
     "width_of": text.width_of,
     "esc": text.esc,
-    "toml": lambda t: text.toml({t: t, "a": {t: [t]}}),
+    "toml": lambda t: to_toml({t: t, "a": {t: [t]}}),
     "visible": texts.visible,
     "visible_lines": texts.visible_lines,
     "safe_name": texts.safe_name,
@@ -232,8 +232,8 @@ OF_A_SIZE = {
     "counts of many labels": lambda n: _label_scores.scores(_counts_of_labels(n)),
     "figures": lambda n: tracker.figures({"round": 1, "a": {f"c{i}": 1.0 for i in range(n)}}),
     "spans": lambda n: logs._spans(list(range(0, 2 * n, 2))),
-    "many keys": lambda n: text.toml({f"k{i}": i for i in range(n)}),
-    "many tables": lambda n: text.toml({f"k{i}": {"a": 1} for i in range(n)}),
+    "many keys": lambda n: to_toml({f"k{i}": i for i in range(n)}),
+    "many tables": lambda n: to_toml({f"k{i}": {"a": 1} for i in range(n)}),
 }
 
 

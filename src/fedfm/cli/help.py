@@ -91,6 +91,7 @@ attacks, and the runs that they fit (without --attack, all that fit and take sec
   server_view, substitute_model       blindfed
   canaries             noise for clients, unit = "client"
   row_canaries, row_norms     DP-SGD
+  departure            runs that fedfm leave made: does the model recognise the rows of the client that left?
   repeated_questions   messages.jsonl shows that a client was asked twice for the same part of a round; every run
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". The rule for the verdict
