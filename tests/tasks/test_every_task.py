@@ -254,7 +254,7 @@ TARGETS = ("label", "output", "chosen", "rejected", "positive", "mask", "tags") 
 
 
 def files_to_predict(name, path):
-    """Files for a run of the task: those with rows to predict, each with its number of rows, and those without."""
+    """Files for a run of the task: by name those with rows, and those without."""
     if path.suffix == ".npz":  # pictures
         stored = dict(np.load(path))
         x = stored["x"]
@@ -291,6 +291,13 @@ def test_files_without_targets_with_one_row_or_more_columns_are_predicted_and_em
             predict(finished(name), file)
         assert str(file) in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["instruction", "language_modelling", "sequence_to_sequence"])
+def test_rows_of_another_task_are_not_predicted_and_no_other_task_is_advised(name, place, finished):
+    with pytest.raises(InputError, match=r'no column .* found "tokens", "tags"') as refusal:
+        predict(finished(name), place("token_classification")[0])
+    assert "model.task" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", NAMES)
