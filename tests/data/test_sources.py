@@ -97,6 +97,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "twice": ("a.csv", b"text,label,text\nx,a,y\n", r'row 1: column "text" occurs 2 times'),
     "ragged semicolons": ("a.csv", b"text;label\nx;a\ny\n", r"a\.csv, row 3: 1 field .*fields with semicolons"),
     "json object": ("a.json", b'{"text": "x"}', r'a\.json holds one object, with "text": a list'),
+    "json object without keys": ("a.json", b"{}", r"a\.json holds one object, with no key: a list"),
     "json lists": ("a.json", b'{"a": [{"x": 1}], "b": [{"x": 1}]}', r'several lists \("a", "b"\): a list of objects'),
     "json cut": ("a.json", b'[{"text": "x"},\n{"te', r"a\.json: line 2, column 2: not JSON"),
     "json texts": ("a.json", b'["x"]', r"a\.json, object 1: a JSON str: a list of objects"),

@@ -1,5 +1,6 @@
 """What holds for every task: a new file in ``fedfm/tasks`` is tried with one entry of ``task_places.rows``."""
 
+import functools
 import json
 import re
 import subprocess
@@ -34,7 +35,7 @@ from fedfm.runtime.evaluation import check_scores
 from fedfm.sites import silo_config
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
-from task_places import NAMES, Places, jsonl, tables
+from task_places import NAMES, Places, jsonl, rows, tables
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
 
@@ -234,6 +235,69 @@ def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(na
     lists = [value for key, value in found.items() if isinstance(value, list) and key not in ("classes", "warnings")]
     rows_of = len(load_table(DataSpec(path=str(path)), seed=0, task=name))
     assert (kind is not None and kind.joined) or any(len(value) == rows_of for value in lists)
+
+
+@pytest.fixture(scope="session")
+def finished(place, tmp_path_factory):
+    """A function that runs a task once and returns the folder of the run."""
+
+    @functools.cache
+    def folder(name):
+        out = tmp_path_factory.mktemp("finished") / name
+        run(tables(place(name), name), out)
+        return out
+
+    return folder
+
+
+TARGETS = ("label", "output", "chosen", "rejected", "positive", "mask", "tags")  # columns that a prediction replaces
+
+
+def files_to_predict(name, path):
+    """Files for a run of the task: by name those with rows, and those without."""
+    if path.suffix == ".npz":  # pictures
+        stored = dict(np.load(path))
+        x = stored["x"]
+        made = {"bare": {"x": x}, "single": {"x": x[:1]}, "more": {**stored, "unknown": np.arange(len(x))}}
+        made["none"] = {"x": x[:0]}
+        files = {key: path.with_name(f"{key}.npz") for key in made}
+        for key, arrays in made.items():
+            np.savez(files[key], **arrays)
+        empty, none = path.with_name("empty.npz"), files.pop("none")
+    else:
+        full = rows(name)
+        bare = [{key: value for key, value in row.items() if key not in TARGETS} for row in full]
+        bare = [{**row, "messages": row["messages"][:-1]} if "messages" in row else row for row in bare]
+        more = [{**row, "unknown": "b"} for row in full]
+        made = {"bare": bare, "single": bare[:1], "more": more}
+        files = {key: jsonl(path.with_name(f"{name}-{key}.jsonl"), part) for key, part in made.items()}
+        empty, none = path.with_name("empty.jsonl"), path.with_name(f"{name}-none.csv")
+        none.write_text(f"{','.join(full[0])}\n")
+    empty.write_bytes(b"")
+    return files, (empty, none)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_without_targets_with_one_row_or_more_columns_are_predicted_and_empty_ones_refused(name, place, finished):
+    files, empty = files_to_predict(name, place(name)[0])
+    found = {key: predict(finished(name), file) for key, file in files.items()}
+    for key, value in found["single"].items():
+        if isinstance(value, list) and value and key not in ("classes", "warnings", "cut"):
+            assert len(value) == 1, key
+            assert len(found["bare"][key]) == len(found["more"][key]) > 1, key
+            assert key == "masks" or found["bare"][key] == found["more"][key], key  # masks are files of each call
+    for file in empty:
+        with pytest.raises(InputError, match=r"is empty|no rows") as refusal:
+            predict(finished(name), file)
+        assert str(file) in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["instruction", "language_modelling", "sequence_to_sequence"])
+def test_rows_of_another_task_are_not_predicted_and_no_other_task_is_advised(name, place, finished):
+    with pytest.raises(InputError, match=r'no column .* found "tokens", "tags"') as refusal:
+        predict(finished(name), place("token_classification")[0])
+    assert "model.task" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", NAMES)

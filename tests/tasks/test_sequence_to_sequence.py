@@ -249,7 +249,8 @@ WRONG = {
     "no output": ([GOOD, {"instruction": "say red"}], 'line 2: column "output" is empty'),
     "a number": ([GOOD, {"instruction": 3, "output": "red"}], 'line 2: column "instruction" holds int 3'),
     "messages": ([{"instruction": [{"role": "user", "content": "a"}], "output": "b"}], "line 1: .* a text is expected"),
-    "no column": ([{"question": "say red", "output": "red"}], 'no column "instruction"'),
+    "no column": ([{"question": "say red", "output": "red"}], 'no column "instruction" .*nor "audio" .*"question"'),
+    "a near column": ([{"audio_": "a.wav", "output": "red"}], r"did you mean .audio_.\?.; one of these two keys"),
     "two inputs": ([GOOD | {"audio": "a.wav"}], "a row has one input"),
 }
 

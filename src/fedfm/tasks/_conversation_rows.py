@@ -25,7 +25,7 @@ def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> R
         inputs = _conversations.conversations(columns[messages], messages, at, answered=labelled)
         used = {messages}
     else:
-        refuse_other(columns, spec.label, source, asked)
+        refuse_other(columns, spec.label, source, asked, labelled)
         inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
         used = {asked, spec.column("input"), spec.column("output")}
         doubts = _conversations.doubts_of_inputs(columns, spec, source)

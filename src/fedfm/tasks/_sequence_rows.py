@@ -13,6 +13,7 @@ from torch import Tensor
 from fedfm.core.attachments import Attachment
 from fedfm.core.row_kinds import Reading
 from fedfm.core.rows import Batch, Rows
+from fedfm.core.text import listing
 from fedfm.core.tokens import Tokens
 from fedfm.data.sources._attachments import attachments
 from fedfm.data.sources._files import At, column
@@ -20,7 +21,7 @@ from fedfm.data.sources._other_tasks import refuse_other
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, NoColumn, close
 from fedfm.models import lengths, preprocessing
 from fedfm.models.families import unwrap
 from fedfm.models.preprocessing import CHUNK, IGNORE
@@ -51,9 +52,15 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
         inputs, used = attachments(columns[audio], audio, at, source, "a recording"), audio
         for row, recording in enumerate(inputs):
             _recordings.look(recording, f'{at(row)}: column "{audio}"')
+    elif text in columns:
+        inputs, used = _texts(columns[text], text, at), text
     else:
-        refuse_other(columns, spec.label, source, text)
-        inputs, used = _texts(column(columns, text, "data.instruction", source), text, at), text
+        refuse_other(columns, spec.label, source, text, labelled)
+        near = close(text, columns, 0.65) or close(audio, columns, 0.65)
+        raise NoColumn(
+            f'{source}: no column "{text}" (data.instruction) of texts, nor "{audio}" (data.audio) of recordings',
+            f"found {listing(columns)}{near}; one of these two keys says which column to read",
+        )
     if labelled:
         outputs = _texts(column(columns, output, "data.output", source), output, at)
     else:

@@ -51,9 +51,12 @@ def other_task(columns: Columns, label: str) -> str | None:
     return f"columns {listing(names)} hold {what}, a task that experiment files do not support; {WAY}"
 
 
-def refuse_other(columns: Columns, label: str, source: str, needed: str) -> None:
-    """Raise an InputError if the needed column is missing and the other columns belong to another task."""
-    if needed not in columns and (words := other_task(columns, label)):
+def refuse_other(columns: Columns, label: str, source: str, needed: str, labelled: bool) -> None:
+    """Raise an InputError if the needed column is missing and the other columns belong to another task.
+
+    Rows to predict have the task of their run, so no other task is advised for them.
+    """
+    if labelled and needed not in columns and (words := other_task(columns, label)):
         raise InputError(f'{source}: no column "{needed}"; {words}')
 
 

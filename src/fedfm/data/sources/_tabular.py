@@ -89,7 +89,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
             missing = NoColumn(f'{source}: no column "{spec.text}" (data.text)', "")
             if (better := _explain(missing, columns, spec, reader)) is not missing:
                 raise better
-        refuse_other(columns, spec.label, source, spec.text)
+        refuse_other(columns, spec.label, source, spec.text, labelled)
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
     of_task = () if reader is None else tuple(of.key for of in reader.columns if not of.several)

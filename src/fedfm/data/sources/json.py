@@ -56,7 +56,8 @@ def _list_of(found: dict[str, Any], path: Path) -> tuple[str, list[Any]]:
     """Return (key, value) of the only list of objects in an object; raise an InputError if there is not exactly one."""
     lists = {key: v for key, v in found.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
     if len(lists) != 1:
-        what = f"several lists ({listing(lists)})" if lists else f"one object, with {listing(list(found), 8)}"
+        one = f"one object, with {listing(list(found), 8) or 'no key'}"
+        what = f"several lists ({listing(lists)})" if lists else one
         raise InputError(f"{path} holds {what}: {_LIKE}")
     return next(iter(lists.items()))
 
