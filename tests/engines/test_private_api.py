@@ -31,7 +31,7 @@ from fedfm.errors import RunError
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.clientapp.mod", "flwr.serverapp", "flwr.serverapp.strategy"}
-PUBLIC |= {"flwr.simulation", "ray"}
+PUBLIC |= {"flwr.simulation", "ray", "ray.util.scheduling_strategies"}
 MODULES = (private_api, private_programs, private_ray)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower's own
 
@@ -139,6 +139,19 @@ def a_simulation_takes_apps_from_memory_and_resources_for_ray_and_another_pool(
     assert "__ray_call__" in inspect.getsource(inspect.getmodule(actor))
     takes(simulation, ServerApp(), ClientApp(), 2, backend_config={"client_resources": {"num_cpus": 1}})
     assert inspect.signature(ClientApp.__call__).parameters.keys() == {"self", "message", "context"}
+
+
+@needs(
+    "simulate",
+    "flwr.server.superlink.fleet.vce.vce_api",
+    "flwr.server.superlink.fleet.vce.backend.raybackend",
+)
+def a_simulation_registers_its_nodes_by_one_function_and_takes_the_pool_from_its_module(api: Any, backend: Any) -> None:
+    made = inspect.signature(api._register_nodes).return_annotation
+    assert made in ("NodeToPartitionMapping", dict[int, int])
+    assert api.NodeToPartitionMapping == dict[int, int]
+    assert "_register_nodes(" in inspect.getsource(api.start_vce)
+    assert hasattr(backend, "BasicActorPool")
 
 
 @needs("quiet", "flwr.supercore.logger.FLOWER_LOGGER", "flwr.supercore.logger.log")

@@ -116,7 +116,7 @@ class _Messages:
             yield Reply(request.client, self._sent[request.client], request.round, request.call)
 
 
-class _Coalition(Federation):
+class _PartFederation(Federation):
     """A federation of some clients of a round, which all take part in it."""
 
     def sample(self, fraction: float) -> Sequence[ClientId]:
@@ -193,7 +193,7 @@ class _Valuer:
         if len(chosen) in (0, len(sent)):
             return method.params_for(turn.after if chosen else turn.before, "")
         link = _Messages(sent, chosen)
-        fed = _Coalition(link, model=population.model, aggregator=experiment.aggregation, seed=experiment.run.seed)
+        fed = _PartFederation(link, model=population.model, aggregator=experiment.aggregation, seed=experiment.run.seed)
         assert self._start is not None  # noqa: S101 - round 0 comes first
         fed.initial = self._start
         fed.begin(turn.round)
