@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fedfm import seeds
-from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, VerdictRule, interval, nothing
 from fedfm.audits.inference.rates import NOTABLE
 from fedfm.audits.member_scores import MemberScores
-from fedfm.audits.model_membership import attack_all, final_models
+from fedfm.audits.model_membership import ModelMembership, attack_all, final_models
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import no_round, unreadable
-from fedfm.audits.shadow_runs import affordable, cost
 from fedfm.audits.stated_epsilon import STRICT
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
@@ -34,14 +32,8 @@ QUESTION = "Can a reader of the final model still tell which rows the client tha
 _STRICT = f"low at {100 * STRICT:g} %"
 
 
-class Departure(Audit):
+class Departure(ModelMembership):
     """Compares the rows of the client that left with test rows of the same distribution, by the final model."""
-
-    replays: ClassVar[bool] = False
-    replies: ClassVar[bool] = False
-
-    def seconds(self, run: Run, population: Partitioned) -> float:
-        return max(affordable(run, population) * cost(run, population), self.takes)
 
     def reads(self, run: Run) -> bool:
         return bool(run.manifest.get("departures"))

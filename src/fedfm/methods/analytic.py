@@ -15,6 +15,7 @@ rotation, so hide the sums by secure aggregation or cover them by [privacy].
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -123,8 +124,7 @@ class Analytic(Predictor, Private, OneShot):
         """Linear or random features (n, D), float64, of features x (n, d)."""
         x = x.double()
         if self.features == "random":
-            generator, size = seeds.generator(seed, "random features"), (x.shape[1], self.width or _RANDOM)
-            x = (x @ torch.from_numpy(generator.standard_normal(size)) / math.sqrt(size[0])).relu()
+            x = (x @ _projection(seed, x.shape[1], self.width or _RANDOM)).relu()
         return x if self.noise is None else torch.from_numpy(unit_rows(x.numpy()))
 
     # --- server half --------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Analytic(Predictor, Private, OneShot):
         if self.class_weights == "balanced":
             n = fed.mean(self.count, like=Params({"count": torch.zeros(outputs, dtype=torch.float64)}).layout)["count"]
             weights = n.sum() / (outputs * n.clamp_min(n[n > 0].min()))
-        d = self._inputs(torch.zeros(0, fed.model.feature_dim), seed).shape[1]
+        d = 1 + (fed.model.feature_dim if self.features == "linear" else self.width or _RANDOM)
         like = _sums_of(torch.zeros(0, d).double(), torch.zeros(0, outputs).double(), torch.ones(1)).layout
         mean = fed.mean(self.sums, like=like, seed=seed, weights=weights)
         total = fed.heard * mean  # the mean was unweighted; the sum is the mean times the number of replies
@@ -251,6 +251,13 @@ class Analytic(Predictor, Private, OneShot):
                 note="",
             )
         )
+
+
+@functools.lru_cache(maxsize=1)
+def _projection(seed: int, d: int, width: int) -> Tensor:
+    """The matrix (d, width) of random combinations, kept for the calls of one run; its rows have variance 1/d."""
+    drawn = seeds.generator(seed, "random features").standard_normal((d, width))
+    return torch.from_numpy(drawn) / math.sqrt(d)
 
 
 def _targets(client: Client) -> Tensor:
