@@ -64,8 +64,7 @@ _METHODS = f"""# All methods
 {_GENERATED}
 
 `fedfm show METHOD` prints the paper, the keys and their defaults. [Choose a method](../how-to/choose-a-method.md)
-compares the methods by situation; [who sees what](who-sees-what.md) says what each method shows to whom. The last
-column counts the lines of the method's file.
+compares the methods by situation; [who sees what](who-sees-what.md) says what each method shows to whom.
 """
 _PAPERS = """## Defaults that differ from the papers
 
@@ -232,15 +231,14 @@ def _takes(name: str, privacy: dict[str, Any]) -> bool:
 
 def methods() -> str:
     """The table of all methods."""
-    rows = ["| method | paper | file | lines |", "|---|---|---|---|"]
+    rows = ["| method | paper | file |", "|---|---|---|"]
     for name in filter(_ours, available("methods")):
         module = sys.modules[resolve("methods", name).__module__]
         first, _, rest = (module.__doc__ or "").strip().partition("\n\n")
         source = Path(str(module.__file__))
-        lines = len(source.read_text(encoding="utf-8").splitlines())
         link = f"[{source.name}](../../src/{source.relative_to(SOURCES)})"
         paper = " ".join([*first.split(), *_arxiv(rest)])
-        rows.append(f"| `{name}` | {paper} | {link} | {lines} |")
+        rows.append(f"| `{name}` | {paper} | {link} |")
     return _METHODS + "\n" + "\n".join(rows) + "\n\n" + papers()
 
 
