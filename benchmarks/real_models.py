@@ -138,8 +138,8 @@ def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
     def batches(rows: list[dict[str, str]], count: int) -> Iterator[dict[str, torch.Tensor]]:
         for at in range(0, len(rows), count):
             texts = [row["text"] for row in rows[at : at + count]]
-            told = tokenizer(texts, truncation=True, max_length=size["length"], padding=True, return_tensors="pt")
-            yield {name: told[name].to(size["device"]) for name in ("input_ids", "attention_mask")}
+            encoding = tokenizer(texts, truncation=True, max_length=size["length"], padding=True, return_tensors="pt")
+            yield {name: encoding[name].to(size["device"]) for name in ("input_ids", "attention_mask")}
 
     def judge(model: Any, rows: list[dict[str, str]]) -> None:
         model.eval()

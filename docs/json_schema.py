@@ -125,31 +125,31 @@ def _property(f: Field[Any], hint: Any) -> Schema:
     """Of one key."""
     both = {int, float}.intersection(get_args(hint)) and str in get_args(hint)  # a number or one of some texts
     hint, default, bounds = plain_type(hint), f.metadata.get("usual", f.default), bounds_of(f)
-    told: Schema = {"description": describe(f, hint)}
+    entry: Schema = {"description": describe(f, hint)}
     if isinstance(hint, type) and issubclass(hint, Local):
         name = name_of("optimisers", default)
         values = [(key, of, getattr(default, of.name)) for key, of, _ in settings_of(type(default))]
-        told |= {"default": {"name": name} | {key: value for key, of, value in values if value != of.default}}
+        entry |= {"default": {"name": name} | {key: value for key, of, value in values if value != of.default}}
         if name == "sgd":
-            return told | _ref("optimisers")
+            return entry | _ref("optimisers")
         own = _variant(name, list(settings_of(type(default))), True, "")  # without a name the method's own
-        return told | {"if": {"required": ["name"]}, "then": _ref("optimisers"), "else": own}
+        return entry | {"if": {"required": ["name"]}, "then": _ref("optimisers"), "else": own}
     if isinstance(hint, type) and issubclass(hint, Method):
-        return told | {"default": {"name": "fedavg"}} | _ref("base")
+        return entry | {"default": {"name": "fedavg"}} | _ref("base")
     if is_dataclass(hint):
-        return table(hint) | told  # type: ignore[arg-type]
+        return table(hint) | entry  # type: ignore[arg-type]
     if default not in (None, "", MISSING) and not is_required(f):
-        told["default"] = list(default) if isinstance(default, tuple) else default
+        entry["default"] = list(default) if isinstance(default, tuple) else default
     if hint is str and f.metadata.get("required"):
-        told["minLength"] = 1
+        entry["minLength"] = 1
     if word := f.metadata.get("alone"):
-        return told | {"anyOf": [{"const": word}, _value(hint, bounds)]}
+        return entry | {"anyOf": [{"const": word}, _value(hint, bounds)]}
     if both:
         number = _value(hint, replace(bounds, choices=(), pattern=""))
-        return told | {"anyOf": [number, {"type": "string", "enum": list(bounds.choices)}]}
+        return entry | {"anyOf": [number, {"type": "string", "enum": list(bounds.choices)}]}
     if "true" in f.metadata:
-        return told | {"anyOf": [{"type": "boolean"}, _value(hint, bounds)]}
-    return told | _value(hint, bounds)
+        return entry | {"anyOf": [{"type": "boolean"}, _value(hint, bounds)]}
+    return entry | _value(hint, bounds)
 
 
 def _value(hint: Any, bounds: Any) -> Schema:
@@ -176,8 +176,8 @@ def _value(hint: Any, bounds: Any) -> Schema:
 
 
 def _table(properties: Schema, required: Iterable[str], about: str = "") -> Schema:
-    told = {"description": about} if about else {}
-    return told | {"type": "object", "properties": properties, "required": list(required)}
+    entry = {"description": about} if about else {}
+    return entry | {"type": "object", "properties": properties, "required": list(required)}
 
 
 def _ref(name: str) -> Schema:

@@ -98,8 +98,8 @@ def verdicts(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) ->
             if said := _said(check, found, doubts):
                 what, bound, figure, seeds, decided = said
                 place = f"{check['column']}, {what}" if "column" in check else what
-                told = {"what": place, "bound": bound, "measured": figure, "seeds": seeds, "verdict": decided}
-                out.append({"claim": claim["claim"]} | told)
+                result = {"what": place, "bound": bound, "measured": figure, "seeds": seeds, "verdict": decided}
+                out.append({"claim": claim["claim"]} | result)
     return out
 
 

@@ -184,7 +184,7 @@ def test_a_class_at_one_client_is_named(tmp_path):
     assert found.verdict == "leaks"
     assert found.estimate == 4
     for told in found.detail["classes"]:
-        assert told["count_told"] == told["count_true"]
+        assert told["count_sent"] == told["count_true"]
         assert told["cosine_of_the_mean"] > 0.999
 
 

@@ -169,20 +169,20 @@ def main() -> None:
                 total += float(loss.detach())
             student.eval_mode()
             seconds = time.perf_counter() - began
-            told, _ = error(distiller, held)
-            say(f"epoch {epoch + 1}/{ends[-1]} {STAGES[stage]} loss {total / steps:.4f} {told} {seconds:.0f} s")
+            distance, _ = error(distiller, held)
+            say(f"epoch {epoch + 1}/{ends[-1]} {STAGES[stage]} loss {total / steps:.4f} {distance} {seconds:.0f} s")
             t = {f"w.{k}": v for k, v in student.module.state_dict().items()} | adam.state()
             t |= {f"t.{k}": v for k, v in tamed.items()}
             meta = {"epoch": str(epoch + 1), "entries": json.dumps(distiller.entries)}
             save_file({k: v.contiguous().clone() for k, v in t.items()}, state.with_suffix(".tmp"), metadata=meta)
             os.replace(state.with_suffix(".tmp"), state)
         if int(ends[-1]) > ends[0]:
-            told, share = error(distiller, held)
+            distance, share = error(distiller, held)
             distiller.finish(measured, share)
             save(student, a.out / "model", new_head=True)
             (a.out / "model" / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
             (a.out / "model" / "model.safetensors").chmod(0o644)
-            say(f"# done: {told}")
+            say(f"# done: {distance}")
 
 
 @torch.no_grad()

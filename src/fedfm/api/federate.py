@@ -106,15 +106,15 @@ def federate(
         >>> halves = {"north": list(zip(x[:20], y[:20])), "south": list(zip(x[20:], y[20:]))}
         >>> result = federate(nn.Linear(3, 2), clients=halves, loss=nn.functional.cross_entropy)  # doctest: +SKIP
     """
-    told: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "loss": loss,
         "objective": objective,
         "logits": logits,
         "collate": collate,
         "labels": labels,
     }
-    told |= {"model": model, "clients": clients, "train": train, "test": test, "classes": classes}
-    brings = read_inputs(told, local)
+    inputs |= {"model": model, "clients": clients, "train": train, "test": test, "classes": classes}
+    brings = read_inputs(inputs, local)
     given = brings.given
     admit_named({"method": {"name": method}})
     for key, value in keys.items():

@@ -40,7 +40,7 @@ def _cell_details(view: View, cell: SentClass) -> dict[str, Any]:
     return {
         "client": cell.client,
         "class": view.classes[cell.label],
-        "count_told": cell.count,
+        "count_sent": cell.count,
         "count_true": len(cell.rows),
         "cosine_of_the_mean": float(true @ sent) / length if length else None,
         "stands_out": cell.count > STANDS_OUT * noise,
@@ -52,7 +52,7 @@ def _sentence(view: View, known: list[dict[str, Any]]) -> str:
         return "Nothing: no class is visibly at one client alone."
     f = known[0]
     text = f"Number of classes at one client alone: {len(known)} of {len(view.classes)}. Messages about such a class, "
-    text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_told']:.0f} rows "
+    text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_sent']:.0f} rows "
     text += f"of {f['class']}"
     if f["cosine_of_the_mean"] is not None:
         text += f", whose mean has cosine {f['cosine_of_the_mean']:.3f} with the mean in the message"

@@ -76,7 +76,7 @@ class TaskFacts(Protocol):
     def mixes_rows(self) -> str:
         """Why the loss of a batch is not a mean over its rows; empty if it is one."""
 
-    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         """A silo's scores and sums; lists keep only as much detail as the pooled scores need."""
 
     @property

@@ -164,9 +164,9 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         return self.client_half.view(client)
 
     @on_client(kind="query")
-    def open(self, client: Client, told: Hello) -> Opened:
+    def open(self, client: Client, hello: Hello) -> Opened:
         """Step 1: receive the format that rows must have; return the client's row counts and its keys."""
-        return self.client_half.open(client, told)
+        return self.client_half.open(client, hello)
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:

@@ -136,8 +136,8 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
             return found, notices
         from fedfm.models import processor_files, unknown_keys
 
-        told = [*processor_files.notices(path, found), *unknown_keys.of_image_processor(path, found)]
-        return found, (*notices, *(f"model.name: {path} {text}" for text in told))
+        faults = [*processor_files.notices(path, found), *unknown_keys.of_image_processor(path, found)]
+        return found, (*notices, *(f"model.name: {path} {text}" for text in faults))
     if spec.weights == "random":
         return processor, ()
     shape = " x ".join(str(n) for n in dict(processor.size).values() if n)

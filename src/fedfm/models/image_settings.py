@@ -54,5 +54,5 @@ def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Prepro
         x = torch.from_numpy(array.astype(np.float32) / 255).permute(0, 3, 1, 2)  # (n, 3, H, W)
         return ((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]).contiguous()
 
-    call.told = (size, tuple(mean), tuple(std))  # type: ignore[attr-defined] # for fingerprints
+    call.settings = (size, tuple(mean), tuple(std))  # type: ignore[attr-defined] # for fingerprints
     return call

@@ -126,10 +126,10 @@ class ModelTask(RowTask, Protocol):
     def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
         """The task with values of keys that a server chose; raises a ClientFault for values that it cannot choose."""
 
-    def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
+    def check_scores(self, scores: Mapping[str, Any], classes: Sequence[str]) -> None:
         """Raise a ClientFault if no rows can have the scores and sums that a client sent."""
 
-    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         """A silo's scores and sums; lists keep only as much detail as the pooled scores need."""
 
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:

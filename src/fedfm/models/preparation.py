@@ -39,7 +39,7 @@ def fingerprint(tools: Tools) -> str:
     if tools.processor is not None:
         said["image"] = _of_processor(tools.processor)
     elif tools.image is not None:
-        said["image"] = getattr(tools.image, "told", None)
+        said["image"] = getattr(tools.image, "settings", None)
     if tools.tokenizer is not None:
         said["text"] = _of_tokenizer(tools.tokenizer)
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

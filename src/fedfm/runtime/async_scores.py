@@ -29,14 +29,14 @@ def of_sent(
     method: Method[Any],
     client: Client,
     payload: Mapping[str, Any],
-    as_told: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
+    for_server: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
 ) -> dict[str, float]:
     """Client half: score the received model on the client's own rows; the scores become metrics of its update.
 
     If the request has several parameter vectors, there are no scores: only the method knows which vector is the model.
 
     Args:
-        as_told: converts the scores to the form in which they may leave the silo.
+        for_server: converts the scores to the form in which they may leave the silo.
     """
     sent = [value for value in payload.values() if isinstance(value, Params)]
     if len(sent) != 1:
@@ -44,8 +44,8 @@ def of_sent(
     seen, found = seen_by(method, client), dict[str, float]()
     for part, rows in zip(PARTS, (seen.data.test, seen.data.val), strict=True):
         if len(rows):
-            told = as_told(scores(method, seen.model, sent[0], rows))
-            known = {k: float(v) for k, v in told.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+            values = for_server(scores(method, seen.model, sent[0], rows))
+            known = {k: float(v) for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
             found |= {f"{SENT}{part}/{k}": v for k, v in known.items()}
     return found
 
@@ -64,12 +64,12 @@ class Newest:
         # old, and 2 n/K rounds old when the next reply replaces these scores.
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
-    def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
+    def begin(self, part: str, values: Mapping[ClientId, Mapping[str, Any]]) -> None:
         """Record the scores of the start model, which the server has requested from the clients.
 
         Without these scores, the first lines of metrics would cover fewer clients than later ones.
         """
-        for client, found in told.items():
+        for client, found in values.items():
             if found:
                 known = {key: value for key, value in found.items() if value is not None}
                 self._start.setdefault(client, {"round": 0})[part] = known
@@ -84,21 +84,21 @@ class Newest:
         """
         known = {**self._start, **self._fed.memory.get(_NEWEST, {})}
         for client, metrics in self._fed.client_metrics.items():
-            told: dict[str, Any] = {}
+            values: dict[str, Any] = {}
             for name, value in metrics.items():
                 part, _, key = name.removeprefix(SENT).partition("/")
                 if name.startswith(SENT) and part in PARTS and key:
-                    told.setdefault(part, {})[key] = value
-            told = {part: found for part, found in told.items() if self._possible(found)}
-            if told:
-                known[client] = {"round": self._fed.began[client] - 1, **told}
+                    values.setdefault(part, {})[key] = value
+            values = {part: found for part, found in values.items() if self._possible(found)}
+            if values:
+                known[client] = {"round": self._fed.began[client] - 1, **values}
         self._fed.memory[_NEWEST] = known
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def _possible(self, found: Mapping[str, Any]) -> bool:
         """Whether the scores contain ``n``, as those of every honest client do, and some rows can have such scores."""
         try:
-            self._fed.model.task.check_told(found, self._fed.model.classes)
+            self._fed.model.task.check_scores(found, self._fed.model.classes)
         except ClientFault:
             return False
         return "n" in found
@@ -106,7 +106,7 @@ class Newest:
     def rounds(self) -> dict[ClientId, int]:
         """Return for each client the round of the model that it scored; clients with outdated scores are absent."""
         known = self._fed.memory.get(_NEWEST, {})
-        return {c: told["round"] for c, told in known.items() if self._fed.round - told["round"] <= self._oldest}
+        return {c: values["round"] for c, values in known.items() if self._fed.round - values["round"] <= self._oldest}
 
     def of(self, part: str) -> dict[ClientId, dict[str, Any]]:
         """Return each client's metrics on its ``test`` or ``val`` rows; empty if it has reported none recently."""

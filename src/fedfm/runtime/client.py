@@ -240,7 +240,7 @@ class Silos:
             reply = call_half()
             if kind == "scores":
                 self._check_enough(client.model, reply)
-                reply = self._as_told(client.model, reply)
+                reply = self._for_server(client.model, reply)
         if self._coding is not None:
             reply = self._coding.encode(reply)
         client.memory.commit()  # type: ignore[attr-defined]
@@ -306,7 +306,7 @@ class Silos:
         from fedfm.runtime import async_scores
 
         try:
-            return async_scores.of_sent(self.method, client, payload, partial(self._as_told, client.model))
+            return async_scores.of_sent(self.method, client, payload, partial(self._for_server, client.model))
         except Exception as error:
             self._on_error(client.id, "".join(traceback.format_exception(error)))
             return {async_scores.FAILED: 1.0}
@@ -319,7 +319,7 @@ class Silos:
         if client.trained is None or not len(client.data.test):
             return {}
         seen = seen_by(self.method, client)
-        found = self._as_told(seen.model, scores(self.method, seen.model, client.trained, seen.data.test))
+        found = self._for_server(seen.model, scores(self.method, seen.model, client.trained, seen.data.test))
         metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}
@@ -333,7 +333,7 @@ class Silos:
         if why := too_few(found.get("n"), model.task):
             raise ClientFault(E_REFUSED, why)
 
-    def _as_told(self, model: Model, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _for_server(self, model: Model, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a model's scores in the form that may leave the silo: rounded, if the rows are the silo's own."""
         if not self._own:
             return found

@@ -39,14 +39,14 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
     if work is None or seconds is None:
         return spec.timeout
     expected = seconds * work[2]
-    told = f"the largest client's round takes about {expected:,.0f} s here, {work[2]:,} steps of {seconds:.2g} s"
+    expectation = f"the largest client's round takes about {expected:,.0f} s here, {work[2]:,} steps of {seconds:.2g} s"
     if not spec.extend_timeout:
         if expected > spec.timeout:
-            notice(f"run.timeout = {spec.timeout:g}: {told}; updates that arrive later are discarded")
+            notice(f"run.timeout = {spec.timeout:g}: {expectation}; updates that arrive later are discarded")
         return spec.timeout
     most = spec.timeout + _SLACK * expected
     if _SLACK * expected > spec.timeout:
-        notice(f"{told}; the server waits up to {most:,.0f} s for a client (set run.timeout for another limit)")
+        notice(f"{expectation}; the server waits up to {most:,.0f} s for a client (set run.timeout for another limit)")
     return most
 
 

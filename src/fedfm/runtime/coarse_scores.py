@@ -30,12 +30,12 @@ def coarse(found: Mapping[str, Any], task: TaskFacts) -> dict[str, Any]:
     """
     if too_few(found.get("n"), task):
         return {"n": found["n"]}
-    told = {key: _round(found[key]) for key in ("accuracy", "loss", *task.figures) if key in found}
-    told |= {key: _round(found[key]) for key in tasks.sums_to_tell(task) if found.get(key) is not None}
+    coarse = {key: _round(found[key]) for key in ("accuracy", "loss", *task.figures) if key in found}
+    coarse |= {key: _round(found[key]) for key in tasks.sums_to_tell(task) if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
-        told["accuracy"] = found["accuracy"]
-    told = ({"n": found["n"]} if "n" in found else {}) | told
-    return {**task.coarsen(told)}
+        coarse["accuracy"] = found["accuracy"]
+    coarse = ({"n": found["n"]} if "n" in found else {}) | coarse
+    return {**task.coarsen(coarse)}
 
 
 def too_few(rows: Any, task: TaskFacts) -> str:

@@ -90,7 +90,7 @@ def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[st
     kinds: dict[str, Any] = {**dict.fromkeys(task.lists, list[float | None]), METRICS: dict[str, float | None]}
     for key in ("accuracy", "loss", *task.figures, *task.sums):
         conform(found.get(key), kinds.get(key, float) | None, key)
-    task.check_told(found, classes)
+    task.check_scores(found, classes)
 
 
 def _rows(client: Client, part: str) -> Rows:

@@ -63,14 +63,14 @@ def sentences(excluded: Sequence[Excluded], rounds: int) -> list[str]:
     for e in excluded:
         if e.code not in _EXTRA:
             by.setdefault((e.client, e.part), []).append(e)
-    told = []
+    sentences = []
     for (client, part), found in sorted(by.items(), key=lambda item: (-len(item[1]), item[0])):
         ((code, _),) = Counter(e.code for e in found).most_common(1)
         reason = next(e.reason for e in reversed(found) if e.code == code)
-        told.append(f"{client} was {MISSING[part]} {_often(found, part, rounds)}, {code}: {reason}")
-    if len(told) <= _SHOWN:
-        return told
-    return [*told[:_SHOWN], f"{len(told) - _SHOWN} more were left out; `excluded` in the result names each"]
+        sentences.append(f"{client} was {MISSING[part]} {_often(found, part, rounds)}, {code}: {reason}")
+    if len(sentences) <= _SHOWN:
+        return sentences
+    return [*sentences[:_SHOWN], f"{len(sentences) - _SHOWN} more were left out; `excluded` in the result names each"]
 
 
 def _often(found: Sequence[Excluded], part: str, rounds: int) -> str:

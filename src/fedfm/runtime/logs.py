@@ -198,8 +198,8 @@ def _gaps_of_messages(path: Path, finished: Mapping[str, Any] | None) -> list[st
             up, down = (up + size, down) if line.get("to") == "server" else (up, down + size)
     said = _damage_notices(MESSAGES, damaged)
     if finished is not None:
-        told = [(way, sent, finished.get(f"bytes_{way}")) for way, sent in (("up", up), ("down", down))]
-        short = [f"{way} {sent} of {total}" for way, sent, total in told if isinstance(total, int) and sent < total]
+        traffic = [(way, sent, finished.get(f"bytes_{way}")) for way, sent in (("up", up), ("down", down))]
+        short = [f"{way} {sent} of {total}" for way, sent, total in traffic if isinstance(total, int) and sent < total]
         if short:
             said.append(f"{MESSAGES} does not list all messages: bytes {', '.join(short)}")
     return said

@@ -23,9 +23,9 @@ def describe_preparation(model: Model) -> str | None:
     if tools.processor is not None:
         said |= {"processor": type(tools.processor).__name__, "how": tools.processor.to_dict()}
     elif tools.image is not None:
-        if (told := getattr(tools.image, "told", None)) is None:
+        if (settings := getattr(tools.image, "settings", None)) is None:
             return None
-        said["image"] = told
+        said["image"] = settings
     if tools.tokenizer is not None:
         if not getattr(tools.tokenizer, "is_fast", False):
             return None

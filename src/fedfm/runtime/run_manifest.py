@@ -43,11 +43,11 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     notices = beforehand.check(run.experiment.method, population)
     notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
-    told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
-    told += scoring_notices(run.experiment, *test_rows(run.experiment, population.federated))
-    for notice in (*notices, *told, *_on_disk(population)):
+    facts = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
+    facts += scoring_notices(run.experiment, *test_rows(run.experiment, population.federated))
+    for notice in (*notices, *facts, *_on_disk(population)):
         progress.notice(notice)
-    run.manifest["notices"] += [text for text in told if text not in run.manifest["notices"]]
+    run.manifest["notices"] += [text for text in facts if text not in run.manifest["notices"]]
     run.manifest |= {
         "clients": run.manifest["clients"] if run.metrics() else list(population.clients),
         "attackers": list(population.attackers.names) if population.attackers else [],

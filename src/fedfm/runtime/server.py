@@ -138,11 +138,11 @@ class Server:
             self._tell([f"ended after {t} of {method.rounds} rounds: one more would exceed privacy.halt_at_epsilon"])
         if of is None:
             state, of = self._best(t, state)
-        told, notice = self._aside(), self._progress.notice
+        aside, notice = self._aside(), self._progress.notice
         if t:
             models = self._evaluator.collect_models(state).values()
             self._tell(unmoved.notices(fed.model, self._untrained, models, run.manifest["notices"]))
-        return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
+        return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, aside)
 
     def _about_divergence(self) -> str:
         """Return advice for the case that a client's update contains NaN or has too large a norm."""
@@ -228,8 +228,8 @@ class Server:
             "bytes_down": self.fed.transcript.bytes_down,
         }
         aggregator = self.run.experiment.aggregation
-        told = (PASSES, *self.method.figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
-        line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
+        figures = (PASSES, *self.method.figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
+        line |= {name: self.fed.metrics[name] for name in figures if name in self.fed.metrics}
         if self._coded is not None:
             line["transport"] = self._coded.errors()
         self.run.note_messages(self.fed)

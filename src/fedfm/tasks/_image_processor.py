@@ -57,8 +57,8 @@ def read(path: Path | str, name: str, config: Any, tokenizer: Any) -> tuple[Any,
     if getattr(tokenizer, "chat_template", None) is None:
         tokenizer.chat_template = _template(found, name)
     scale = preprocessing.check_scale(images, name)
-    told = [*processor_files.notices(path, images), *unknown_keys.of_image_processor(path, images)]
-    return found, (*scale, *(f"model.name: {path} {text}" for text in told))
+    faults = [*processor_files.notices(path, images), *unknown_keys.of_image_processor(path, images)]
+    return found, (*scale, *(f"model.name: {path} {text}" for text in faults))
 
 
 def tokens_of(processor: Any) -> tuple[str, ...]:

@@ -59,8 +59,8 @@ def coarse_ranks(ranks: Sequence[float], labels: int) -> Ranks:
         low, high = logits[np.searchsorted(share, (0.05, 0.95))]
         size = max((high - low) / _TOLD, max(abs(low), abs(high)) / _DIGITS, 1e-30)
         width = 2.0 ** math.ceil(math.log2(size))
-        told = np.floor(logits / width).clip(low // width - _TAIL, high // width + _TAIL)
-        parts = [_spread(told, counts, width) for counts in (with_label, without)]
+        bins = np.floor(logits / width).clip(low // width - _TAIL, high // width + _TAIL)
+        parts = [_spread(bins, counts, width) for counts in (with_label, without)]
         place = c * _KEYS + _keys(np.concatenate(parts))
         has = np.arange(len(place)) < len(parts[0])
         triples = np.concatenate([triples, np.stack([place, has, ~has], axis=1).astype(np.int64)])
@@ -89,15 +89,15 @@ def _values(keys: Array) -> Array:
     return np.nan_to_num(found.astype(np.float64))
 
 
-def check_counts(told: Mapping[str, Any], labels: int) -> None:
+def check_counts(reply: Mapping[str, Any], labels: int) -> None:
     """Check that the counts by label and bin that a client sent are possible for its rows.
 
     Raises:
         ClientFault: with E_FIELD if they are not.
     """
-    n, names = told.get("n", 0), ("positives", "predicted_positives", "true_positives")
-    counts = [told.get(name) for name in names]
-    if any(of is not None and not _whole(of) for of in (*counts, told.get("ranks"))):
+    n, names = reply.get("n", 0), ("positives", "predicted_positives", "true_positives")
+    counts = [reply.get(name) for name in names]
+    if any(of is not None and not _whole(of) for of in (*counts, reply.get("ranks"))):
         raise ClientFault(E_FIELD, "counts by label: expected whole numbers that are not negative")
     positives, found, right = counts
     for name, of in zip(names[:2], (positives, found), strict=True):
@@ -105,7 +105,7 @@ def check_counts(told: Mapping[str, Any], labels: int) -> None:
             raise ClientFault(E_FIELD, f"{name}: {max(of):g} of {n:g} rows")
         if of is not None and right is not None and any(map(operator.gt, right, of)):
             raise ClientFault(E_FIELD, f"true_positives: more than {name}")
-    if (ranks := told.get("ranks")) is None:
+    if (ranks := reply.get("ranks")) is None:
         return
     if (
         len(ranks) % 3
@@ -227,12 +227,12 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def coarse_scores(told: Mapping[str, Any]) -> Mapping[str, Any]:
+def coarse_scores(reply: Mapping[str, Any]) -> Mapping[str, Any]:
     """A silo's scores and sums with the counts of :func:`coarse_ranks`; the scores follow from these sums."""
-    if not told.get("ranks") or not told.get("positives"):
-        return told
-    ranks = coarse_ranks(told["ranks"], len(told["positives"]))
-    return {**told, "ranks": ranks, **scores({**told, "rows": told["n"], "ranks": ranks})}
+    if not reply.get("ranks") or not reply.get("positives"):
+        return reply
+    ranks = coarse_ranks(reply["ranks"], len(reply["positives"]))
+    return {**reply, "ranks": ranks, **scores({**reply, "rows": reply["n"], "ranks": ranks})}
 
 
 def _numbers(value: Any) -> list[float]:

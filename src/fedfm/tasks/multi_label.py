@@ -102,16 +102,16 @@ class MultiLabel(OwnTargetsTask):
     def list_sizes(self, classes: Sequence[str]) -> dict[str, int]:
         return {name: size for name, size in super().list_sizes(classes).items() if name != "ranks"}
 
-    def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
+    def check_scores(self, scores: Mapping[str, Any], classes: Sequence[str]) -> None:
         from fedfm.tasks import _label_scores
 
-        _label_scores.check_counts(told, len(classes))
-        super().check_told(told, classes)
+        _label_scores.check_counts(scores, len(classes))
+        super().check_scores(scores, classes)
 
-    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         from fedfm.tasks import _label_scores
 
-        return _label_scores.coarse_scores(told)
+        return _label_scores.coarse_scores(scores)
 
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
         from fedfm.tasks import _label_scores

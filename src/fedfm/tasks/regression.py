@@ -134,8 +134,8 @@ class Regression(OwnTargetsTask):
         known = sums["calibration"] if sums["rows"] and isinstance(sums["calibration"], list) else None
         return {"accuracy": None, **self.means_over_rows(sums), **scores, "calibration": known}
 
-    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {key: value for key, value in told.items() if key != "calibration"}
+    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {key: value for key, value in scores.items() if key != "calibration"}
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:

@@ -516,22 +516,24 @@ class Task:
         """For each of :attr:`lists` with a fixed number of entries, this number."""
         return dict.fromkeys(self.lists, len(classes))
 
-    def check_told(self, told: Mapping[str, Any], classes: Sequence[str]) -> None:
+    def check_scores(self, scores: Mapping[str, Any], classes: Sequence[str]) -> None:
         """Check that scores and sums that a client sent can be those of some rows. Their types are right already.
 
         Raises:
             ClientFault: with E_FIELD if a list has a wrong number of entries, a sum is negative, or a share is not from
                 0 to 1.
         """
-        from fedfm.tasks import _told_scores
+        from fedfm.tasks import _score_checks
 
         signed = self.row_means.values()  # their means may have any sign
-        _told_scores.check_numbers(told, self.list_sizes(classes), [name for name in self.sums if name not in signed])
-        _told_scores.check_shares(told, self.drawn, self.sums, self.figures_of)
+        _score_checks.check_numbers(
+            scores, self.list_sizes(classes), [name for name in self.sums if name not in signed]
+        )
+        _score_checks.check_shares(scores, self.drawn, self.sums, self.figures_of)
 
-    def coarsen(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
         """The scores and sums of a silo, with no more detail in its lists than the pooled scores need."""
-        return told
+        return scores
 
     def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
         """The task with the values that a server chose by :meth:`choose` and sent in a message.

@@ -23,7 +23,7 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
     """Run the forward pass of all rows, one batch of every client at a time."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
-    passing.opened = fed.ask(method.open, told=passing.hello())
+    passing.opened = fed.ask(method.open, hello=passing.hello())
     passing.count_bytes()
     batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
     lost = dict[str, int]()

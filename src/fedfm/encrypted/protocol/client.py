@@ -61,7 +61,7 @@ class ClientHalf:
         """
         if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
-        client.store["told"] = pack(hello)
+        client.store["hello"] = pack(hello)
         key, evaluation = None, None
         if hello.key is not None:
             key, evaluation = self.sessions.open(client, hello.session, hello.tokens, hello.ring, hello.key)
@@ -237,9 +237,9 @@ def hello_of(client: Client) -> Hello:
     Raises:
         ClientFault: the server has not sent a hello.
     """
-    if "told" not in client.store:
+    if "hello" not in client.store:
         raise ClientFault(E_LOST, "the server has not sent a hello in this run")
-    found: Hello = unpack(client.store["told"], Hello)
+    found: Hello = unpack(client.store["hello"], Hello)
     return found
 
 

@@ -98,7 +98,7 @@ class EncryptedForwardPass:
             least = max(0, fed.enough(len(fed.clients)) - len(known))
             hello = self._hello(public)
             ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
-            for client, opened in ask(told=hello).items():
+            for client, opened in ask(hello=hello).items():
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
             passing.count_bytes()

@@ -30,7 +30,7 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
     fed.notice(NOTICE)
     _, released, scales = passing.model.frozen_parts
     hello = passing.hello(release=released.positions, scales=scales)
-    passing.opened = fed.ask(method.open, told=hello)
+    passing.opened = fed.ask(method.open, hello=hello)
     passing.count_bytes()
     for client, opened in passing.opened.items():
         for batch in range(len(spans_by_part(opened.rows, passing.batch))):

@@ -29,7 +29,7 @@ class ProtocolMethod(Protocol):
     def ring(self) -> int:
         """Degree of the ciphertexts' ring."""
 
-    def open(self, client: Client, told: Hello) -> Opened:
+    def open(self, client: Client, hello: Hello) -> Opened:
         """See step 1 in :class:`BlindFed`."""
 
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:

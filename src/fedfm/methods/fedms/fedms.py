@@ -162,16 +162,16 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         start = each({i: NOTHING if i in s.has else experts for i in cohort})
         Z = Z_g + fed.mean(self.adapt, of=cohort, like=Z_g.layout, Z_g=Z_g, start=start)  # equation 7
         out = {e.client for e in fed.excluded if e.round == t}
-        told: dict[ClientId, Activity] = fed.ask(self.activity, of=[i for i in cohort if i not in out], least=0)
-        for i in sorted(told.keys() & s.k.keys() - s.has.keys()):
+        activities: dict[ClientId, Activity] = fed.ask(self.activity, of=[i for i in cohort if i not in out], least=0)
+        for i in sorted(activities.keys() & s.k.keys() - s.has.keys()):
             fed.notice(f"{i} has lost its local expert: it starts again from the global one")
-        fed.metrics |= self.effort(need(fed.model), s, list(told.values()))
+        fed.metrics |= self.effort(need(fed.model), s, list(activities.values()))
         return MSState(
             s.W_g,
             s.Z_g.replace(Z),
-            s.k | {i: a.k for i, a in told.items()},
+            s.k | {i: a.k for i, a in activities.items()},
             dict.fromkeys(sorted((s.has.keys() | set(cohort)) - out), True),
-            s.deciding | {i: a.rows for i, a in told.items()},
+            s.deciding | {i: a.rows for i, a in activities.items()},
             s.frozen,
         )
 
@@ -240,12 +240,12 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         """The client's number of active layers, number of deciding rows, and time of backward passes."""
         return Activity(client.memory["k"], len(split(client)[1]), client.memory.get("backward", 0.0))
 
-    def effort(self, model: DualModel, s: MSState, told: Sequence[Activity]) -> dict[str, float]:
+    def effort(self, model: DualModel, s: MSState, activities: Sequence[Activity]) -> dict[str, float]:
         """Costs of the clients' local training, by the names in :attr:`figures`.
 
         ``active_layers`` and ``trainable_mean`` are means over the clients; the other values are sums.
         """
-        if not told:
+        if not activities:
             return {}
         named = layers(model, "layer")
         gate = sum(
@@ -253,15 +253,15 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         )
         at = {
             k: gate + sum(s.W_g[n].numel() for layer in active_layers(model, k) for n in named.get(layer, ()))
-            for k in {a.k for a in told}
+            for k in {a.k for a in activities}
         }
-        n, trainable = len(told), sum(at[a.k] for a in told)
+        n, trainable = len(activities), sum(at[a.k] for a in activities)
         values = (
-            sum(a.k for a in told) / n,
+            sum(a.k for a in activities) / n,
             trainable,
             trainable / n,
-            sum(a.rows for a in told),
-            sum(a.backward for a in told),
+            sum(a.rows for a in activities),
+            sum(a.backward for a in activities),
         )
         return dict(zip(self.figures, map(float, values), strict=True))
 

@@ -27,12 +27,12 @@ def communication(
     If ``counted`` is false, clients did not send their numbers of rows, so the size of the raw features is unknown.
     """
     sent = [(s.mixtures.covariance, k) for s in replies.values() for k in s.mixtures.components]
-    told: dict[str, Any] = {"formula_bytes": width * sum(formula_numbers(kind, dim, k) for kind, k in sent)}
+    details: dict[str, Any] = {"formula_bytes": width * sum(formula_numbers(kind, dim, k) for kind, k in sent)}
     if counted:
-        told["raw_feature_bytes"] = width * dim * sum(sum(s.counts) for s in replies.values())
-    lower = star and counted and told["raw_feature_bytes"] < told["formula_bytes"]
+        details["raw_feature_bytes"] = width * dim * sum(sum(s.counts) for s in replies.values())
+    lower = star and counted and details["raw_feature_bytes"] < details["formula_bytes"]
     warnings = ["the raw features would be smaller than the mixtures: lower method.components"] if lower else []
-    return told | {
+    return details | {
         "components_used": {
             c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()
         },
@@ -41,19 +41,19 @@ def communication(
     }
 
 
-def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str]:
+def left_out(details: Mapping[str, Any], min_count: int, private: bool) -> list[str]:
     """Notices about rows that no mixture represents, or whose noisy sum is below its noise."""
-    if rows := told.get("withheld_rows"):
+    if rows := details.get("withheld_rows"):
         drawn = " (rows drawn from noisy sums)" if private else ""
         return [
-            f"{_many(rows, 'row')} of {_many(told['withheld_classes'], 'class', 'classes')} withheld{drawn}: each of "
-            f"these classes has fewer than method.min_count = {min_count} rows at its client"
+            f"{_many(rows, 'row')} of {_many(details['withheld_classes'], 'class', 'classes')} withheld{drawn}: "
+            f"each of these classes has fewer than method.min_count = {min_count} rows at its client"
         ]
-    if (rows := told.get("left_out_rows")) is not None and told["cells"] > told["cells_kept"]:
+    if (rows := details.get("left_out_rows")) is not None and details["cells"] > details["cells_kept"]:
         return [
-            f"{told['cells'] - told['cells_kept']} of {told['cells']} noisy sums are not above their noise and "
-            f"are left out; by their noisy counts they stand for about {_many(rows, 'row')} (standard deviation "
-            f"{told['left_out_rows_std']:.0f})"
+            f"{details['cells'] - details['cells_kept']} of {details['cells']} noisy sums are not above their noise "
+            f"and are left out; by their noisy counts they stand for about {_many(rows, 'row')} (standard deviation "
+            f"{details['left_out_rows_std']:.0f})"
         ]
     return []
 

@@ -58,7 +58,7 @@ class State:
 
     w: Params
     heads: dict[str, Params]
-    told: dict[str, Any]
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -212,30 +212,30 @@ class FedPFT(Predictor, Private, Method[State]):
             state = self._pass_along(fed)
         elif self.privacy is not None:
             ask, handler = (private.pool_sums, self.sums) if self.pooled else (private.ask_sums, self.release)
-            received, told = ask(fed, handler, self.privacy)
-            state = State(self._head(fed, received), {}, told)
+            received, details = ask(fed, handler, self.privacy)
+            state = State(self._head(fed, received), {}, details)
         else:
             state = self._star(fed)
         if self.verify:
             counts = fed.ask(self.count_errors, check=check_errors, w=state.w)
             rows = sum(c["rows"] for c in counts.values())
-            state.told["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
+            state.details["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
         return state
 
     def _star(self, fed: Federation) -> State:
         """Line 8: the server receives every g^{i,c}; then it trains the head."""
         replies = fed.ask(self.summarise, check=checker(*_shape(fed.model), self.bound))
         received = {c: mixtures_of([s]) for c, s in replies.items()}
-        told = self._details_of(fed, replies)
+        details = self._details_of(fed, replies)
         if self.shuffle:
             received = {"": shuffle(received, seeds.generator(fed.seed_for("shuffle")))}
-            told |= {"components_used": {}, "withheld": {}}
+            details |= {"components_used": {}, "withheld": {}}
         w = self._head(fed, received)
         if self.bound:
-            told["bound"] = bound_details(
+            details["bound"] = bound_details(
                 fed, lambda rows: self.logits(fed.model, w, rows), replies, received, self.min_count
             )
-        return State(w, {}, told)
+        return State(w, {}, details)
 
     def _head(self, fed: Federation, received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]]) -> Params:
         """Lines 9 to 13: D~ = union of |F^{i,c}| draws from g^{i,c} with label c; the head h is trained on D~."""
@@ -265,22 +265,22 @@ class FedPFT(Predictor, Private, Method[State]):
         handler = self.pass_on if self.privacy is None else self.pass_noisy
         sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
         last = max(sent, key=lambda c: (len(sent[c].origins), list(sent).index(c)))
-        told = self._details_of(fed, {c: h.summary for c, h in sent.items()}) | {
+        details = self._details_of(fed, {c: h.summary for c, h in sent.items()}) | {
             "order": list(heads),
             "dropped": dropped,
         }
         if self.privacy is not None:
-            told |= private.told_of_sums(self.privacy)
-        return State(heads[last], heads, told)
+            details |= private.details_of_sums(self.privacy)
+        return State(heads[last], heads, details)
 
     def _details_of(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
         width = 2 if self.transport == "float16" else 4
         counted = self.counts == "exact"
-        told = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
+        details = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
         if counted:
-            told["withheld_classes"] = sum(len(s.withheld) for s in replies.values())
-            told["withheld_rows"] = sum(s.withheld_rows for s in replies.values())
-        return told
+            details["withheld_classes"] = sum(len(s.withheld) for s in replies.values())
+            details["withheld_rows"] = sum(s.withheld_rows for s in replies.values())
+        return details
 
     def params_for(self, state: State, client: ClientId) -> Params:
         return state.w
@@ -305,11 +305,11 @@ class FedPFT(Predictor, Private, Method[State]):
         return []
 
     def notices(self, state: State) -> list[str]:
-        warnings = [f"{text[:1].lower()}{text[1:]}" for text in state.told.get("warnings", ())]
-        return [*left_out(state.told, self.min_count, self.privacy is not None), *warnings]
+        warnings = [f"{text[:1].lower()}{text[1:]}" for text in state.details.get("warnings", ())]
+        return [*left_out(state.details, self.min_count, self.privacy is not None), *warnings]
 
     def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
-        found = dict(state.told)
+        found = dict(state.details)
         if state.heads and judge is not None:
             found["chain_accuracy"] = [judge(w)["accuracy"] for w in state.heads.values()]
         return found

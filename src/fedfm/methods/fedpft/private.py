@@ -117,7 +117,7 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
         "cells_kept": len(kept),
         "cells": classes * len(replies),
         **_left_out(plan, lost),
-        **told_of_sums(plan, typical, rows),
+        **details_of_sums(plan, typical, rows),
         "warnings": [text for text in warnings if text],
     }
 
@@ -143,7 +143,7 @@ def _guarantee_warning(plan: Plan, n: int, client_rows: int) -> str | None:
     )
 
 
-def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]:
+def details_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]:
     """Details of the noise of each client's own release, for a class of n rows."""
     sigma = plan.sum_sigma(n, client_rows=client_rows)
     return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}

@@ -67,7 +67,7 @@ class MLflow(Tracker):
             self._client.set_terminated(self._id, "KILLED")
             return
         self.log(int(result["rounds"]), {f"result/{k}": v for k, v in figures(result).items()})
-        told = models(run, result) | {"params_sha256": str(result["params_sha256"])}
-        self._client.log_batch(self._id, tags=[self._tag(k, v) for k, v in told.items()])
+        links = models(run, result) | {"params_sha256": str(result["params_sha256"])}
+        self._client.log_batch(self._id, tags=[self._tag(k, v) for k, v in links.items()])
         self._client.log_text(self._id, json.dumps(dict(result), indent=1), "result.json")
         self._client.set_terminated(self._id, "FINISHED")

@@ -12,7 +12,7 @@ _MOST = 10**9  # largest number of rows of a client
 _SLACK = 1e-3  # a rounded share may exceed 1 by at most this
 
 
-def check_numbers(told: Mapping[str, Any], sizes: Mapping[str, int], sums: Iterable[str]) -> None:
+def check_numbers(scores: Mapping[str, Any], sizes: Mapping[str, int], sums: Iterable[str]) -> None:
     """Check that n and the lengths of lists are right and no sum is negative; absent values are not checked.
 
     Args:
@@ -22,20 +22,20 @@ def check_numbers(told: Mapping[str, Any], sizes: Mapping[str, int], sums: Itera
     Raises:
         ClientFault: a value fails the check; the fault's code is E_FIELD.
     """
-    if not 0 <= told.get("n", 0) <= _MOST:
-        raise ClientFault(E_FIELD, f"n is {told['n']:g}: expected a number of rows")
+    if not 0 <= scores.get("n", 0) <= _MOST:
+        raise ClientFault(E_FIELD, f"n is {scores['n']:g}: expected a number of rows")
     for name, size in sizes.items():
-        found = told.get(name)
+        found = scores.get(name)
         if found is not None and len(found) != size:
             raise ClientFault(E_FIELD, f"{name} has {len(found)} entries: expected {size}")
     for name in sums:
-        found = told.get(name)
+        found = scores.get(name)
         if isinstance(found, int | float) and found < 0:
             raise ClientFault(E_FIELD, f"{name} is {found:g}: expected a sum that is not negative")
 
 
 def check_shares(
-    told: Mapping[str, Any],
+    scores: Mapping[str, Any],
     drawn: Iterable[str],
     sums: Iterable[str],
     figures_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
@@ -50,8 +50,8 @@ def check_shares(
     Raises:
         ClientFault: a share is outside this range; the fault's code is E_FIELD.
     """
-    known = {name: told.get(name) for name in sums}
-    every = [told]
+    known = {name: scores.get(name) for name in sums}
+    every = [scores]
     if any(value is not None for value in known.values()):
         # A share with divisor 0 is None and would pass, e.g. 5 right tags of 0 words; so sums of 0 are also tried as 1.
         every += [figures_of(known), figures_of({name: 1 if value == 0 else value for name, value in known.items()})]
