@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -182,20 +181,19 @@ class _WaitingFile:
 
 
 def serve(grid: Grid, context: Context) -> None:
-    """Main function of a ServerApp. The configuration's ``out`` and ``run`` give the run directory; an existing run is
-    resumed.
+    """Main function of a ServerApp. The configuration's ``out`` and ``run-name`` give the run directory; an existing run
+    is resumed.
 
     It raises an error for Flower, and also writes the error to :data:`OUTCOME` for the process that waits for the run.
     """
     child_processes.watch_parent()
     config = context.run_config
-    name = str(config.get("run") or f"run-{context.run_id}")
-    path = Path(str(config.get("out") or "runs")) / name
+    path = run_config.run_folder(config, context.run_id)
     if (path / "manifest.json").exists():
         run = Run.open(path)
     else:
         try:
-            tables = tomllib.loads(str(run_config.merge_settings(config)["experiment"]))
+            tables = run_config.with_paths(run_config.merge_settings(config))
             experiment = Experiment.from_dict(tables, imports=True)
         except InputError as error:
             raise InputError(f"--run-config: {error}") from None
