@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fedfm.cli import main
 from fedfm.engines.flower import bundle, loopback
 from fedfm.sites.kits import free_ports
 from processes import ENV, experiment, here, until
@@ -54,7 +55,7 @@ def superlink(folder: Path):
 @pytest.mark.simulation
 def test_flower_builds_and_runs_the_app_with_other_settings_and_the_bits_of_a_local_run(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 5')
-    here("app", tmp_path / "app", "--experiment", exp)
+    assert main(["app", str(tmp_path / "app"), "--experiment", str(exp)]) == 0
     with superlink(tmp_path) as env:
 
         def flwr(*args: str) -> str:

@@ -2,8 +2,8 @@
 
 ``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. Settings without a default are not keys;
 ``set = "run.min_clients=3; run.patience=2"`` sets them. Lists, and tables whose keys a user chose, stay in
-``experiment``, one inline table of TOML. Server and clients rebuild the same text. This module imports no large library,
-since a new process answers each message.
+``experiment``, one inline table of TOML. Server and clients rebuild the same text. This module imports no large
+library, since a new process answers each message.
 
 Paths of an app are relative, since an app is for any machine. The ServerApp and simulated clients look for them in the
 folder ``home``; silos do not read them.
