@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fedfm.engines.child_processes import is_locked
 from fedfm.errors import InputError
+from fedfm.reports.read import read
 from fedfm.reports.watch_server import REFRESH, WatchServer
-from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import LOCK
 
 _POLL = 0.5  # seconds between two looks at the run
@@ -34,7 +34,7 @@ def watch(path: Path, port: int, begun: Callable[[str], None]) -> bool:
         InputError: the folder has no run, no process is running it, or the port is in use.
     """
     path = path.resolve()
-    if Run.open(path).manifest["result"] is not None:
+    if _finished(path):
         raise InputError(f"{path}: the run has finished; `fedfm report {path}` writes its report")
     if not is_locked(path / "private" / LOCK):
         raise InputError(f"{path}: no process of this machine is running it; `fedfm resume {path}` continues it")
@@ -46,10 +46,14 @@ def watch(path: Path, port: int, begun: Callable[[str], None]) -> bool:
                 while is_locked(path / "private" / LOCK):
                     time.sleep(_POLL)
                 end = time.monotonic() + _LAST
-                while Run.open(path).manifest["result"] is not None and time.monotonic() < end:
+                while _finished(path) and time.monotonic() < end:
                     if server.showed_end:
                         break
                     time.sleep(_POLL)
         finally:
             server.shutdown()
-    return Run.open(path).manifest["result"] is not None
+    return _finished(path)
+
+
+def _finished(path: Path) -> bool:
+    return read(path, messages=False).is_finished

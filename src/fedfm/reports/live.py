@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fedfm.core.capabilities import Private
 from fedfm.privacy.accountant import Accountant
 from fedfm.reports import html
 from fedfm.reports.page import aside, page
-from fedfm.reports.read import mapping, numeric, sequence
+from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import NONE, count, esc, number
 from fedfm.runtime import waiting_file
 from fedfm.runtime.client_memory import Store
@@ -31,10 +30,8 @@ def render(path: Path, seconds: int) -> tuple[str, bool]:
     Raises:
         InputError: the folder has no run, or a file of it is damaged.
     """
-    run = Run.open(path)
-    if run.manifest["result"] is not None:
-        return html.render(path), True
-    return html.render(path, live=_now(run, seconds)), False
+    run = read(path, messages=False)
+    return html.render(path, live="" if run.is_finished else _now(run, seconds)), run.is_finished
 
 
 def notice(text: str) -> str:
@@ -42,28 +39,23 @@ def notice(text: str) -> str:
     return page("fedfm", f"<h1>fedfm</h1>{aside('No report at the moment', [text])}", [], "")
 
 
-def _now(run: Run, seconds: int) -> str:
+def _now(run: RunFiles, seconds: int) -> str:
     """What happens now: the round, the silos, the privacy spent so far."""
-    done = max((int(line["round"]) for line in run.metrics()), default=-1)
-    planned = int(numeric(_table(run, "method").get("rounds")) or 0)
+    planned = "" if run.planned_rounds is None else f" of {count(run.planned_rounds)}"
     at = datetime.datetime.now().astimezone().strftime("%H:%M:%S")
     tiles = [
-        ("Round", f"{count(max(done, 0))} of {count(planned)}", "done" if done >= 0 else "preparing the first one"),
+        ("Round", f"{count(run.done_rounds)}{planned}", "done" if run.rounds else "preparing the first one"),
         *_silos(run),
-        ("Epsilon spent", *_epsilon(run, max(done, 0))),
+        ("Epsilon spent", *_epsilon(run)),
     ]
     cells = "".join(f"<div><dt>{esc(a)}</dt><dd>{esc(b)}</dd><dd>{esc(c)}</dd></div>" for a, b, c in tiles)
-    again = f"As of {at}. This page loads itself again every {seconds} seconds, until the run ends."
-    return f'<div id="live" role="status"><dl class="tiles">{cells}</dl><p class="note">{again}</p></div>'
+    again = f"The run goes on. As of {at}; the page loads itself again every {seconds} seconds, until the run ends."
+    return f'<div id="live" role="status"><p class="note">{again}</p><dl class="tiles">{cells}</dl></div>'
 
 
-def _table(run: Run, name: str) -> Mapping[str, Any]:
-    return mapping(mapping(run.manifest.get("experiment")).get(name))
-
-
-def _silos(run: Run) -> list[tuple[str, str, str]]:
+def _silos(run: RunFiles) -> list[tuple[str, str, str]]:
     """Tiles on the silos that have answered and on those for which the server waits."""
-    engine, names = _table(run, "run").get("engine"), sequence(run.manifest.get("clients"))
+    engine, names = mapping(run.experiment.get("run")).get("engine"), sequence(run.manifest.get("clients"))
     waiting = waiting_file.read(run.path)
     if engine in _HERE:
         return [("Clients", count(len(names)), "computed on this machine"), ("Waited for", NONE, "no site is asked")]
@@ -81,18 +73,19 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _epsilon(run: Run, done: int) -> tuple[str, str]:
+def _epsilon(files: RunFiles) -> tuple[str, str]:
     """The epsilon of all that has been released so far, with what the planned rounds come to.
 
     A round that has begun counts, since clients may have sent what it releases. What a method itself releases counts
     as a whole from the first such round on.
     """
-    ledger = run.manifest["ledger"]
-    planned = numeric(ledger.get("epsilon"))
+    planned = numeric(mapping(files.manifest.get("ledger")).get("epsilon"))
     if planned is None:
         return NONE, "nothing is claimed"
+    run = Run.open(files.path)
     mechanism = run.experiment.aggregation.mechanism
-    begun = max(int(ledger.get("begun", 0)), done) + mechanism.repeat_count(Store(run.path / "private", "server"))
+    begun = max(int(run.manifest["ledger"].get("begun", 0)), files.done_rounds)
+    begun += mechanism.repeat_count(Store(run.path / "private", "server"))
     spent = Accountant()
     if begun:
         if isinstance(run.experiment.method, Private):
