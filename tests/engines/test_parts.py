@@ -24,6 +24,7 @@ from fedfm.core.wire import codec, payload
 from fedfm.engines.child_processes import Children
 from fedfm.engines.flower import (
     app_writer,
+    bundle,
     client_stub,
     deployment,
     loopback,
@@ -71,15 +72,20 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
     assert "flwr run" in told
     assert "silo.toml" in told
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
-    config = project["tool"]["flwr"]["app"]["config"]
-    held = Experiment.from_dict(tomllib.loads(run_config.merge_settings(config)["experiment"]))
+    config = dict(run_config._single(project["tool"]["flwr"]["app"]["config"], "")) | {"home": str(tmp_path / "app")}
+    held = Experiment.from_dict(run_config.with_paths(run_config.merge_settings(config)))
     assert held.data.path == str(tmp_path / "rows.npz")  # other processes read it from other folders
     assert (held.run.engine, held.run.wire) == ("deployment", False)
     assert project["tool"]["flwr"]["app"]["components"] == {
         "serverapp": "fedfm.apps:server",
         "clientapp": "fedfm.apps:client",
     }
-    assert private_api.build(tmp_path / "app") == private_api.build(tmp_path / "app")
+    before = private_api.build(tmp_path / "app")
+    (tmp_path / "app/runs/run-1").mkdir(parents=True)
+    for name in ("experiment.toml", "README.md", "private.py"):
+        (tmp_path / "app/runs/run-1" / name).write_text("")
+    assert private_api.build(tmp_path / "app") == before  # no run goes to the silos
+    bundle.check(before)
     with pytest.raises(InputError, match="already"):
         app_writer.write(tmp_path / "app", exp)
 

@@ -1,8 +1,10 @@
 """The configuration of a Flower app: an experiment whose single settings ``flwr run --run-config`` changes."""
 
+import socket
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from flwr.common.config import flatten_dict, fuse_dicts, parse_config_args
@@ -20,7 +22,9 @@ from fedfm.methods.fedbaf.fedbaf import FedBaF
 
 def written(folder, experiment):
     """The configuration that Flower reads from the app of an experiment."""
-    app_writer.write_app(folder, experiment, out=folder, settable=True)
+    (folder / "given.toml").write_text(experiment.to_toml())
+    app_writer.write(folder / "app", folder / "given.toml")
+    folder = folder / "app"
     return flatten_dict(tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 
@@ -32,8 +36,31 @@ def changed(config, text):
 @pytest.mark.parametrize("name", [m for m in METHODS if m not in ("centralised", "kd")])
 def test_an_app_says_every_experiment_whole(name, tmp_path):
     e = Experiment.from_dict(experiment_of(name, tmp_path))
-    told = run_config.merge_settings(written(tmp_path, e))["experiment"]
-    assert tomllib.loads(told) == tomllib.loads(app_writer.experiment_text(e))
+    merged = run_config.merge_settings(written(tmp_path, e) | {"home": str(tmp_path / "app")})
+    assert run_config.with_paths(merged) == tomllib.loads(app_writer.experiment_text(e))
+
+
+def test_an_app_is_for_any_machine_and_every_line_can_be_read(tmp_path, monkeypatch):
+    tables = experiment_of("fedavg", tmp_path)
+    rows = Path(tables["data"]["path"])
+    clients = {"north": str(rows), "south": str(rows)}
+    tables["data"] = {"clients": clients, "augment": []}
+    e = Experiment.from_dict(tables)
+    config = written(tmp_path, e)
+    text = (tmp_path / "app/pyproject.toml").read_text()
+    assert str(tmp_path) not in text
+    assert socket.gethostname() not in text
+    assert "\\n" not in text
+    assert "\nmethod.rounds = " in text.split("# What it leaves")[0]
+    assert config["out"] == "runs"
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "app").rename(moved)
+    found = run_config.with_paths(run_config.merge_settings(config | {"home": str(moved)}))
+    assert found["data"]["clients"] == clients
+    monkeypatch.chdir(moved)  # as a SuperLink that was started here
+    assert run_config.with_paths(run_config.merge_settings(config))["data"]["clients"] == clients
+    assert run_config.run_folder(config, 7) == moved / "runs/run-7"
+    assert run_config.run_folder(config | {"run-name": "trial", "out": str(tmp_path)}, 7) == tmp_path / "trial"
 
 
 def test_flwr_run_changes_settings(tmp_path):
@@ -44,7 +71,7 @@ def test_flwr_run_changes_settings(tmp_path):
     assert (told["method"]["rounds"], told["run"]["seed"]) == (7, 3)
     assert (told["run"]["min_clients"], told["data"]["limit"]) == (2, 50)
     assert Experiment.from_dict(told).method.rounds == 7
-    assert changed(config, 'run="trial-1"')["run"] == "trial-1"
+    assert changed(config, 'run-name="trial-1"')["run-name"] == "trial-1"
     with pytest.raises(ValueError, match=r"method\.turns"):
         changed(config, "method.turns=7")
     for text in ("run.engine=1", "run.workers=4"):
@@ -82,6 +109,9 @@ def test_apart_and_whole_are_inverse(tables):
     "config",
     [
         {"experiment": "x = [", "a.b": 1},
+        {"experiment": "{ x = "},
+        {"experiment": "{ x = 1 }\ny = 2"},
+        {"experiment": "{ " + ".".join("a" * 40) + " = 1 }"},
         {"experiment": "", ".".join("a" * 40): 1},
         {"experiment": "a = 1", "a.b": 1},
         {"experiment": "", "set": "no value"},

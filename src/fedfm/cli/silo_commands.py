@@ -1,12 +1,13 @@
-"""The subcommands ``fedfm leave`` and ``fedfm worth``: a client goes, and what each client brought."""
+"""The subcommands ``fedfm leave``, ``worth`` and ``watch``: a client goes, what each brought, a run while it runs."""
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fedfm.api.command_registry import Command
-from fedfm.api.terminal import say
+from fedfm.api.terminal import say, tell
 from fedfm.cli.imports import quick_imports
 from fedfm.core.text import visible
 
@@ -62,6 +63,32 @@ def _worth_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def watch(args: Namespace) -> int:
+    """Run ``fedfm watch``; return the exit code."""
+    with quick_imports():
+        from fedfm.api.watch import watch
+
+    def begun(url: str) -> None:
+        tell(f"open {url}\nthe page is for this machine alone; Ctrl-C ends it, and the run goes on", sys.stderr)
+
+    finished = watch(args.run, args.port, begun)
+    ended = "the run has finished" if finished else "the page has ended"
+    return say(
+        args, {"run": str(args.run), "finished": finished}, f"{ended}; `fedfm report {args.run}` writes its report"
+    )
+
+
+def _watch_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the directory of a run that is running")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 [a free one]")
+
+
+_WATCH_EXAMPLES = """examples:
+  fedfm watch runs/mine                                print the address of a page that renews itself until the run ends
+  ssh -L 8800:127.0.0.1:8800 server                    from another machine: forward a port, and on the server run
+  fedfm watch runs/mine --port 8800
+"""
+
 _LEAVE_EXAMPLES = """examples:
   fedfm leave runs/mine client-03                      a new run without client-03, in runs/mine-without-client-03
   fedfm leave runs/mine client-03 --out runs/rest      the same, in another directory
@@ -75,6 +102,7 @@ _WORTH_EXAMPLES = """examples:
 """
 
 COMMANDS = (
+    Command("watch", watch, "show a run in a browser while it runs", _WATCH_EXAMPLES, _watch_arguments, json=True),
     Command("worth", worth, "show what each client brought to a run", _WORTH_EXAMPLES, _worth_arguments, json=True),
     Command("leave", leave, "make a run without one of its clients", _LEAVE_EXAMPLES, _leave_arguments, json=True),
 )

@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 
 def write(run_dir: Path, baselines: Sequence[Path] | None = None, rows: RowPictures | None = None) -> Path:
-    """Write ``report.html`` into a run's directory.
+    """Write :func:`render` into a run's directory; returns the path."""
+    return save(render(run_dir, baselines, rows), Path(run_dir) / "report.html")
 
-    The same files give the same bytes. The report of an unfinished run shows the rounds so far.
+
+def render(
+    run_dir: Path, baselines: Sequence[Path] | None = None, rows: RowPictures | None = None, live: str = ""
+) -> str:
+    """The report as a page. The same files give the same text; an unfinished run has the rounds so far.
 
     Args:
-        run_dir: folder with manifest.json, metrics.jsonl and messages.jsonl.
         baselines: directories of other runs for comparison; None means the baselines that ran with this run.
         rows: pictures of some test rows; None for a report without pictures.
-
-    Returns:
-        The path of the report.
+        live: HTML in place of the line on an unfinished run.
 
     Raises:
         InputError: the manifest is missing, invalid, or of a newer schema.
@@ -66,9 +68,9 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None, rows: RowPictu
     version = esc(run.manifest.get("fedfm") or "")
     head = f'<p class="eyebrow">fedfm {version} · run report</p><h1>{esc(run.name)}</h1>'
     missing = aside("This record is incomplete", run.missing, ' id="missing" role="alert"')
-    head += f'<p class="lead">{sentence(run)}</p>{_status(run)}{missing}{_tiles(run)}{account.share_box(run)}'
+    head += f'<p class="lead">{sentence(run)}</p>{live or _status(run)}{missing}{_tiles(run)}{account.share_box(run)}'
     made = f"Written by fedfm {version} from manifest.json, metrics.jsonl and messages.jsonl of this run."
-    return save(page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made), Path(run_dir) / "report.html")
+    return page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made)
 
 
 def _of_some(name: str, run: RunFiles, has: bool) -> str:
@@ -121,9 +123,7 @@ def _status(run: RunFiles) -> str:
         return ""
     planned = f" of {run.planned_rounds}" if run.planned_rounds is not None else ""
     text = f"{run.done_rounds}{planned} rounds are committed; this page shows the state after the last one."
-    if not run.rounds:
-        text = "No round is committed yet."
-    text += " <code>fedfm resume</code> continues from there."
+    text = f"{text if run.rounds else 'No round is committed yet.'} <code>fedfm resume</code> continues from there."
     return f'<aside id="status" role="status"><strong>Unfinished run</strong><p>{text}</p></aside>'
 
 
@@ -137,7 +137,7 @@ def _tiles(run: RunFiles) -> str:
     if (best := details.get("model_of_round", run.done_rounds)) != run.done_rounds:
         of += f"; the model is that of round {count(best)}"
     epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
-    mean = f"mean of {run.sample or 'the clients'}"
+    mean, planned_rounds = f"mean of {run.sample or 'the clients'}", "" if run.is_finished else "of all planned rounds"
     tiles = [
         ("Global accuracy", percent(accuracy), "on the global test rows")
         if (accuracy := run.value(GLOBAL_ACCURACY)) is not None or run.value("loss") is None
@@ -148,7 +148,7 @@ def _tiles(run: RunFiles) -> str:
         ("Rounds", count(run.done_rounds), of),
         ("Time", duration(run.seconds), ""),
         ("Sent", f"{size(run.traffic_total('up'))}", f"up; {size(run.traffic_total('down'))} down"),
-        ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else ""),
+        ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else planned_rounds),
     ]
     if (both := run.value("harmonic_mean")) is not None:
         shares = (percent(run.value(key)) for key in ("base_accuracy", "new_accuracy"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
+from fedfm.core.toml_text import to_toml
 from fedfm.engines.flower import run_config, server_app
 from fedfm.engines.known_clients import dealt_clients, known_clients
 from fedfm.errors import InputError
@@ -18,7 +22,14 @@ from fedfm.version import __version__
 # Keys of [run] that describe the server's own machine.
 _ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
 _FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of machines, which ``flwr run`` cannot change
-_DEMO = {
+RUNS = "runs"  # the folder of an app in which run directories are
+_COMMENTS = (
+    "the name of the run directory; the same name continues the run",
+    "the folder of run directories",
+    "where relative paths start; if it is empty, where the SuperLink was started",
+    "'data.limit=50; run.patience=2' sets what this list lacks",
+)
+_DEMO: dict[str, Any] = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}},
     "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
     "method": {"name": "fedavg", "rounds": 5},
@@ -39,10 +50,12 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
     if chosen.method.needs.pooled:
         raise InputError(f'method "{chosen.method_name}" trains on pooled rows: no federation can run it')
-    out = folder.resolve() / "runs"
+    given = tomllib.loads(Path(experiment).read_text(encoding="utf-8-sig")) if experiment else _DEMO
+    out = folder / RUNS
     with storage.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_app(folder, chosen, out=out, settable=True)
+        _write_settable(folder, chosen, given)
+        (folder / ".gitignore").write_text(f"{RUNS}/\n", encoding="utf-8")  # Flower bundles no run then
     if known := chosen.server_only():  # Flower does not bundle the file below, since it has no suffix
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
@@ -51,35 +64,71 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
 
 
 def write_app(
-    folder: Path,
-    experiment: Experiment,
-    *,
-    out: Path,
-    run: str = "",
-    key: str = "",
-    loopback: bool = False,
-    settable: bool = False,
+    folder: Path, experiment: Experiment, *, out: Path, run: str = "", key: str = "", loopback: bool = False
 ) -> None:
-    """Write the pyproject.toml from which Flower builds a bundle.
+    """Write the pyproject.toml from which Flower builds the bundle of one run.
 
     Args:
         out: folder in which the ServerApp writes run directories.
         run: name of the run directory; an existing run of this name is resumed. If it is "", each Flower run makes a
             new directory.
         key: name of this run's folder at each client.
-        settable: whether ``flwr run --run-config`` may change single settings.
         loopback: whether the command that submits the run also starts the nodes. Such a node does not come back after
             it has ended.
     """
+    values: dict[str, Any] = {run_config.OUT: str(out), run_config.RUN: run, "key": key}
+    values |= {"loopback": True} if loopback else {}
+    _write_project(folder, experiment, _lines(values | {run_config.EXPERIMENT: experiment_text(experiment)}))
+
+
+def _write_settable(folder: Path, experiment: Experiment, given: Mapping[str, Any]) -> None:
+    """Write the pyproject.toml of an app for any machine, whose settings ``flwr run --run-config`` changes.
+
+    Args:
+        given: the tables that the user wrote; their keys come first.
+    """
+    start = folder.resolve()
+    tables = _tables(experiment, lambda path: os.path.relpath(path.resolve(), start))
+    values = run_config.split_settings(to_toml(tables), _FIXED)
+    rest, more = values.pop(run_config.EXPERIMENT), values.pop(run_config.SET)
+    first = {key: value for key, value in values.items() if _at(given, key)}
+    others = {key: value for key, value in values.items() if key not in first}
+    own = {run_config.RUN: "", run_config.OUT: RUNS, run_config.HOME: "", run_config.SET: more}
+    _write_project(
+        folder,
+        experiment,
+        [
+            "# flwr run . --run-config 'method.rounds=5' changes a key of this list.",
+            *(f"{line}  # {comment}" for line, comment in zip(_lines(own), _COMMENTS, strict=True)),
+            "",
+            "# What the experiment says",
+            *_lines(first),
+            "",
+            "# What it leaves at the default",
+            *_lines(others),
+            "",
+            "# Lists, tables of names, and what flwr run cannot change",
+            *_lines({run_config.EXPERIMENT: rest}),
+        ],
+    )
+
+
+def _at(tables: Mapping[str, Any], key: str) -> bool:
+    """Whether the tables have a value at a dotted key. A part written by its name alone has all of its keys' names."""
+    inner: Any = tables
+    for part in key.split("."):
+        if not isinstance(inner, Mapping):
+            return part == "name"  # adaptation = "lora" is short for { name = "lora" }
+        if part not in inner:
+            return False
+        inner = inner[part]
+    return True
+
+
+def _write_project(folder: Path, experiment: Experiment, config: Iterable[str]) -> None:
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
-    values: dict[str, Any] = {"out": str(out), "run": run, "key": key} | ({"loopback": True} if loopback else {})
-    values |= (
-        run_config.split_settings(experiment_text(experiment), _FIXED)
-        if settable
-        else {run_config.EXPERIMENT: experiment_text(experiment)}
-    )
-    lines = "\n".join(f"{_key(k)} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
+    lines = "\n".join(config)
     (folder / "pyproject.toml").write_text(
         f"""[build-system]
 requires = ["hatchling"]
@@ -111,19 +160,23 @@ clientapp = "fedfm.apps:client"
 
 def experiment_text(experiment: Experiment) -> str:
     """The text of an experiment that the ServerApp and the clients of a deployment receive, with absolute paths."""
+    return to_toml(_tables(experiment, lambda path: str(path.resolve())))
 
-    def path(text: str | None) -> str | None:
-        return str(Path(text).resolve()) if text and Path(text).exists() else text
 
-    data, model = experiment.data, replace(experiment.model, name=path(experiment.model.name) or "")
-    clients = {name: path(file) or file for name, file in data.clients.items()} if data.clients else data.clients
-    data = replace(data, path=path(data.path), hub=path(data.hub), clients=clients)
+def _tables(experiment: Experiment, rename: Callable[[Path], str]) -> dict[str, Any]:
+    """The tables of an experiment for a deployment, with its paths renamed."""
     spec = replace(experiment.run, engine="deployment", wire=False, workers=0, **_ON_THE_SERVER)
-    return replace(experiment, data=data, model=model, run=spec).for_clients().to_toml()
+    tables = replace(experiment, run=spec).for_clients().to_dict()
+    return run_config.rename_paths(tables, rename, Path())
 
 
-def _key(key: str) -> str:
-    return json.dumps(key) if "." in key else key  # without quotes, a TOML table "run" would hide the key "run"
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    """Dotted keys of TOML with their values."""
+    return [f"{'.'.join(map(_key, k.split('.')))} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items()]
+
+
+def _key(part: str) -> str:
+    return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else json.dumps(part, ensure_ascii=False)
 
 
 def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
@@ -140,7 +193,8 @@ def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
         return f"this machine cannot simulate the run: the number of clients is not known ({error})"
     return f"""here, simulated:
   export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
-  flwr run {folder} --stream --federation-config 'num-supernodes={nodes} client-resources-num-cpus=1'"""
+  flwr run {folder} --stream --run-config 'home="{folder.resolve()}"' \\
+    --federation-config 'num-supernodes={nodes} client-resources-num-cpus=1'"""
 
 
 def _how_to(folder: Path, experiment: Experiment) -> str:
@@ -163,7 +217,7 @@ on real machines, each with fedfm {__version__}, its extra "flower" and the thre
       --node-config 'silo="/path/to/silo.toml"'
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod --name NAME     # prod: a [superlink.prod] in $FLWR_HOME/config.toml
-    flwr run {folder} prod --stream
-    # --run-config 'run="trial-1"' names the run directory; the same name continues it
+    flwr run {folder} prod --stream --run-config 'home="{folder.resolve()}"'   # home: where relative paths start
+    # --run-config 'run-name="trial-1"' names the run directory; the same name continues it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
     # --run-config 'set="run.min_clients=3; run.patience=2"' changes settings that it does not list"""

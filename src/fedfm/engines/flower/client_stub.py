@@ -25,7 +25,7 @@ from typing import Any
 
 from fedfm.core.text import complain, safe_name
 from fedfm.engines.child_processes import cause, is_locked
-from fedfm.engines.flower.run_config import LONGEST
+from fedfm.engines.flower.run_config import LONGEST, RUN
 from fedfm.errors import E_DIED, E_EXCEPTION, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
 _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
@@ -57,7 +57,7 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
     key = str(config.get("key") or "")
     if not key:  # without a key, another experiment may use the same run name
         digest = hashlib.sha256(str(config.get("experiment")).encode(errors="surrogatepass")).hexdigest()
-        key = f"{config.get('run') or run_id}-{digest[:8]}"
+        key = f"{config.get(RUN) or run_id}-{digest[:8]}"
     if node.get("silo"):
         return root / RUNS / safe_name(key) / "silo"
     return root / safe_name(key) / safe_name(str(node.get("client")))

@@ -26,7 +26,7 @@ from fedfm.engines.flower.private_api import Control
 from fedfm.engines.interruption import Interrupted
 from fedfm.engines.known_clients import dealt_clients
 from fedfm.errors import InputError, RunError
-from fedfm.runtime import failures
+from fedfm.runtime import failures, waiting_file
 from fedfm.runtime.disclosure import private_notices
 from fedfm.runtime.run_directory import Run
 
@@ -271,17 +271,14 @@ class _Watch:
 
     def _tell_missing(self) -> None:
         """Report which silos the run waits for."""
-        try:
-            waiting = json.loads((self._run.path / server_app.WAITING).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        waiting = waiting_file.read(self._run.path)
+        if waiting is None:
             return
-        names = {node: name for name, node in waiting["asked"].items()}
+        names = {node: name for name, node in waiting.asked.items()}
         with contextlib.suppress(RunError):
-            look = bool(waiting["missing"]) or self._missing.any
+            look = bool(waiting.missing) or self._missing.any
             nodes = [node for node in self._control.nodes() if node.id in names] if look else []
-            here = [
-                replace(n, name=names[n.id], online=n.online or names[n.id] not in waiting["missing"]) for n in nodes
-            ]
+            here = [replace(n, name=names[n.id], online=n.online or names[n.id] not in waiting.missing) for n in nodes]
             self._missing.tell(here, left_out=not all(node.online for node in nodes))
 
     def _ending(self, gone: bool, details: str) -> str:

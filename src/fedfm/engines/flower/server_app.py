@@ -8,8 +8,7 @@ import json
 import os
 import sys
 import time
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.engines.flower.simulated_link import SimulatedLink
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
-from fedfm.runtime import missing_files, row_sums
+from fedfm.runtime import missing_files, row_sums, waiting_file
 from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.judge import judge
@@ -50,7 +49,6 @@ from fedfm.runtime.server import Server
 OUTCOME = "private/outcome.json"  # the ServerApp's error, for the process that waits for the run
 # File in the folder of the runs, with values that clients must not get. The bundle does not contain this file.
 SERVER_ONLY = "server-only"
-WAITING = "private/waiting.json"  # the silos for which the ServerApp waits; the process that submitted the run reads it
 LOCK = "private/server.lock"  # locked while a ServerApp writes the run; has the ids of the process and of Flower's run
 
 
@@ -126,7 +124,7 @@ def host(
             slots=slots,
             returns=real and returns,
             answered=answered,
-            waits=_WaitingFile(run.path / WAITING).tell if real else lambda asked, missing: None,
+            waits=waiting_file.Writer(run.path).tell if real else lambda asked, missing: None,
             min_clients=spec.min_clients or 1,
             known=run.manifest["clients"] if real and returns and run.metrics() else (),
             stop=stop,
@@ -157,45 +155,19 @@ def host(
             on_end(link.straggling)
 
 
-class _WaitingFile:
-    """Writes the file that lists the silos for which the ServerApp waits."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._written = path, dict[str, Any]()
-        self._nodes = dict[str, int]()  # the nodes of clients that took part before a stop
-        with contextlib.suppress(OSError, ValueError):
-            self._nodes |= json.loads(path.read_text(encoding="utf-8"))["asked"]
-
-    def tell(self, asked: Mapping[str, int], missing: Collection[str]) -> None:
-        """Write the file if its content has changed.
-
-        Args:
-            asked: nodes of the clients that were asked.
-            missing: clients that have not answered, and clients that took part before a stop and have not reconnected.
-        """
-        before = {name: self._nodes[name] for name in missing if name in self._nodes}
-        record = {"asked": before | dict(asked), "missing": sorted(missing)}
-        if record != self._written:
-            self._written = record
-            with contextlib.suppress(RunError):  # the file only informs people
-                storage.write_atomic(self._path, json.dumps(record).encode(), 0o600, sync=False)
-
-
 def serve(grid: Grid, context: Context) -> None:
-    """Main function of a ServerApp. The configuration's ``out`` and ``run`` give the run directory; an existing run is
-    resumed.
+    """Main function of a ServerApp. The configuration names the run directory; an existing run is resumed.
 
     It raises an error for Flower, and also writes the error to :data:`OUTCOME` for the process that waits for the run.
     """
     child_processes.watch_parent()
     config = context.run_config
-    name = str(config.get("run") or f"run-{context.run_id}")
-    path = Path(str(config.get("out") or "runs")) / name
+    path = run_config.run_folder(config, context.run_id)
     if (path / "manifest.json").exists():
         run = Run.open(path)
     else:
         try:
-            tables = tomllib.loads(str(run_config.merge_settings(config)["experiment"]))
+            tables = run_config.with_paths(run_config.merge_settings(config))
             experiment = Experiment.from_dict(tables, imports=True)
         except InputError as error:
             raise InputError(f"--run-config: {error}") from None

@@ -26,8 +26,9 @@ from flwr.clientapp import ClientApp
 
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
+from fedfm.core.toml_text import to_toml
 from fedfm.core.wire import flower_records
-from fedfm.engines.flower import base_memory, client_host
+from fedfm.engines.flower import base_memory, client_host, run_config
 from fedfm.engines.flower.orphan_cleanup import end_all, reaping
 from fedfm.engines.flower.private_api import quiet
 from fedfm.engines.flower.private_ray import kill_ray, simulate, start_ray
@@ -249,8 +250,8 @@ def answer(
     config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes
 ) -> tuple[str, bytes]:
     """Answer a message of an app that ``flwr run`` simulates; the run's configuration has the experiment."""
-    path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
-    return _host_of(str(config["experiment"]), path).answer(partition, handler, head, data)
+    path, text = run_config.run_folder(config, run_id), to_toml(run_config.with_paths(config))
+    return _host_of(text, path).answer(partition, handler, head, data)
 
 
 def _host_of(experiment: str, path: Path) -> client_host.ClientHost:

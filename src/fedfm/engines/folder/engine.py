@@ -24,7 +24,7 @@ from fedfm.engines.folder.request_record import RequestRecord
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 from fedfm.privacy.crypto import keys
-from fedfm.runtime import row_sums
+from fedfm.runtime import row_sums, waiting_file
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.judge import judge
 from fedfm.runtime.population import populate
@@ -73,6 +73,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             min_clients=spec.min_clients or 1,
             stop=stop,
+            waits=waiting_file.Writer(run.path).tell,
             progress=progress.client,
             notice=note,
             tell=progress.notice,

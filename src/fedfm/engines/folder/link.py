@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class FolderLink:
         greeting: payload of the hello message.
         min_clients: smallest number of silos with which a run begins.
         stop: called while waiting; True raises :class:`Interrupted`.
+        waits: called with the silos that were asked, each with 0, and with those that have not answered.
         progress: called for every silo that answers.
         notice: receives lines that the run stores; ``tell`` receives lines only for the screen.
 
@@ -87,13 +88,14 @@ class FolderLink:
         greeting: Mapping[str, Any] | None = None,
         min_clients: int = 1,
         stop: Callable[[], bool] = lambda: False,
+        waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
         progress: Callable[[], None] = lambda: None,
         notice: Callable[[str], None] = lambda text: None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._posts, self._run, self._experiment, self._patience = dict(posts), run, experiment, patience
         self._identity, self._most, self._stop = identity, most, stop
-        self._progress, self._notice, self._tell = progress, notice, tell
+        self._progress, self._notice, self._tell, self._waits = progress, notice, tell, waits
         for post in self._posts.values():
             post.back.most = None if most is None else most + _AROUND
         self._barred: dict[ClientId, ClientFault] = {}
@@ -210,7 +212,9 @@ class FolderLink:
     def _collect(self, waiting: dict[ClientId, _Open], keep: bool = False) -> Iterator[Reply]:
         """Yield replies as they arrive; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
         pause, asked, changed = _POLL[0], len(waiting), time.monotonic()
+        names = dict.fromkeys(waiting, 0)
         while waiting:
+            self._waits(names, waiting)
             came, now = False, time.monotonic()  # a letter that is in the folder by now is not late
             for name, one in sorted(waiting.items()):
                 if (reply := self._look(one)) is not None:
@@ -231,6 +235,7 @@ class FolderLink:
                     self._say(sorted(waiting), asked)
                 pause = _POLL[0] if came else min(pause * 1.5, _POLL[1])
                 time.sleep(pause)
+        self._waits(names, ())
 
     def _say(self, names: Sequence[ClientId], asked: int) -> None:
         """Tell the operator for which silos the run waits."""
