@@ -18,10 +18,10 @@ import hypothesis
 import pytest
 import torch
 
-# The suite is the same every time; FEDFM_RANDOM_TESTS=1 looks for new cases.
-hypothesis.settings.register_profile("fixed", derandomize=True)
-if os.environ.get("FEDFM_RANDOM_TESTS") != "1":
-    hypothesis.settings.load_profile("fixed")
+# The suite is the same every time; FEDFM_RANDOM_TESTS=1 looks for new cases. No test fails since a machine is slow.
+_RANDOM = os.environ.get("FEDFM_RANDOM_TESTS") == "1"
+hypothesis.settings.register_profile("fedfm", derandomize=not _RANDOM, deadline=None)
+hypothesis.settings.load_profile("fedfm")
 
 torch.set_num_threads(1)
 os.fsync = lambda file: None  # nobody cuts the power here; runs in processes of their own still wait for the disk
