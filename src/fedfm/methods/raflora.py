@@ -1,6 +1,6 @@
 """raFLoRA: Preventing Rank Collapse in Federated Low-Rank Adaptation with Client Heterogeneity.
 
-Wu, Hu, Min, Wang. 2026. arXiv:2602.13486. Rank-partitioned aggregation, as its abstract describes it.
+Wu, Hu, Min, Wang. 2026. arXiv:2602.13486. Algorithm: rank-partitioned aggregation, as the abstract describes it.
 
 The distinct ranks r_1 < r_2 < ... of the clients cut an adapter into partitions. Partition h is made of the columns
 r_{h-1} + 1 to r_h of B and the same rows of A. The clients M_h hold it, which are those of rank r_h or more:
