@@ -100,7 +100,7 @@ BY_ROW = {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_
 # fmt: off
 BY_OPTIMISER = {
     "fedadam", "fedavg", "fedavgm", "fedawa", "fedbaf", "fedbip", "fedex_lora", "fedprox", "fedyogi", "flexlora",
-    "flora", "ldawa", "local", "scaffold", "weight_init",
+    "flora", "ldawa", "local", "raflora", "scaffold", "weight_init",
 }
 # fmt: on
 

@@ -18,9 +18,11 @@ from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
-from fedfm.methods._lora_products import ExactLora, average, delta_w, terms
+from fedfm.methods._lora_products import ExactLora, Term, average, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
+
+ENERGY = "energy_above_least_rank"  # share of ||Delta W||_F^2 in the singular values after the clients' smallest rank
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class FlexLoRA(ExactLora[Cut]):
-    """The exact Delta W is truncated by its SVD to each client's rank; the result has the largest rank."""
+    """The exact Delta W is truncated by its SVD to each client's rank; the result has the largest rank.
+
+    Only clients of a larger rank hold the directions above the smallest rank, but Delta W weighs these directions as
+    if all clients held them. So their energy falls from round to round.
+    """
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
+    figures: ClassVar[tuple[str, ...]] = (ENERGY,)
 
     def init(self, fed: Federation) -> Cut:
         self.ranks_of(fed)
@@ -52,16 +59,34 @@ class FlexLoRA(ExactLora[Cut]):
         r = self.ranks_of(fed)
         starts = {k: lora.first(state.w, r[k]) for k in fed.sample(self.fraction)}
         found = terms(fed, self.train, starts, w=each(starts))
-        dW = delta_w(found, lora.alpha_of(fed.model))  # sum_k p_k s_k B_k A_k
+        dW = self.aggregate(found, sorted({*r.values()}), state.w, lora.alpha_of(fed.model))
         adapter, sigma = cut(dW, state.w, lora.alpha_of(fed.model))
         w = state.w.replace(adapter | average(found, lora.rest(state.w)))
-        return Cut(
-            w, {str(rank): truncation_error(sigma, rank) for rank in sorted({*r.values()})}, truncation_error(sigma, 0)
-        )
+        error = {rank: truncation_error(sigma, rank) for rank in sorted({*r.values()})}
+        energy = truncation_error(sigma, 0)
+        fed.metrics[ENERGY] = error[min(error)] / energy if energy else 0.0
+        return Cut(w, {str(rank): e for rank, e in error.items()}, energy)
+
+    def aggregate(self, found: Sequence[Term], ranks: Sequence[int], w: Params, alpha: float) -> dict[str, Factors]:
+        """For each module Delta W = sum_k p_k s_k B_k A_k as factors, from the cohort's terms.
+
+        Args:
+            ranks: the distinct ranks of all clients, ascending.
+            w: the server's adapter, from which the cohort started.
+        """
+        return delta_w(found, alpha)
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         return Update(any_rank.fit(self.local, client, w) - w, self.weight(client), client.metrics)
+
+    def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
+        if len({*self.ranks}) < 2:
+            return []
+        return [
+            f"method.ranks = {list(self.ranks)}: of what is learned above rank {min(self.ranks)} the mean loses a part "
+            "in every round, since clients of smaller ranks count as zero there; raflora keeps it"
+        ]
 
     def params_for(self, state: Cut, client: ClientId) -> Params:
         return state.w
