@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from flwr.serverapp import Grid
 
@@ -28,11 +29,12 @@ class Registry:
 
     Args:
         tells: whether the Grid knows the names, as a SuperLink's Grid does.
+        names: names that are known already, as in a simulation.
     """
 
-    def __init__(self, grid: Grid, tells: bool) -> None:
+    def __init__(self, grid: Grid, tells: bool, names: Mapping[int, ClientId] = MappingProxyType({})) -> None:
         self._grid, self._tells = grid, tells
-        self._names: dict[int, ClientId] = {}
+        self._names = dict(names)
 
     def look(self) -> None:
         """Read the names of the connected nodes. A node that disconnects keeps its name here."""
@@ -84,7 +86,7 @@ class Registry:
             return ""
         if own != name:
             return f'{said}, but its key is registered as "{visible(own[:_MOST])}"'
-        if [*self._names.values()].count(own) > 1 and (twice or taken.get(name, node) != node):
+        if (twice or taken.get(name, node) != node) and [*self._names.values()].count(own) > 1:
             return f"{said}, as another node's does, and both keys are registered under that name"
         return ""
 

@@ -24,6 +24,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
+from fedfm.core.method import fraction_of
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
 from fedfm.engines import child_processes
@@ -33,7 +34,6 @@ from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
-from fedfm.engines.flower.simulated_link import SimulatedLink
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import missing_files, row_sums
@@ -112,8 +112,6 @@ def host(
         kind: Callable[..., FlowerLink] = FlowerLink
         if outstanding is not None:
             kind = partial(FlowerStream, outstanding=outstanding)
-        elif nodes:
-            kind = partial(SimulatedLink, nodes=nodes)
         link = kind(
             grid,
             gather=spec.timeout,
@@ -122,6 +120,8 @@ def host(
             identity=population.model.identity,
             most=room(population.model.layout),
             spare=real,
+            lazy=fraction_of(experiment.method) < 1,
+            nodes=nodes,
             greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             slots=slots,
             returns=real and returns,
