@@ -36,7 +36,8 @@ class GreetingLink:
         identity: fingerprint of the server's model; a client with another model does not take part.
         spare: whether the Grid is a SuperLink's. If so, cached parameters are sent as their hash, and nodes have names.
         lazy: whether a node gets its hello when its client is first asked.
-        nodes: the node of each client, if a simulation knows them; such a link is lazy and does not wait for nodes.
+        simulated: whether any node can answer for any client, as in a simulation. Then the link gives each client a
+            node, and the node's messages have the client's name; such a link is lazy.
         greeting: payload of the hello message to every client.
         returns: whether a node may reconnect within the time limit; it then gets the request again.
         waits: called at intervals with the node of each client that was asked, and with the clients that have not
@@ -64,7 +65,7 @@ class GreetingLink:
         identity: str | None = None,
         spare: bool = False,
         lazy: bool = False,
-        nodes: Mapping[ClientId, int] | None = None,
+        simulated: bool = False,
         greeting: Mapping[str, Any] | None = None,
         returns: bool = False,
         waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
@@ -74,19 +75,19 @@ class GreetingLink:
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._grid, self._patience, self._stop, self._waits, self._notice = grid, gather, stop, waits, notice
-        self._lazy, self._expected, self._greeting = lazy or bool(nodes), tuple(expected), dict(greeting or {})
+        self._lazy, self._simulated = lazy or simulated, simulated
+        self._expected, self._greeting = tuple(expected), dict(greeting or {})
         if spare:
             self._greeting[parameter_cache.NAMES] = True
         self._presence = Presence(grid, returns)
-        self._registry = Registry(grid, spare, {node: client for client, node in (nodes or {}).items()})
+        self._registry = Registry(grid, spare)
         self._members = Members(
             self._registry, expected=expected, identity=identity, known=known, notice=notice, again=self._lazy
         )
         self._greeted: set[int] = set()
         self.hellos: list[Crossing] = []
         self._crossed: Callable[[Crossing], None] = lambda crossing: None
-        if not nodes:
-            self._gather(min_clients)
+        self._gather(min_clients)
         self._members.gathered = True
 
     @property
@@ -136,10 +137,13 @@ class GreetingLink:
             now, there = time.monotonic(), len(set(self._grid.get_node_ids()))
             if there != count:
                 count, changed = there, now
-            enough = count >= max(min_clients, 1) and now - changed > _SETTLE
+            enough = count >= max(min_clients, 1) and now - changed > _SETTLE and not self._simulated
             if (self._expected and count >= len(self._expected)) or enough or now - begun > self._patience:
                 break
             time.sleep(0.1)
+        if self._simulated:
+            self._assign(count)
+            return
         self._greet(())
         tried = set[ClientId]()
         while not self._members.nodes and (rest := sorted(self._members.connected - tried)):
@@ -161,6 +165,12 @@ class GreetingLink:
             self._notice(NAMELESS)
         if missing := self._members.missing:
             self._notice(f"no node connected for {', '.join(missing)}")
+
+    def _assign(self, count: int) -> None:
+        """Give each client of a simulation a node."""
+        if count < len(self._expected):
+            raise RunError(f"Flower's simulation made {count} of {len(self._expected)} nodes")
+        self._registry.enter(dict(zip(self._grid.get_node_ids(), self._expected, strict=False)))
 
     def _greet(self, asked: Collection[ClientId]) -> None:
         """Send a hello to each node that has not received one; a lazy link only to those of the clients ``asked``, and

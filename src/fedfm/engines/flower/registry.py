@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 
 from flwr.serverapp import Grid
 
@@ -18,7 +17,8 @@ from fedfm.core.text import visible
 from fedfm.errors import E_CLIENT, ClientFault
 
 NAMELESS = (
-    "some nodes' keys are registered without a name, and such a node can use any name; register them with a name: "
+    "some nodes' keys are registered without a name; such a node can use any name, and gets a hello before round 1 even "
+    "if no round asks it; register them with a name: "
     "flwr supernode register KEY SUPERLINK --name NAME"
 )
 _MOST = 80  # longest name in a message, in characters
@@ -29,11 +29,14 @@ class Registry:
 
     Args:
         tells: whether the Grid knows the names, as a SuperLink's Grid does.
-        names: names that are known already, as in a simulation.
     """
 
-    def __init__(self, grid: Grid, tells: bool, names: Mapping[int, ClientId] = MappingProxyType({})) -> None:
+    def __init__(self, grid: Grid, tells: bool) -> None:
         self._grid, self._tells = grid, tells
+        self._names: dict[int, ClientId] = {}
+
+    def enter(self, names: Mapping[int, ClientId]) -> None:
+        """Name the nodes of a simulation."""
         self._names = dict(names)
 
     def look(self) -> None:

@@ -22,7 +22,6 @@ from flwr.serverapp import Grid
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
 from fedfm.core.method import fraction_of
 from fedfm.core.text import visible
@@ -83,7 +82,7 @@ def host(
     slots: int = 0,
     returns: bool = True,
     on_end: Callable[[bool], None] = lambda straggling: None,
-    nodes: Mapping[ClientId, int] | None = None,
+    simulated: bool = False,
 ) -> dict[str, Any]:
     """Run from the last commit to the end; returns the result.
 
@@ -93,7 +92,7 @@ def host(
         returns: whether nodes may reconnect, as on a network.
         on_end: called at the end, also after an error; its argument is whether clients that timed out may still be
             running.
-        nodes: the node of each client, if a simulation knows them.
+        simulated: whether any node of the Grid can answer for any client, see :class:`SimulatedClients`.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
@@ -121,7 +120,7 @@ def host(
             most=room(population.model.layout),
             spare=real,
             lazy=fraction_of(experiment.method) < 1,
-            nodes=nodes,
+            simulated=simulated,
             greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             slots=slots,
             returns=real and returns,
