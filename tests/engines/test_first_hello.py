@@ -89,7 +89,7 @@ def test_only_those_that_are_asked_are_greeted_and_the_bits_are_the_local_ones(t
         assert METHOD.params_for(state, client).sha256() == METHOD.params_for(expected, client).sha256()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.sets(st.sampled_from(sorted(ROWS)), min_size=1), min_size=1, max_size=4),
     st.sets(st.sampled_from(sorted(ROWS))),
