@@ -25,7 +25,7 @@ from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.app_writer import experiment_text
 from fedfm.engines.flower.client_host import ClientHost, of_folder
-from fedfm.engines.flower.link import HELLO, FlowerLink
+from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import error_codes, identity, serialised_nbytes
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.simulation import reply
@@ -34,6 +34,7 @@ from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
+from fedfm.privacy.exposure import HELLO
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD
 from grid import InProcessGrid

@@ -19,12 +19,12 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import apps, client_host, client_stub, client_worker, loopback
-from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
+from fedfm.privacy.exposure import HELLO
 from fedfm.runtime import own_rows
 from fedfm.sites import request_log, silo_config, silo_session
 from small import tiny_vit

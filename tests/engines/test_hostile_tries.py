@@ -27,11 +27,11 @@ from test_hostile_server import CLASSES, Bomb, experiment
 from fedfm.config.registry import available, resolve
 from fedfm.core.wire import flower_records, payload
 from fedfm.engines.flower import apps, client_host, client_stub
-from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.privacy.crypto import keys
+from fedfm.privacy.exposure import HELLO
 from small import tiny_vit
 
 ROW, PLACE = "CanaryOfTheRows", "CanaryOfThePath"

@@ -143,14 +143,9 @@ def a_simulation_takes_apps_from_memory_and_resources_for_ray_and_another_pool(
 
 @needs(
     "simulate",
-    "flwr.server.superlink.fleet.vce.vce_api",
     "flwr.server.superlink.fleet.vce.backend.raybackend",
 )
-def a_simulation_registers_its_nodes_by_one_function_and_takes_the_pool_from_its_module(api: Any, backend: Any) -> None:
-    made = inspect.signature(api._register_nodes).return_annotation
-    assert made in ("NodeToPartitionMapping", dict[int, int])
-    assert api.NodeToPartitionMapping == dict[int, int]
-    assert "_register_nodes(" in inspect.getsource(api.start_vce)
+def a_simulation_takes_the_pool_from_its_module(backend: Any) -> None:
     assert hasattr(backend, "BasicActorPool")
 
 

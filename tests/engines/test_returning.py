@@ -230,7 +230,7 @@ class Late(InProcessGrid):
 
 @pytest.mark.parametrize("known", [(), sorted(ROWS)])
 def test_a_run_that_goes_on_waits_for_who_took_part_before(tmp_path, monkeypatch, known):
-    monkeypatch.setattr("fedfm.engines.flower.link._SETTLE", 0.2)
+    monkeypatch.setattr("fedfm.engines.flower.greeting_link._SETTLE", 0.2)
     told = []
     grid = Late(sites(METHOD, tmp_path / "a"), looks=12)
     waits = lambda asked, missing: told.append(sorted(missing))  # noqa: E731
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_waits_for_who_took_part_before(tmp_path, monkeypatch
 
 
 def test_who_took_part_before_and_does_not_come_is_named_in_every_round(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedfm.engines.flower.link._SETTLE", 0.0)
+    monkeypatch.setattr("fedfm.engines.flower.greeting_link._SETTLE", 0.0)
     notices = []
     grid = Late(sites(METHOD, tmp_path), looks=float("inf"))
     fed = over(grid, expected=(), known=sorted(ROWS), gather=0.5, notice=notices.append)

@@ -84,7 +84,7 @@ def check(args: Namespace) -> int:
             *scoring_notices(experiment, *test_rows(experiment, population.federated)),
         ]
         if expected is not None:
-            result["forecast"] = asdict(expected)
+            result["forecast"] = {**vars(expected)}  # no copy of the lists of all clients
             if len(expected.rows) > MANY:
                 from fedfm.core.name_ranges import shorten
 

@@ -17,6 +17,7 @@ from fedfm.core import tasks
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, action, on_client
 from fedfm.core.fields import check
+from fedfm.core.method import fraction_of
 from fedfm.core.text import listing
 from fedfm.errors import E_FIELD, E_REFUSED, ClientFault, InputError, RunError
 from fedfm.models.model import Model
@@ -196,7 +197,10 @@ def agree(
     for key in _task(fed.model).keys_from_sums:
         run.manifest["experiment"]["model"][key] = getattr(experiment.model, key)
     if not keys:
-        keys, notices = _ask(fed, missing_keys(experiment) or ("", ""))
+        needed = missing_keys(experiment) or ("", "")
+        keys, notices = _ask(fed, needed)
+        if fraction_of(experiment.method) < 1:
+            notices.append(f"every silo was asked before round 1, although a round asks only some: {needed[0]}")
         for text in notices:
             notice(text)
         run.manifest["notices"] += [text for text in notices if text not in run.manifest["notices"]]

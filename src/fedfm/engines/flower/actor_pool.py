@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -24,7 +24,6 @@ class ActorPool:
 
     Args:
         capacity: largest number of actors.
-        clients: names of the clients by their number.
         lost: called with the name of a client whose actor was lost, and the id of the actor's node.
         closed: set when the run ends; then no message waits for an actor any more.
     """
@@ -36,17 +35,15 @@ class ActorPool:
         actor_kwargs: Mapping[str, Any],
         *,
         capacity: int,
-        clients: Sequence[str],
         lost: Callable[[str, str], None],
         closed: threading.Event,
     ) -> None:
         self._make: Callable[[], Any] = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
         self.actors_capacity, self.num_actors = capacity, 0
-        self._clients, self._lost = clients, lost
-        self._closed, self._lock = closed, threading.Lock()
+        self._lost, self._closed, self._lock = lost, closed, threading.Lock()
         self._ready: list[Any] = []
         self._starting: dict[Any, Any] = {}  # by the result of a first call
-        self._busy: dict[Any, tuple[Any, int]] = {}  # actor and client, by the result of the call
+        self._busy: dict[Any, tuple[Any, str]] = {}  # actor and client, by the result of the call
         self._nodes: dict[Any, str] = {}  # id of each actor's node
         self._failures = 0
 
@@ -73,10 +70,9 @@ class ActorPool:
             RayActorError: no actor runs, and none has started for some time.
         """
         actor = self._take()
-        app_fn, message, client, context = job
-        future = actor_fn(actor, app_fn, message, client, context)
+        future = actor_fn(actor, *job)
         with self._lock:
-            self._busy[future] = actor, int(client)
+            self._busy[future] = actor, job[1].metadata.group_id
         return future
 
     def _take(self) -> Any:
@@ -120,7 +116,7 @@ class ActorPool:
                 node = self._nodes.pop(actor)
                 ray.kill(actor)  # its core must be free for the new actor
                 self._start()
-            self._lost(self._clients[client], node)
+            self._lost(client, node)
             raise
         self.add_actor_back_to_pool(future)
         return message, context

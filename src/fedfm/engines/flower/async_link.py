@@ -16,7 +16,8 @@ from flwr.serverapp import Grid
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, flower_records
-from fedfm.engines.flower.link import POLL, FlowerLink
+from fedfm.engines.flower.greeting_link import POLL
+from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.message_codec import InFlight, fault_reply, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, push
 from fedfm.engines.flower.recovery import last_reply
@@ -178,7 +179,7 @@ class FlowerStream(FlowerLink):
     def _is(self, sent: SentRequest, request: Request) -> bool:
         return sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
 
-    def _greet(self) -> None:
+    def _greet(self, asked: Collection[ClientId]) -> None:
         """Send hellos. Do not wait for clients that still work on a request of an earlier server process.
 
         The node of such a client is identified by the key of its connection, and by the name that it gave to the
@@ -195,7 +196,7 @@ class FlowerStream(FlowerLink):
             ]
             self._unmet |= {name: (one, busy[one.node]) for name, one in waiting.items()}
             self._members.nodes |= {client: node for node, client in busy.items() if f"node {node}" not in unsent}
-        super()._greet()
+        super()._greet(asked)
 
     def _met_late(self, message: Message, one: InFlight, client: ClientId) -> None:
         reply, self._cached[one.node] = reply_of(message, one, self._most)

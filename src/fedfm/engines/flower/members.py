@@ -10,6 +10,8 @@ from fedfm.engines.answers import parse_hello
 from fedfm.engines.flower.registry import Registry, node_of
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault
 
+_SILENT = (E_DIED, E_TIMEOUT)  # codes of a client that did not answer
+
 
 class Members:
     """The clients of a run by name, with their nodes.
@@ -20,12 +22,15 @@ class Members:
         identity: fingerprint of the server's model; a client with another model does not take part.
         known: clients that took part before a stop.
         notice: called for every node that does not take part.
+        again: whether a client that did not answer its hello gets another one with its next request.
 
     Attributes:
         nodes: node of each client that takes part.
         barred: the reason for each client that may not take part.
         absent: the reason for each client in ``barred``, and for each node that is not a client of the run.
         own_data: whether the silos have their own rows, rather than parts of the server's table.
+        connected: names of connected nodes that get their hello when they are first asked.
+        gathered: whether the run has its clients. Silos that come later must have rows of the same kind.
     """
 
     def __init__(
@@ -36,18 +41,22 @@ class Members:
         identity: str | None,
         known: Collection[ClientId],
         notice: Callable[[str], None],
+        again: bool = False,
     ) -> None:
         self._registry, self._notice = registry, notice
         self._expected, self._identity, self._before = tuple(expected), identity, frozenset(known)
         self.nodes: dict[ClientId, int] = {}
         self.barred: dict[ClientId, ClientFault] = {}
         self.absent: dict[str, ClientFault] = {}
-        self.own_data = False
+        self.own_data = self.gathered = False
+        self.connected: set[ClientId] = set()
+        self._again = again
 
     @property
     def clients(self) -> Sequence[ClientId]:
         """Sorted names of the expected clients, the connected clients, and those that took part before a stop."""
-        return sorted({*self.nodes, *self.barred, *self._before, *(() if self.own_data else self._expected)})
+        others = self.connected if self.own_data or not self._expected else self._expected
+        return sorted({*self.nodes, *self.barred, *self._before, *others})
 
     @property
     def missing(self) -> list[ClientId]:
@@ -60,7 +69,12 @@ class Members:
         return self._away(self._before)
 
     def _away(self, clients: Collection[ClientId]) -> list[ClientId]:
-        return sorted({*clients} - {*self.nodes, *self.barred})
+        return sorted({*clients} - {*self.nodes, *self.barred, *self.connected})
+
+    def is_silent(self, client: ClientId) -> bool:
+        """Whether a client that did not answer its hello gets another one."""
+        fault = self.barred.get(client)
+        return self._again and fault is not None and fault.code in _SILENT
 
     def admit(self, replies: Iterable[Reply]) -> list[tuple[ClientId, Reply]]:
         """Process replies to hellos. Only a node's first reply counts.
@@ -80,6 +94,10 @@ class Members:
             stranger = fault is None and self._is_stranger(reply, name)
             if stranger:
                 fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is not a client of this experiment')
+            elif fault is None and self.gathered and reply.value.get("own_data") and not self.own_data:
+                fault = ClientFault(
+                    E_CLIENT, "it has its own rows, but this run began with parts of the server's table"
+                )
             called = name or self._registry.display_name(node)
             if said is not None:
                 introduced.append((called, reply))
@@ -89,7 +107,8 @@ class Members:
                 self.barred.pop(called, None)
                 continue
             self.absent[called] = fault
-            self._notice(f"{called} does not take part: {fault}")
+            if not (self._again and fault.code in _SILENT and self.gathered):  # the round names such a client
+                self._notice(f"{called} does not take part: {fault}")
             if not stranger and name is not None and name not in self.nodes and name in (said, *self.clients):
                 self.barred[name] = fault
         return introduced
@@ -97,7 +116,7 @@ class Members:
     def leave(self, client: ClientId, fault: ClientFault) -> None:
         """Remove a client that failed to answer a later hello. If its node is not away, it takes no further part."""
         del self.nodes[client]
-        if fault.code not in (E_DIED, E_TIMEOUT):
+        if fault.code not in _SILENT:
             self.barred[client] = self.absent[client] = fault
         self._before |= {client}  # it stays a client of the run
         self._notice(f"{client} did not answer a second hello: {fault}")

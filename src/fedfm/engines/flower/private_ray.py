@@ -13,16 +13,13 @@ def simulate(
     nodes: int,
     gpus: float = 0.0,
     pool: Callable[..., Any] | None = None,
-    partitions: dict[int, int] | None = None,
 ) -> None:
     """Run a ServerApp's main function and a ClientApp in Flower's simulation, on a Ray instance that is running.
 
     Args:
         gpus: GPUs per actor; Ray makes only these visible to the actor.
         pool: makes the pool of actors, in place of Flower's own.
-        partitions: receives the partition-id of each node, before ``main`` is called.
     """
-    from flwr.server.superlink.fleet.vce import vce_api
     from flwr.server.superlink.fleet.vce.backend import raybackend
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
@@ -32,20 +29,12 @@ def simulate(
     # Flower passes these options to Ray. With them Ray restarts a dead actor; otherwise all later messages to it fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0 if pool else -1}
     backend: Any = raybackend
-    api: Any = vce_api
-    flowers, register = backend.BasicActorPool, api._register_nodes
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        found = register(*args, **kwargs)
-        if partitions is not None:
-            partitions.update(found)
-        return found
-
-    backend.BasicActorPool, api._register_nodes = pool or flowers, noting
+    flowers = backend.BasicActorPool
+    backend.BasicActorPool = pool or flowers
     try:
         run_simulation(app, client, nodes, backend_config={"client_resources": resources})
     finally:
-        backend.BasicActorPool, api._register_nodes = flowers, register
+        backend.BasicActorPool = flowers
 
 
 def start_ray(workers: int, folder: str, gpus: int = 0) -> None:

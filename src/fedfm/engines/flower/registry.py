@@ -17,7 +17,8 @@ from fedfm.core.text import visible
 from fedfm.errors import E_CLIENT, ClientFault
 
 NAMELESS = (
-    "some nodes' keys are registered without a name, and such a node can use any name; register them with a name: "
+    "some nodes' keys are registered without a name; such a node can use any name, and gets a hello before round 1 "
+    "although no round may ask it; register them with a name: "
     "flwr supernode register KEY SUPERLINK --name NAME"
 )
 _MOST = 80  # longest name in a message, in characters
@@ -33,6 +34,10 @@ class Registry:
     def __init__(self, grid: Grid, tells: bool) -> None:
         self._grid, self._tells = grid, tells
         self._names: dict[int, ClientId] = {}
+
+    def enter(self, names: Mapping[int, ClientId]) -> None:
+        """Name the nodes of a simulation."""
+        self._names = dict(names)
 
     def look(self) -> None:
         """Read the names of the connected nodes. A node that disconnects keeps its name here."""
@@ -84,7 +89,7 @@ class Registry:
             return ""
         if own != name:
             return f'{said}, but its key is registered as "{visible(own[:_MOST])}"'
-        if [*self._names.values()].count(own) > 1 and (twice or taken.get(name, node) != node):
+        if (twice or taken.get(name, node) != node) and [*self._names.values()].count(own) > 1:
             return f"{said}, as another node's does, and both keys are registered under that name"
         return ""
 

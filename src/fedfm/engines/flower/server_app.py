@@ -21,8 +21,8 @@ from flwr.serverapp import Grid
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
+from fedfm.core.method import fraction_of
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
 from fedfm.engines import child_processes
@@ -32,7 +32,6 @@ from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
-from fedfm.engines.flower.simulated_link import SimulatedLink
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import missing_files, row_sums, waiting_file
@@ -81,7 +80,7 @@ def host(
     slots: int = 0,
     returns: bool = True,
     on_end: Callable[[bool], None] = lambda straggling: None,
-    nodes: Mapping[ClientId, int] | None = None,
+    simulated: bool = False,
 ) -> dict[str, Any]:
     """Run from the last commit to the end; returns the result.
 
@@ -91,7 +90,7 @@ def host(
         returns: whether nodes may reconnect, as on a network.
         on_end: called at the end, also after an error; its argument is whether clients that timed out may still be
             running.
-        nodes: the node of each client, if a simulation knows them.
+        simulated: whether any node of the Grid can answer for any client, see :class:`SimulatedClients`.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
@@ -110,8 +109,6 @@ def host(
         kind: Callable[..., FlowerLink] = FlowerLink
         if outstanding is not None:
             kind = partial(FlowerStream, outstanding=outstanding)
-        elif nodes:
-            kind = partial(SimulatedLink, nodes=nodes)
         link = kind(
             grid,
             gather=spec.timeout,
@@ -120,6 +117,8 @@ def host(
             identity=population.model.identity,
             most=room(population.model.layout),
             spare=real,
+            lazy=fraction_of(experiment.method) < 1,
+            simulated=simulated,
             greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             slots=slots,
             returns=real and returns,

@@ -47,7 +47,6 @@ _PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the 
 _END = "private/simulation.end"  # when this file appears in a run, the server has ended and the actors end themselves
 _LOG = "private/flower.log"
 _LOOK = 15.0  # seconds between two looks at whether Ray answers
-_LOOKS = 40  # looks at the list of all nodes without their places; then every node gets a hello
 _GRACE = 20.0  # seconds for Flower's threads to end after the server
 _HOSTS: dict[str, client_host.ClientHost] = {}  # in an actor: its client host, which serves many clients of one run
 
@@ -61,7 +60,7 @@ class _Place:
         gpus: GPUs per actor.
         text: the experiment for the actors.
         give_up: end a simulation that does not end by itself.
-        pool: makes the pool of actors, given the clients' names; None for Flower's own.
+        pool: makes the pool of actors; None for Flower's own.
         silent: whether Ray no longer answers.
     """
 
@@ -93,14 +92,8 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         if not experiment.run.ray_address:
             place = stack.enter_context(_start_own(run))
 
-        partitions: dict[int, int] = {}  # the partition-id of each node, so that only nodes that are asked get a hello
-
         def main(grid: Any, context: Context) -> None:
             try:
-                there = 0
-                while not partitions and there < _LOOKS and not stop():  # Flower makes the nodes while this thread runs
-                    time.sleep(0.05)
-                    there += len(set(grid.get_node_ids())) >= len(population.clients)
                 outcome["result"] = host(
                     run,
                     grid,
@@ -109,16 +102,15 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
                     progress=progress,
                     slots=place.slots,
                     on_end=end_actors,
-                    nodes={population.clients[k]: node for node, k in partitions.items()},
+                    simulated=True,
                 )
             except BaseException as error:  # the caller raises it below, since Flower's thread would only print it
                 outcome["error"] = error
 
         app = SimulatedClients(place.text, str(run.path.resolve()))
         try:
-            pool = None if place.pool is None else partial(place.pool, clients=population.clients)
             nodes = len(population.clients)
-            _run_watched(lambda: simulate(main, app, nodes, place.gpus, pool, partitions), outcome, place, ended)
+            _run_watched(lambda: simulate(main, app, nodes, place.gpus, place.pool), outcome, place, ended)
         except RuntimeError as error:
             outcome.setdefault("error", error)
     if "result" not in outcome:
@@ -231,9 +223,8 @@ class SimulatedClients(ClientApp):  # type: ignore[misc]
         self.experiment, self.path = experiment, path
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer for the client that has the node's number."""
-        here = _host_of(self.experiment, Path(self.path))
-        return reply(here, int(context.node_config["partition-id"]), message)
+        """Answer for the client that the message names: an actor has all clients, so the node's number says nothing."""
+        return reply(_host_of(self.experiment, Path(self.path)), message.metadata.group_id, message)
 
 
 def reply(here: client_host.ClientHost, client: str | int, message: Message) -> Message:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.config.cohorts import enough
 from fedfm.core.client import ClientId
+from fedfm.core.method import fraction_of
 from fedfm.core.wire.limits import room
 from fedfm.engines.flower.app_writer import experiment_text
 from fedfm.engines.flower.deployment import key_of
@@ -24,7 +25,7 @@ from fedfm.engines.folder.request_record import RequestRecord
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 from fedfm.privacy.crypto import keys
-from fedfm.runtime import row_sums, waiting_file
+from fedfm.runtime import logs, row_sums, waiting_file
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.judge import judge
 from fedfm.runtime.population import populate
@@ -72,6 +73,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             most=room(population.model.layout),
             greeting={"classes": list(population.federated.table.classes), **row_sums.known_keys(run, experiment)},
             min_clients=spec.min_clients or 1,
+            lazy=fraction_of(experiment.method) < 1,
             stop=stop,
             waits=waiting_file.Writer(run.path).tell,
             progress=progress.client,
@@ -112,6 +114,7 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
     if SERVER in roster:
         raise InputError(f"run.roster: {spec.roster}: \"{SERVER}\" cannot be a silo's name; it is the server's")
     posts, begun = {}, bool(run.metrics())
+    asked = {message["to"] for message in logs.messages(run.path / logs.MESSAGES)} if begun else set[ClientId]()
     if begun and sorted(roster) != run.manifest["clients"]:
         raise InputError(f"run.roster: {spec.roster} has other silos than this run began with; put the old roster back")
     for name, public in roster.items():
@@ -120,5 +123,5 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
         except InputError as error:
             raise InputError(f"run.roster: {name}: {error}") from None
         out, back = mailboxes(root.resolve(), name, key, notice)
-        posts[name] = Post(out, back, RequestRecord(run.path / "private" / "folder", name, key, begun))
+        posts[name] = Post(out, back, RequestRecord(run.path / "private" / "folder", name, key, name in asked))
     return posts

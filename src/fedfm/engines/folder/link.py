@@ -67,6 +67,7 @@ class FolderLink:
         most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         greeting: payload of the hello message.
         min_clients: smallest number of silos with which a run begins.
+        lazy: whether a silo gets its hello when it is first asked, rather than before the run.
         stop: called while waiting; True raises :class:`Interrupted`.
         waits: called with the silos that were asked, each with 0, and with those that have not answered.
         progress: called for every silo that answers.
@@ -87,6 +88,7 @@ class FolderLink:
         most: int | None = None,
         greeting: Mapping[str, Any] | None = None,
         min_clients: int = 1,
+        lazy: bool = False,
         stop: Callable[[], bool] = lambda: False,
         waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
         progress: Callable[[], None] = lambda: None,
@@ -105,6 +107,7 @@ class FolderLink:
         self._met: list[Crossing] = []
         self._list: Callable[[Crossing], None] = self._met.append
         self._greeting, self._min_clients, self._hellos = dict(greeting or {}), min_clients, dict[ClientId, _Open]()
+        self._round, self._greeted = 0, set[ClientId]() if lazy else {*self._posts}
         self.greet({})
 
     @property
@@ -119,15 +122,19 @@ class FolderLink:
             add(crossing)
 
     def greet(self, more: Mapping[str, Any]) -> None:
-        """Send a hello to all silos. From now on all hellos have these entries, too.
+        """Send a hello to all silos; a lazy link only to those that had one. From now on all hellos have these entries.
 
         Raises:
             RunError: fewer than ``min_clients`` can take part within the time limit.
         """
         self._greeting |= more
-        able = [name for name in self.clients if name not in self._barred]
-        self._hellos = {name: self._ask(Request(name, HELLO, self._greeting, 0, 0)) for name in able}
-        self._gather(self._min_clients)
+        self._hellos = {}
+        self._gather(sorted(self._greeted - self._barred.keys()))
+        able = len(self._posts) - len(self._barred) - len(self._hellos)
+        if able < self._min_clients:
+            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
+            text = f"{able} of {len(self._posts)} silos can take part, min_clients is {self._min_clients}"
+            raise RunError(f"{text} ({why})" if why else text)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver requests; yield replies as they arrive. A silo that does not take part, or is late, gets a fault."""
@@ -136,6 +143,10 @@ class FolderLink:
         for name in list(self._hellos):  # a late answer to a hello may have arrived
             if (reply := self._look(self._hellos[name])) is not None:
                 self._meet(reply)
+        if new := sorted({request.client for request in requests} - self._greeted):
+            self._round = requests[0].round
+            self._greeted.update(new)
+            self._gather(new)
         opened: dict[ClientId, _Open] = {}
         for request in requests:
             name = request.client
@@ -253,18 +264,15 @@ class FolderLink:
 
     # --- hello --------------------------------------------------------------------------------------------------------
 
-    def _gather(self, min_clients: int) -> None:
-        """Wait until all silos have answered the hello, for at most the time limit of a silo."""
-        for reply in self._collect(dict(self._hellos), keep=True):
+    def _gather(self, silos: Sequence[ClientId]) -> None:
+        """Send hellos, and wait until these silos have answered, for at most the time limit of a silo."""
+        hellos = {name: self._ask(Request(name, HELLO, self._greeting, 0, 0)) for name in silos}
+        self._hellos |= hellos
+        for reply in self._collect(hellos, keep=True):
             if reply.fault is None or reply.fault.code != E_TIMEOUT:
                 self._meet(reply)
-        able = len(self._posts) - len(self._barred) - len(self._hellos)
-        if self._hellos:
-            self._notice(f"no answer to the hello from {', '.join(sorted(self._hellos))}")
-        if able < min_clients:
-            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
-            text = f"{able} of {len(self._posts)} silos can take part, min_clients is {min_clients}"
-            raise RunError(f"{text} ({why})" if why else text)
+        if late := [name for name in silos if name in self._hellos]:
+            self._notice(f"no answer to the hello from {', '.join(late)}")
 
     def _meet(self, reply: Reply) -> None:
         """Admit or exclude the silo that answered the hello."""
@@ -284,7 +292,7 @@ class FolderLink:
             self._barred[name] = fault
             self._notice(f"{name} does not take part: {fault}")
         for sender, receiver, nbytes in (("server", name, one.nbytes), (name, "server", reply.nbytes_up)):
-            self._list(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+            self._list(Crossing(self._round, sender, receiver, HELLO, nbytes, "plain", counted=False))
 
 
 def _fault_reply(request: Request, fault: ClientFault, down: int = 0) -> Reply:

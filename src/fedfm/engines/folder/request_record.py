@@ -22,7 +22,7 @@ class RequestRecord:
     Args:
         folder: the folder in the run's ``private/`` with the records of all silos.
         key: the key that server and silo share; replies are stored encrypted with it.
-        begun: whether the silo has been asked before, so that a record must exist.
+        begun: whether a committed round has asked the silo, so that a record must exist.
 
     Attributes:
         number: number of the newest request; a silo answers no older one.
@@ -36,7 +36,6 @@ class RequestRecord:
     def __init__(self, folder: Path, silo: str, key: bytes, begun: bool = False) -> None:
         self._silo, self._key = silo, key
         self._folder = folder / safe_name(silo)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = self._folder / "sent.json"
         self.number, self.digest, self.since = 0, "", 0.0
         if begun or self._file.exists():
@@ -62,6 +61,7 @@ class RequestRecord:
         self._write()
 
     def _write(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         record = {"number": self.number, "digest": self.digest, "since": self.since}
         storage.write_atomic(self._file, json.dumps(record).encode(), 0o600)
 
