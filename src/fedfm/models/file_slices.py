@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from fedfm.models.hub_tools import Loaded
 
 
+def slices_of(loaded: Loaded, name: str, *, needed: bool) -> FileSlices | None:
+    """The slices of a module without values; None if its files are quantised and no slices are ``needed``.
+
+    Raises:
+        InputError: as :class:`FileSlices`.
+    """
+    return FileSlices(loaded, name) if needed or isinstance(loaded.stored, Unquantised) else None
+
+
 class FileSlices:
     """The parameters of a module that have no values yet, and their values in the files.
 
