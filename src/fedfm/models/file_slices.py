@@ -43,7 +43,10 @@ class FileSlices:
             )
         module: Any = loaded.module
         self._weights = loaded.stored
-        module.tie_weights()  # as in the complete module: placeholders are made one by one
+        if self._weights.differ(getattr(module, "all_tied_weights_keys", {})):
+            module.config.tie_word_embeddings = False  # as transformers does
+        else:
+            module.tie_weights()  # as in the complete module: placeholders are made one by one
         made = tuple(loaded.new)
         self.names: dict[nn.Parameter, str] = {
             p: path for path, p in module.named_parameters() if not any(within(path, new) for new in made)

@@ -317,7 +317,8 @@ class ProcessGroup:
     def _tail(self, name: str) -> str:
         with suppress(OSError):
             lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return f": {lines[-1][:300]}" if lines else ""
+            words = [line.strip() for line in lines if any(map(str.isalnum, line))]  # Open MPI ends with a ruled line
+            return f": {words[-1][:300]}" if words else ""
         return ""
 
 
