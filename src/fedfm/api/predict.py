@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -18,7 +19,7 @@ from fedfm.core.attachments import attachments_of
 from fedfm.core.capabilities import Predictor
 from fedfm.core.libraries import refuse
 from fedfm.core.locks import alone_in
-from fedfm.core.text import to_json
+from fedfm.core.text import complain, to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.pair_names import GATE, is_pair, weighed_by
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fedfm.models.export import Target
     from fedfm.models.model import Model
     from fedfm.models.model_task import ModelTask
+    from fedfm.models.spec import ModelSpec
 
 _ID = "id"  # column of the file with a name for each row
 _SEVERAL, _SURE = 5, 0.9995  # least number of rows for a warning; smallest probability that is shown as 1.000
@@ -45,11 +47,20 @@ _NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose 
 FORMATS = (".json", ".jsonl", ".csv", ".npz")
 
 
-def load(path: str | Path, client: str | None = None, *, last: bool = False) -> tuple[Run, Any, Params]:
+def load(
+    path: str | Path,
+    client: str | None = None,
+    *,
+    last: bool = False,
+    processes: int | None = None,
+    in_files: Callable[[ModelSpec], bool] = lambda spec: False,
+) -> tuple[Run, Any, Params]:
     """The run, its model, and the model's trained parameters.
 
     Args:
         last: whether to load the last round's model if ``run.patience`` chose the model of another round.
+        processes: number of processes that share the model; None for ``run.processes_per_client``.
+        in_files: whether a model's frozen weights may stay in their files, since nothing will be computed with them.
 
     Raises:
         InputError: the run is not finished, or its clients have their own models and ``client`` names none.
@@ -68,15 +79,14 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     else:
         w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
         spec = at_rank(spec, rank_of(w))  # w may contain an adapter of higher rank
-    model = load_model(
-        spec,
-        classes=tuple(shape["classes"]),
-        kind=shape["kind"],
-        task=experiment.model.task,
-        seed=experiment.run.seed,
-        feature_dim=shape["feature_dim"],
-        head_bias=experiment.method.needs.bias,
-    )
+    about: dict[str, Any] = {"classes": tuple(shape["classes"]), "kind": shape["kind"], "task": experiment.model.task}
+    about |= {"seed": experiment.run.seed, "head_bias": experiment.method.needs.bias}
+    if (experiment.run.processes_per_client if processes is None else processes) > 1:
+        from fedfm.api import group_predictions
+
+        model: Model = group_predictions.load(experiment, spec, processes, about)
+    else:
+        model = load_model(spec, feature_dim=shape["feature_dim"], hollow=in_files(spec), **about)
     check_same(run, model.fingerprints, f"its weights need the original {spec.name}")
     if client or last:
         w = load_adapter(model, folder)
@@ -131,6 +141,7 @@ def predict(
     given: Any = None,
     progress: Progress | None = None,
     files: Path | None = None,
+    processes: int | None = None,
 ) -> dict[str, Any]:
     """Predict the rows of a file with the run's model.
 
@@ -142,6 +153,8 @@ def predict(
         progress: its ``notice`` also gets the warnings; by default they go to stderr.
         files: folder for predictions that are files, such as masks. If it exists, a number is added to its name. By
             default the files are in the folder ``predictions`` of the run.
+        processes: number of processes that share the model, each with a part of its weights and of the rows; by
+            default ``run.processes_per_client`` of the run.
 
     Returns:
         ``warnings``, and depending on task and file, in the order of the rows:
@@ -174,7 +187,9 @@ def predict(
     Raises:
         InputError: the run is not finished, or the rows do not match the model.
     """
-    result = _predict(path, file, client, last, given)
+    if processes is not None and processes < 1:
+        raise InputError(f"--processes {processes}: expected at least 1")
+    result = _predict(path, file, client, last, given, processes)
     if output_files.has_files(result):
         result = output_files.write_files(result, files or Path(path) / "predictions" / "files", files is not None)
     for text in result["warnings"]:
@@ -182,19 +197,23 @@ def predict(
     return result
 
 
-def _predict(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
+def _predict(
+    path: str | Path, file: Any, client: str | None, last: bool, given: Any, processes: int | None
+) -> dict[str, Any]:
     from fedfm.data.rows_to_predict import read_inputs
     from fedfm.linalg.threads import torch_threads
     from fedfm.models import lost_words
     from fedfm.models.language.generation import left_out, settings_in_force
 
     if user_runs.is_own(run := _find_run(path, client)):
+        if (processes or 1) > 1:
+            raise InputError("--processes: a module of your own is in one process; drop it")
         with torch_threads(1):
             result: dict[str, Any] = user_runs.predict(run, file, given, client, last=last and _another(run, client))
         sure = _certain(result.get("probabilities", ()))
         return {"run": str(path)} | result | {"warnings": [*result.get("warnings", ()), *sure]}
-    run, model, w = load(path, client, last=last)
-    with torch_threads(1):
+    run, model, w = load(path, client, last=last, processes=processes)
+    with torch_threads(1), contextlib.closing(model) if hasattr(model, "group") else contextlib.nullcontext():
         shape = run.manifest["model"]
         known: dict[str, Any] = {
             "trained": profile_of(run),
@@ -256,6 +275,16 @@ class TrainedRun:
 
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         return predictions.apply_model(self.method, self.model, self.w, rows)
+
+    def generate(self, rows: Rows) -> list[Any]:
+        own = getattr(self.model, "generate", None)  # of a model that a group of processes computes
+        return self.model.task.generate(self.model, rows) if own is None else own(rows)  # type: ignore[attr-defined,no-any-return]
+
+    def likelihood(self, rows: Rows) -> dict[str, Any]:
+        from fedfm.models.text_metrics import count_tokens, likelihood_of
+
+        own = getattr(self.model, "count_tokens", None)
+        return likelihood_of(rows, count_tokens(self.model, rows) if own is None else own(rows))
 
 
 def check_out(out: Path) -> None:
@@ -384,12 +413,16 @@ def export(
 
 def _write_export(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> str:
     from fedfm.api import model_card
+    from fedfm.models import merged_export
     from fedfm.models.export import export as write
 
     if user_runs.is_own(run):
         with storage.writing(out):
             return str(user_runs.write(run, to, out, given, client, last=last and _another(run, client)))
-    run, model, w = load(run.path, client, last=last)
+    run, model, w = load(run.path, client, last=last, in_files=merged_export.can_stay)
+    if to != "peft" and merged_export.needs_whole(model):
+        complain(f"{run.path}: an adapter of experts is merged in memory, so this process loads the whole model")
+        run, model, w = load(run.path, client, last=last, processes=1)
     if is_pair(w):
         raise InputError(
             f"{run.path}: {client} has two adapters, not one model; {run.adapter(client or '')} has their mean for "

@@ -153,7 +153,7 @@ def predict(args: Namespace) -> int:
             tell(f"fedfm: {visible(text)}", sys.stderr)
     else:
         files = None if args.out is None else args.out.with_suffix("")
-        result = predict(args.run, args.file, args.client, last=args.last, files=files)
+        result = predict(args.run, args.file, args.client, last=args.last, files=files, processes=args.processes)
     lines = [visible(answer) for answer in result.get("answers", ())]
     if "predictions" not in result:
         lines = [

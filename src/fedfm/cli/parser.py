@@ -193,6 +193,10 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="file for the result: .jsonl or .csv, one line per row; .json; or .npz, arrays",
     )
 
+    predict.add_argument(
+        "--processes", type=int, metavar="N", help="processes that share the model [run.processes_per_client of the run]"
+    )
+
     export = command("export", "commands:export", "write a run's model for other libraries", run=True)
     export.add_argument(
         "--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch"

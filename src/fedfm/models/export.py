@@ -10,7 +10,7 @@ from torch import nn
 
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models import export_base, merging, quantised
+from fedfm.models import export_base, merged_export, merging, quantised
 from fedfm.models.adapter_files import (
     WEIGHTS,
     folder_at,
@@ -25,6 +25,7 @@ from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.families import unwrap
 from fedfm.models.kinds import is_dual_encoder, is_pooled_encoder
 from fedfm.models.locate import DTYPES
+from fedfm.models.merged_export import MergedWeights
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 
@@ -83,7 +84,8 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         save_adapter(model, w, out)
         export_base.complete(model, Path(out))
     elif to == "hf":
-        module = _of_transformers(merge(model, w))
+        weights = _in_files(model, w)
+        module = _of_transformers(merge(model, w) if weights is None else weights.module)
         if module is None:
             if model.adaptation == "prompt":
                 raise InputError("--to hf: a model of transformers has no place for learned context vectors: use torch")
@@ -103,12 +105,17 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             vars(module.generation_config).update(settings)  # update() drops settings of single families
             module.generation_config._from_model_config = False
         with quiet():
-            if is_lora(model):
+            if weights is not None:
+                merged_export.save(weights, folder_at(out))
+            elif is_lora(model):
                 merging.save(module, folder_at(out))
             else:
                 module.save_pretrained(str(folder_at(out)))
     else:
-        write_tensors(merge(model, w).state_dict(), folder_at(out) / WEIGHTS)
+        if (weights := _in_files(model, w)) is not None:
+            merged_export.write(weights, list(weights), folder_at(out) / WEIGHTS)
+        else:
+            write_tensors(merge(model, w).state_dict(), folder_at(out) / WEIGHTS)
         write_about(model, Path(out), head_takes, scale)
         if is_pooled_encoder(classifier := unwrap(model.module)):
             with quiet():
@@ -116,6 +123,14 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     _save_tools(model, Path(out))
     model.task.add_files(model, to, Path(out))
     return Path(out)
+
+
+def _in_files(model: Model, w: Params) -> MergedWeights | None:
+    """The weights of a model whose base stays in its files; None for a model in memory."""
+    if model.slices is None:
+        return None
+    with quiet(), peft_alone():
+        return merged_export.MergedWeights(model, w)
 
 
 def merge(model: Model, w: Params) -> Any:
@@ -133,25 +148,11 @@ def merge(model: Model, w: Params) -> Any:
     module = quantised.rebuild(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if is_lora(model):
         with quiet(), peft_alone():
-            _untie(module)
+            if (ends := merging.tied_ends(module)) is not None:
+                ends[1].weight = nn.Parameter(ends[1].weight.detach().clone(), requires_grad=False)
             module = merging.merge(module)
     module._forward_pre_hooks.clear()
     return module
-
-
-def _untie(module: Any) -> None:
-    """Separate the weight that embeddings and head share, if LoRA adapts either of them."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    whole = module.get_base_model()
-    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    if head is None:
-        return
-    ends = whole.get_input_embeddings(), head
-    bare: list[Any] = [getattr(end, "base_layer", end) for end in ends]
-    if bare[0].weight is bare[1].weight and any(isinstance(end, BaseTunerLayer) for end in ends):
-        bare[1].weight = nn.Parameter(bare[1].weight.detach().clone(), requires_grad=False)
-        whole.config.tie_word_embeddings = False
 
 
 def _without_added_bias(model: Model, module: Any) -> None:

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from fedfm.models.hub_tools import Loaded
 
 
+def slices_of(loaded: Loaded, name: str, *, needed: bool) -> FileSlices | None:
+    """The slices of a module without values; None if its files are quantised and no slices are ``needed``.
+
+    Raises:
+        InputError: as :class:`FileSlices`.
+    """
+    return FileSlices(loaded, name) if needed or isinstance(loaded.stored, Unquantised) else None
+
+
 class FileSlices:
     """The parameters of a module that have no values yet, and their values in the files.
 
@@ -34,7 +43,10 @@ class FileSlices:
             )
         module: Any = loaded.module
         self._weights = loaded.stored
-        module.tie_weights()  # as in the complete module: placeholders are made one by one
+        if self._weights.differ(getattr(module, "all_tied_weights_keys", {})):
+            module.config.tie_word_embeddings = False  # as transformers does
+        else:
+            module.tie_weights()  # as in the complete module: placeholders are made one by one
         made = tuple(loaded.new)
         self.names: dict[nn.Parameter, str] = {
             p: path for path, p in module.named_parameters() if not any(within(path, new) for new in made)

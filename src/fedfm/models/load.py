@@ -154,10 +154,10 @@ def load_model(
     if spec.weights == "pretrained" and known is None and not by_user:
         loaded.notices += tuple(look.notices())
     slices = None
-    if bare:
-        from fedfm.models.file_slices import FileSlices
+    if loaded.hollow or bare:
+        from fedfm.models.file_slices import slices_of
 
-        slices = FileSlices(loaded, spec.name)
+        slices = slices_of(loaded, spec.name, needed=bare)
     loaded.stored = None
     loaded.module.eval()
     if adapt.name == "side_adapter":

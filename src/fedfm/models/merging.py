@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedfm.errors import InputError
 
+NARROW = (torch.bfloat16, torch.float16)
 _ROWS = 2  # number of rows of a probe
 _ALIKE = 0.01  # largest accepted difference, as a share of the largest output; the rounding of bfloat16 is smaller
 
@@ -32,26 +33,35 @@ def merge(module: Any) -> Any:
             weights would give other outputs.
     """
     module = module.eval()
-    for name, layer in _layers(module):
-        for weight in layer.get_base_layer().parameters():
-            if weight.dtype in (torch.bfloat16, torch.float16):
-                weight.data = weight.data.float()
-        probe = _probe(layer.get_base_layer())
-        if probe is None:
-            continue
-        with torch.no_grad():
-            apart = layer(probe)
-            layer.merge()
-            gap = (layer(probe) - apart).abs().max()
-        if not gap <= _ALIKE * apart.abs().max():
-            kind = type(layer.get_base_layer()).__name__
-            raise InputError(
-                f"--to hf and torch: LoRA cannot be merged into {name}, since a {kind} does not compute with its "
-                "raw weights: use peft"
-            )
+    for name, layer in layers(module):
+        merge_layer(name, layer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")  # the loop has merged them
         return module.merge_and_unload()
+
+
+def merge_layer(name: str, layer: Any) -> None:
+    """Merge the adapter of one layer into its weights, which become float32; layers without a probe are left to PEFT.
+
+    Raises:
+        InputError: as :func:`merge`.
+    """
+    for weight in layer.get_base_layer().parameters():
+        if weight.dtype in NARROW:
+            weight.data = weight.data.float()
+    probe = _probe(layer.get_base_layer())
+    if probe is None:
+        return
+    with torch.no_grad():
+        apart = layer(probe)
+        layer.merge()
+        gap = (layer(probe) - apart).abs().max()
+    if not gap <= _ALIKE * apart.abs().max():
+        kind = type(layer.get_base_layer()).__name__
+        raise InputError(
+            f"--to hf and torch: LoRA cannot be merged into {name}, since a {kind} does not compute with its "
+            "raw weights: use peft"
+        )
 
 
 def save(module: Any, folder: Path | str) -> None:
@@ -63,7 +73,24 @@ def save(module: Any, folder: Path | str) -> None:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def tied_ends(module: Any) -> tuple[Any, Any] | None:
+    """Embeddings and head, without adapters, if they share a weight and LoRA adapts either; the head loses the tie."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    whole = module.get_base_model() if hasattr(module, "peft_config") else module
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    if head is None:
+        return None
+    ends = whole.get_input_embeddings(), head
+    first, last = (getattr(end, "base_layer", end) for end in ends)
+    if first.weight is not last.weight or not any(isinstance(end, BaseTunerLayer) for end in ends):
+        return None
+    whole.config.tie_word_embeddings = False
+    return first, last
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (path, layer) of each layer with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in module.named_modules():

@@ -288,6 +288,11 @@ class Unquantised(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._checkpoint[self._names[name]].to(self._state[name].dtype)
 
+    def differ(self, tied: Mapping[str, str]) -> bool:
+        """Whether the files have two values for two names of one weight; transformers then makes two weights of it."""
+        both = ((a, b) for a, b in tied.items() if a in self._names and b in self._names)
+        return any(self._names[a] != self._names[b] and not self[a].equal(self[b]) for a, b in both)
+
     def part(self, name: str, rows: slice) -> Tensor:
         """Some rows of a tensor; the others are not read."""
         return self._checkpoint.part(self._names[name], rows).to(self._state[name].dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ def hollow(
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
         module = _skeleton(auto, path, spec, plain)
+    _read_generation_settings(module, path)
     checkpoint = stored_files.checkpoint_of(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
@@ -104,6 +106,18 @@ def module_of(
         raise
     quantised.keep_format(read.module)
     return read, weights
+
+
+def _read_generation_settings(module: Any, path: Path | str) -> None:
+    """Give a module that was made from its configuration the generation settings of its folder, if it has some."""
+    from transformers import GenerationConfig
+
+    if not module.can_generate():
+        return
+    for about in ({}, {"config_file_name": "config.json", "_from_model_config": True}):  # as in from_pretrained
+        with contextlib.suppress(OSError):
+            module.generation_config = GenerationConfig.from_pretrained(path, **about)
+            return
 
 
 def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:

@@ -37,7 +37,12 @@ def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 
     For instructions, only the tokens of the answers count.
     """
-    found = of_tokens(count_tokens(model, rows, batch_size))
+    return likelihood_of(rows, count_tokens(model, rows, batch_size))
+
+
+def likelihood_of(rows: Rows, sums: Mapping[str, float]) -> Scores:
+    """The scores of :func:`likelihood` from the sums of :func:`count_tokens` over these rows."""
+    found = of_tokens(sums)
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
 
 

@@ -181,6 +181,10 @@ class ProcessGroup:
         """Send a request to the ranks; rank 0 passes it on."""
         self._send(0, message)
 
+    def tell_encoded(self, message: bytes) -> None:
+        """As :meth:`tell`, for a message that :func:`fedfm.training.sharded.messages.encode` made."""
+        self._send_bytes(0, message)
+
     def send_tensor(self, tensor: Tensor) -> None:
         """Send a tensor that belongs to the last request."""
         self._send(0, {"t": tensor})
@@ -200,10 +204,13 @@ class ProcessGroup:
         return [found[rank] for rank in range(self.ranks)]
 
     def _send(self, rank: int, message: Mapping[str, Any]) -> None:
+        self._send_bytes(rank, messages.encode(message))
+
+    def _send_bytes(self, rank: int, message: bytes) -> None:
         link = self._work[rank]
         try:
             _set_timeout(link, socket.SO_SNDTIMEO, max(int(self._settings.limit), 1))
-            link.send_bytes(messages.encode(message))
+            link.send_bytes(message)
         except BlockingIOError:
             raise GroupFailure("hangs", f"rank {rank} hangs: it reads nothing") from None
         except OSError:
@@ -310,7 +317,8 @@ class ProcessGroup:
     def _tail(self, name: str) -> str:
         with suppress(OSError):
             lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return f": {lines[-1][:300]}" if lines else ""
+            words = [line.strip() for line in lines if any(map(str.isalnum, line))]  # Open MPI ends with a ruled line
+            return f": {words[-1][:300]}" if words else ""
         return ""
 
 

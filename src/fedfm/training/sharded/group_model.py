@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +19,18 @@ from fedfm.models.load import load_model
 from fedfm.models.memory_budget import warn
 from fedfm.models.model import Model
 from fedfm.models.spec import ModelSpec
+from fedfm.tasks._language import LanguageTask
 from fedfm.tasks.task import Task
 from fedfm.training.local_job import Job
 from fedfm.training.sharded import messages
 from fedfm.training.sharded.group import GroupFailure, ProcessGroup
 from fedfm.training.sharded.settings import GroupSettings, check_model, place_of
 
+if TYPE_CHECKING:
+    from fedfm.models.text_metrics import Answer
+
 T = TypeVar("T")
+KEPT = 1 << 28  # bytes of rows that each rank keeps for later requests
 
 
 def load_group_model(spec: ModelSpec, settings: GroupSettings, **about: Any) -> GroupModel:
@@ -41,8 +48,9 @@ class GroupModel(Model):
 
     Attributes:
         group: the processes.
-        ranks_hold: for each rank the bytes of its part of the weights, and by how many its memory grew while
-            it read them.
+        ranks_hold: for each rank the bytes of its part of the weights, by how many its memory grew while it read them,
+            and its device.
+        runs_on: for the manifest, the ranks' devices and their number; None before the ranks have started.
 
     Args:
         bare: the model without weights.
@@ -54,6 +62,7 @@ class GroupModel(Model):
         vars(self).update(vars(bare))
         self._settings, self._about = settings, about
         why = bare.mixes_rows or ("the model has an encoder and a decoder" if self._is_encoder_decoder() else "")
+        why = why or ("their texts have images" if bare.task.images_in_texts else "")
         if why:
             raise InputError(f"{settings.key}: {why}, so that rows cannot be shared among processes", key=settings.key)
         vars(self.module)["generate"] = self._refuse
@@ -63,6 +72,8 @@ class GroupModel(Model):
         self._at_once = 1  # rows at once of the last request
         self._w: Params | None = None  # the values that load() was given last
         self._at_ranks: Params | None = None  # the values that the ranks have
+        self.runs_on: dict[str, Any] | None = None
+        self._kept = dict[str, int]()  # digests of the rows that the ranks have, and their bytes; the oldest first
 
     def _is_encoder_decoder(self) -> bool:
         return bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
@@ -113,7 +124,6 @@ class GroupModel(Model):
             return job.w
         request = {
             "do": "train",
-            "rows": messages.of_rows(rows),
             "local": messages.of_local(job.local),
             "terms": messages.of_terms(job.terms),
             "seed": str(client.seed),
@@ -123,7 +133,7 @@ class GroupModel(Model):
         def work() -> tuple[float, Params]:
             share = job.local.micro_batch or -(-job.local.batch_size // self.group.ranks)
             most = self._fitting(share)
-            loss = self._ask(job.w, {**request, "most": most})[0]["loss"]
+            loss = self._ask(job.w, {**request, "most": most}, rows)[0]["loss"]
             self._at_ranks = None
             trained = self._collect()
             self._at_ranks = trained  # they have these values already
@@ -170,6 +180,18 @@ class GroupModel(Model):
             return Rows(tensors, labels=rows.labels)
         return replace(rows, tensors=tensors)
 
+    def generate(self, rows: Rows) -> list[Answer]:
+        """The task's answers to the prompts of these rows."""
+        from fedfm.models.text_metrics import Answer
+
+        parts = self._ask_for_parts("generate", rows, "answers") if len(rows) else []
+        return [Answer(tuple(ids), text, cut) for part in parts for ids, text, cut in json.loads(part)]
+
+    def count_tokens(self, rows: Rows) -> dict[str, float]:
+        """The sums of :func:`fedfm.models.text_metrics.count_tokens` over all rows."""
+        parts = self._ask_for_parts("count_tokens", rows, "sums") if len(rows) else []
+        return {name: sum(part[name] for part in parts) for name in LanguageTask.sums}
+
     def outputs(self, batch: Batch) -> Tensor:
         """Raise an error, since this process has no weights; without it only where shapes alone matter."""
         self._refuse()
@@ -187,10 +209,9 @@ class GroupModel(Model):
 
     def _ask_for_parts(self, what: str, rows: Rows, of: str, batch_size: int = 64) -> list[Any]:
         """The ranks' results for their parts of the rows, in the order of the rows."""
-        request = {"do": what, "rows": messages.of_rows(rows)}
 
         def work() -> list[Any]:
-            found = self._ask(self._current(), {**request, "batch_size": self._fitting(batch_size)})
+            found = self._ask(self._current(), {"do": what, "batch_size": self._fitting(batch_size)}, rows)
             return [answer[of] for answer in found if answer[of] is not None]
 
         return self._with_group(work, warn)
@@ -213,10 +234,10 @@ class GroupModel(Model):
     def close(self) -> None:
         """End the group."""
         self.group.close()
-        self._built, self._at_ranks = False, None
+        self._built, self._at_ranks, self._kept = False, None, {}
 
-    def _ask(self, w: Params, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The ranks' answers to a request, computed from the trained values ``w``."""
+    def _ask(self, w: Params, request: dict[str, Any], rows: Rows) -> list[dict[str, Any]]:
+        """The ranks' answers to a request about these rows, computed from the trained values ``w``."""
         if self._at_ranks is not w:
             self._at_ranks = None
             self.group.tell({"do": "load"})
@@ -224,8 +245,25 @@ class GroupModel(Model):
                 self.group.send_tensor(w[name])
             self.group.answers()
             self._at_ranks = w
-        self.group.tell(request)
+        self.group.tell({**request, "rows": self._give(rows)})
         return self.group.answers()
+
+    def _give(self, rows: Rows) -> str:
+        """The digest of these rows, which the ranks have then. They keep rows until these exceed :data:`KEPT` bytes."""
+        given = messages.encode({"do": "keep", "rows": messages.of_rows(rows)})
+        digest = hashlib.sha256(given).hexdigest()
+        if digest in self._kept:
+            self._kept[digest] = self._kept.pop(digest)  # it is the newest now
+            return digest
+        while self._kept and sum(self._kept.values()) + len(given) > KEPT:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self.group.tell({"do": "forget", "digest": oldest})
+            self.group.answers()
+        self.group.tell_encoded(given)
+        self.group.answers()
+        self._kept[digest] = len(given)
+        return digest
 
     def _with_group(self, work: Callable[[], T], note: Callable[[str], None]) -> T:
         """The result of ``work``. After a failure the group is started again, and the work begins again.
@@ -274,6 +312,9 @@ class GroupModel(Model):
             }
         )
         self.ranks_hold = group.answers()
+        devices = [rank["device"] for rank in self.ranks_hold]
+        names = " and ".join(dict.fromkeys(device["name"] for device in devices))
+        self.runs_on = devices[0] | {"name": f"{names}, {group.ranks} processes", "processes": group.ranks}
         self._built = True
 
     def _fitting(self, rows: int) -> int:

@@ -7,6 +7,8 @@ answer.
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
 import socket
 import sys
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError, first_line
 from fedfm.models import devices, memory_budget
 from fedfm.models.load import load_model
@@ -156,6 +159,8 @@ class Rank:
     def __init__(self, place: RankPlace, work: Connection, store: Store, progress: ProgressCount) -> None:
         self._place, self._work, self._say = place, work, progress
         self._model: Model | None = None
+        self._rows = dict[str, Rows]()  # rows of earlier requests, by the digest of the message that brought them
+        self._digest = ""  # of the last message
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local % torch.cuda.device_count())
@@ -169,6 +174,10 @@ class Rank:
             "predict": self.predict,
             "evaluate": self.evaluate,
             "encode": self.encode,
+            "generate": self.generate,
+            "count_tokens": self.count_tokens,
+            "keep": self.keep,
+            "forget": self.forget,
         }
         self._answer({})
 
@@ -183,7 +192,10 @@ class Rank:
     def _receive(self) -> dict[str, Any]:
         """The next request: rank 0 gets its bytes from the client's process, the others from rank 0."""
         raw = self._work.recv_bytes() if not self._place.rank else b""
-        return messages.decode(_from_first(raw))
+        raw = _from_first(raw)
+        message = messages.decode(raw)
+        self._digest = hashlib.sha256(raw).hexdigest() if message["do"] == "keep" else ""
+        return message
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         self._work.send_bytes(messages.encode(message))
@@ -228,7 +240,7 @@ class Rank:
         shards.shard_model(model, mesh, read)
         model.eval_mode()
         self._model = model
-        return {"bytes": shards.held_bytes(model), "grown": most - before}
+        return {"bytes": shards.held_bytes(model), "grown": most - before, "device": devices.about(model.device)}
 
     def load(self, message: dict[str, Any]) -> dict[str, Any]:
         """Copy trained parameters into the model. Tensors come one at a time, so that no rank holds all of them."""
@@ -246,10 +258,20 @@ class Rank:
             yield name, tensor
             self._say(f"loading {name}")
 
+    def keep(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Keep rows for later requests, which name the digest of this message."""
+        self._rows[self._digest] = messages.rows_of(message["rows"])
+        return {}
+
+    def forget(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Drop rows that an earlier message brought."""
+        del self._rows[message["digest"]]
+        return {}
+
     def train(self, message: dict[str, Any]) -> dict[str, Any]:
         """Train on a client's rows."""
         work = lockstep.ClientPass(
-            messages.rows_of(message["rows"]),
+            self._rows[message["rows"]],
             messages.local_of(message["local"]),
             messages.terms_of(message["terms"]),
             int(message["seed"]),
@@ -274,9 +296,35 @@ class Rank:
         """Scores on this rank's part of the rows."""
         from fedfm.models import metrics
 
+        if self.model.task.generates:
+            self._check_padding(message)
         return {
             "scores": self._share(message, lambda model, part: metrics.evaluate(model, part, message["batch_size"]))
         }
+
+    def generate(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The task's answers to this rank's part of the prompts, as JSON: (tokens, text, cut)."""
+        task: Any = self.model.task
+        self._check_padding(message)
+        found = self._share(message, lambda model, part: task.generate(model, part))
+        return {"answers": None if found is None else json.dumps([(a.tokens, a.text, a.cut) for a in found])}
+
+    def count_tokens(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Sums over the tokens of this rank's part of the rows."""
+        from fedfm.models.text_metrics import count_tokens
+
+        return {"sums": self._share(message, lambda model, part: count_tokens(model, part, message["batch_size"]))}
+
+    def _check_padding(self, message: dict[str, Any]) -> None:
+        """Find out, on all ranks by the same passes, whether prompts share a batch; see ``Model.answers_alone``.
+
+        The passes have gradients, so a rank cannot make them alone.
+        """
+        from fedfm.models.influence import reads_padding
+
+        rows, model = self._rows[message["rows"]], self.model
+        if model.answers_alone is None and rows.tokens is not None:
+            model.answers_alone = reads_padding(model, torch.as_tensor(rows.tokens[0]).long(), rows.pad)
 
     def encode(self, message: dict[str, Any]) -> dict[str, Any]:
         """The tensors of this rank's part of the rows after the frozen weights."""
@@ -284,7 +332,7 @@ class Rank:
 
     def _share(self, message: dict[str, Any], of: Callable[[Model, Any], Any]) -> Any:
         """The result for this rank's part of the rows; None if it has none."""
-        rows, place = messages.rows_of(message["rows"]), self._place
+        rows, place = self._rows[message["rows"]], self._place
         some = shards.rows_of(len(rows), place.rank, place.ranks)
         with lockstep.at_own_pace(self.model, rows, self._say):
             return of(self.model, rows.take(range(some.start, some.stop))) if some.stop > some.start else None
