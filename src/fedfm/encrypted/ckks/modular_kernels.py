@@ -1,4 +1,4 @@
-"""Compiled loops over residues: sums, products, number-theoretic transforms, matrix products in float64 pieces.
+"""Compiled loops over residues: sums, products, matrix products in float64 pieces.
 
 Residues are int64 in [0, q) for primes q below 2^50. Quotients are computed in float64 and have an error of at most
 one: the product of two residues, divided by q, is below 2^50, and three roundings with a relative error of 2^-53 change
@@ -117,50 +117,6 @@ def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
                 o = out[polynomial, limb, start:]
                 for i in range(width):
                     o[i] = remainder(s[i], q, inverse)
-
-
-def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
-    """Compute the negacyclic transform in place, by decimation in time; the output is in bit-reversed order."""
-    size = x.shape[2]
-    for row in range(x.shape[0]):
-        for limb in range(x.shape[1]):
-            q, y = primes[limb], x[row, limb]
-            gap, blocks = size // 2, 1
-            while blocks < size:
-                for block in range(blocks):
-                    w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
-                    low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
-                    for i in range(gap):
-                        u, v = low[i], reduce(times(high[i], w, ratio, q), q)
-                        s, d = u + v, u - v
-                        low[i] = s - q if s >= q else s
-                        high[i] = d + q if d < 0 else d
-                gap //= 2
-                blocks *= 2
-
-
-def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
-    """Invert :func:`forward`; ``shrink`` is 1 / N modulo each prime."""
-    size = x.shape[2]
-    for row in range(x.shape[0]):
-        for limb in range(x.shape[1]):
-            q, y = primes[limb], x[row, limb]
-            gap, blocks = 1, size // 2
-            while blocks >= 1:
-                for block in range(blocks):
-                    w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
-                    low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
-                    for i in range(gap):
-                        u, v = low[i], high[i]
-                        s, d = u + v, u - v
-                        low[i] = s - q if s >= q else s
-                        high[i] = reduce(times(d + q if d < 0 else d, w, ratio, q), q)
-                gap *= 2
-                blocks //= 2
-            w = shrink[limb]
-            ratio = _FLOAT(w) / _FLOAT(q)
-            for i in range(size):
-                y[i] = reduce(times(y[i], w, ratio, q), q)
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
@@ -291,7 +247,6 @@ def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
 
 add, affine, dyadic = (compile_cached(f, _PLAIN) for f in (_add, _affine, _dyadic))
 tensor, weave = compile_cached(_tensor, _PLAIN), compile_cached(_weave, _PLAIN)
-forward, backward = compile_cached(_forward, _PLAIN), compile_cached(_backward, _PLAIN)
 split, join, residues, digits, from_digits = (
     compile_cached(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)
 )
