@@ -42,8 +42,8 @@ class KeyOperations(Protocol):
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime, and drop this prime."""
 
-    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Rotate the slots: the value of slot i + steps moves to slot i."""
+    def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
+        """Rotate the slots by each of the steps: the value of slot i + step moves to slot i."""
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Return fresh encryptions of zero, (count, 2, limbs, N)."""
@@ -175,7 +175,14 @@ class Ciphertexts:
 
     def rotate(self, steps: int) -> Ciphertexts:
         """Rotate the slots cyclically: the value of slot i + steps moves to slot i."""
-        return self.evaluator.rotate(self, steps) if steps % (self.evaluator.ring.degree // 2) else self
+        return self.rotations([steps])
+
+    def rotations(self, steps: Sequence[int]) -> Ciphertexts:
+        """Rotate all ciphertexts by each of the steps: (count,) -> (len(steps) * count,), step by step."""
+        slots = self.evaluator.ring.degree // 2
+        if len(steps) == 1 and not steps[0] % slots:
+            return self
+        return self.evaluator.rotations(self, steps)
 
     def total(self) -> Ciphertexts:
         """Return the sum of all ciphertexts as one ciphertext."""

@@ -147,7 +147,7 @@ class Ring:
         self.shrink = np.array([pow(self.degree, -1, int(q)) for q in self.primes], np.int64)
 
     def _arrange(self, roots: Residues) -> tuple[Any, ...]:
-        """Return the tables of a transform: roots, and those of its last three steps; each also divided by its prime."""
+        """Return the tables of a transform: roots and those of the last three steps, each also divided by its prime."""
         ratios = roots / self.primes[:, None].astype(np.float64)
         return roots, ratios, transform_kernels.last_roots(roots), transform_kernels.last_roots(ratios)
 
