@@ -45,7 +45,7 @@ class KeySwitching:
         """Reduce three polynomials to two: (rows, 3, limbs, N) -> (rows, 2, limbs, N)."""
         out = np.empty((1, len(x), *x[0, :2].shape), np.int64)
         one = np.zeros(1, np.int64)
-        self._switch(x[:, 2], x[:, :2], self._relinearisation, one, np.empty((0, 0), np.int64), one, out)
+        self._switch(x, self._relinearisation, one, np.empty((0, 0), np.int64), one, out)
         return out[0]
 
     def rotations(self, x: Residues, elements: Sequence[int]) -> Residues:
@@ -60,7 +60,7 @@ class KeySwitching:
                 out[k] = x
         which = np.array([self._index[elements[k]] for k in moved], np.int64)
         places = np.stack([self._places[elements[k]] for k in moved])
-        self._switch(x[:, 1], x[:, :1], self._rotations, which, places, moved, out)
+        self._switch(x, self._rotations, which, places, moved, out)
         return out
 
     def rescale(self, x: Residues) -> Residues:
@@ -69,18 +69,16 @@ class KeySwitching:
         out = np.empty((rows, polynomials, limbs - 1, degree), np.int64)
         ring = self._ring
         moduli = np.arange(limbs)
-        switch_kernels.rescale(
-            x, moduli, out, ring.primes, self._inverses, ring.roots, ring.inverse_roots, ring.shrink
-        )
+        switch_kernels.rescale(x, moduli, out, ring.primes, self._inverses, ring.roots, ring.inverse_roots, ring.shrink)
         return out
 
     def _switch(
-        self, c: Residues, plus: Residues, keys: Residues, which: Residues, places: Residues, at: Residues, out: Residues
+        self, x: Residues, keys: Residues, which: Residues, places: Residues, at: Residues, out: Residues
     ) -> None:
         ring = self._ring
-        moduli = np.array([*range(c.shape[1]), len(ring.primes) - 1])
+        moduli = np.array([*range(x.shape[2]), len(ring.primes) - 1])
         switch_kernels.switch(
-            c, plus, keys, which, places, at, moduli, out,
+            x, keys, which, places, at, moduli, out,
             ring.primes, self._inverses, ring.roots, ring.inverse_roots, ring.shrink,
         )  # fmt: skip
 

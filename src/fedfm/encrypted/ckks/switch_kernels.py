@@ -16,13 +16,12 @@ from fedfm.encrypted.ckks.modular_kernels import remainder, times
 from fedfm.encrypted.ckks.transform_kernels import backward_row, forward_row
 from fedfm.linalg.kernels.jit import compile_cached
 
-TILE = 128  # shape of the transforms' scratch: (8, 128)
 _TOGETHER = 4  # number of ciphertexts whose digits are kept, so that a key is read less often
 _PLAIN: set[str] = set()
 _INT, _FLOAT = np.int64, np.float64
 
 
-def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink, scratch):  # type: ignore[no-untyped-def]
+def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
     """Cut c (l, N) into digits modulo all primes: out (l, l + 1, N)."""
     forth, forth_ratios, last, last_ratios = roots
     back, back_ratios, back_last, back_last_ratios = inverse_roots
@@ -30,9 +29,7 @@ def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink, scratch):  
     for i in range(c.shape[0]):
         k = moduli[i]
         digit[:] = c[i]
-        backward_row(
-            digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k], scratch
-        )
+        backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k])
         for j in range(out.shape[1]):
             m, target = moduli[j], out[i, j]
             q = primes[m]
@@ -45,7 +42,7 @@ def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink, scratch):  
                     target[n] = remainder(digit[n], q, inverse)
             else:
                 target[:] = digit
-            forward_row(target, forth[m], forth_ratios[m], last[m], last_ratios[m], q, scratch)
+            forward_row(target, forth[m], forth_ratios[m], last[m], last_ratios[m], q)
 
 
 def _weigh_digits(digits, key, moduli, limb, out, primes):  # type: ignore[no-untyped-def]
@@ -70,7 +67,7 @@ def _weigh_digits(digits, key, moduli, limb, out, primes):  # type: ignore[no-un
             o1[n] = remainder(s1[n], q, inverse)
 
 
-def _divide(x, moduli, out, primes, inverses, roots, inverse_roots, shrink, scratch):  # type: ignore[no-untyped-def]
+def _divide(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
     """Divide x (l + 1, N) by its last prime, with rounding, and drop this prime: out (l, N).
 
     ``inverses[k, j]`` is the inverse of prime k modulo prime j.
@@ -82,7 +79,7 @@ def _divide(x, moduli, out, primes, inverses, roots, inverse_roots, shrink, scra
     q, size = primes[k], x.shape[1]
     half = q // 2
     digit, part = x[count].copy(), np.empty(size, _INT)
-    backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], q, scratch)
+    backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], q)
     for n in range(size):
         r = digit[n] + half
         digit[n] = r - q if r >= q else r
@@ -93,7 +90,7 @@ def _divide(x, moduli, out, primes, inverses, roots, inverse_roots, shrink, scra
         fix = half % p
         for n in range(size):
             part[n] = remainder(digit[n] - fix, p, inverse)
-        forward_row(part, forth[m], forth_ratios[m], last[m], last_ratios[m], p, scratch)
+        forward_row(part, forth[m], forth_ratios[m], last[m], last_ratios[m], p)
         w = inverses[k, m]
         ratio = _FLOAT(w) * inverse
         source, target = x[j], out[j]
@@ -106,22 +103,27 @@ decompose, weigh_digits, divide = (compile_cached(f, _PLAIN) for f in (_decompos
 
 def _rescale(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
     """Divide ciphertexts by their last prime: x (rows, 2, l + 1, N) -> out (rows, 2, l, N)."""
-    scratch = np.empty((8, TILE), _INT)
     for row in range(x.shape[0]):
         for polynomial in range(x.shape[1]):
             divide(
-                x[row, polynomial], moduli, out[row, polynomial], primes, inverses, roots, inverse_roots, shrink, scratch
+                x[row, polynomial],
+                moduli,
+                out[row, polynomial],
+                primes,
+                inverses,
+                roots,
+                inverse_roots,
+                shrink,
             )
 
 
 def _switch(  # type: ignore[no-untyped-def]
-    c, plus, keys, which, places, at, moduli, out, primes, inverses, roots, inverse_roots, shrink
+    x, keys, which, places, at, moduli, out, primes, inverses, roots, inverse_roots, shrink
 ):
-    """Switch polynomials to the secret key, with several keys each.
+    """Switch the last polynomial of each ciphertext to the secret key, with several keys; add the other polynomials.
 
     Args:
-        c: (rows, l, N), the polynomials.
-        plus: (rows, 1 or 2, l, N), added to the first polynomials of the result.
+        x: (rows, 2 or 3, l, N).
         keys: (all keys, digits, 2, primes, N).
         which: (S,), the keys to use.
         places: (S, N), the place of each entry of the result in the sum; or (0, 0) for the same places.
@@ -129,15 +131,16 @@ def _switch(  # type: ignore[no-untyped-def]
         moduli: the indexes of the l primes and of the special prime.
         out: (S or more, rows, 2, l, N).
     """
-    rows, limbs, size = c.shape
-    scratch, done = np.empty((8, TILE), _INT), np.empty((limbs, size), _INT)
-    digits = np.empty((min(_TOGETHER, rows), limbs, limbs + 1, size), _INT)
-    sums = np.empty((min(_TOGETHER, rows), limbs + 1, 2, size), _INT)
+    rows, polynomials, limbs, size = x.shape
+    done = np.empty((limbs, size), _INT)
+    together = min(_TOGETHER, rows) if which.shape[0] > 1 else 1
+    digits = np.empty((together, limbs, limbs + 1, size), _INT)
+    sums = np.empty((together, limbs + 1, 2, size), _INT)
     one = np.empty((limbs + 1, size), _INT)
-    for start in range(0, rows, _TOGETHER):
-        count = min(_TOGETHER, rows - start)
+    for start in range(0, rows, together):
+        count = min(together, rows - start)
         for r in range(count):
-            decompose(c[start + r], moduli, digits[r], primes, roots, inverse_roots, shrink, scratch)
+            decompose(x[start + r, polynomials - 1], moduli, digits[r], primes, roots, inverse_roots, shrink)
         for s in range(which.shape[0]):
             for limb in range(limbs + 1):
                 for r in range(count):
@@ -145,10 +148,10 @@ def _switch(  # type: ignore[no-untyped-def]
             for r in range(count):
                 for polynomial in range(2):
                     one[:] = sums[r, :, polynomial]
-                    divide(one, moduli, done, primes, inverses, roots, inverse_roots, shrink, scratch)
-                    if polynomial < plus.shape[1]:
+                    divide(one, moduli, done, primes, inverses, roots, inverse_roots, shrink)
+                    if polynomial < polynomials - 1:
                         for j in range(limbs):
-                            q, a, b = primes[moduli[j]], done[j], plus[start + r, polynomial, j]
+                            q, a, b = primes[moduli[j]], done[j], x[start + r, polynomial, j]
                             for n in range(size):
                                 v = a[n] + b[n]
                                 a[n] = v - q if v >= q else v

@@ -59,8 +59,8 @@ def _steps(size):  # type: ignore[no-untyped-def]
 apart, together, near, steps = (part(f, _PLAIN) for f in (_apart, _together, _near, _steps))
 
 
-def _forward_row(y, roots, ratios, last, last_ratios, q, scratch):  # type: ignore[no-untyped-def]
-    """Transform one polynomial (N,) in place; ``scratch`` is (8, 128)."""
+def _forward_row(y, roots, ratios, last, last_ratios, q):  # type: ignore[no-untyped-def]
+    """Transform one polynomial (N,) in place."""
     size = y.shape[0]
     inverse = 1.0 / _FLOAT(q)
     gap, blocks = size // 2, 1
@@ -89,6 +89,7 @@ def _forward_row(y, roots, ratios, last, last_ratios, q, scratch):  # type: igno
                     c[i], d[i] = apart(g, h, w1, p1, q)
             gap //= 4
             blocks *= 4
+    scratch = np.empty((8, _TILE), _INT)  # allocated here, so that LLVM knows that it overlaps nothing
     flat = scratch.reshape(-1)
     t0, t1, t2, t3 = scratch[0], scratch[1], scratch[2], scratch[3]
     t4, t5, t6, t7 = scratch[4], scratch[5], scratch[6], scratch[7]
@@ -121,10 +122,11 @@ def _forward_row(y, roots, ratios, last, last_ratios, q, scratch):  # type: igno
             transpose8(flat, g, _TILE, y, 8 * (at + g), 8)
 
 
-def _backward_row(y, roots, ratios, last, last_ratios, shrink, q, scratch):  # type: ignore[no-untyped-def]
+def _backward_row(y, roots, ratios, last, last_ratios, shrink, q):  # type: ignore[no-untyped-def]
     """Invert :func:`forward_row`; ``shrink`` is 1 / N modulo q."""
     size = y.shape[0]
     inverse = 1.0 / _FLOAT(q)
+    scratch = np.empty((8, _TILE), _INT)  # allocated here, so that LLVM knows that it overlaps nothing
     flat = scratch.reshape(-1)
     t0, t1, t2, t3 = scratch[0], scratch[1], scratch[2], scratch[3]
     t4, t5, t6, t7 = scratch[4], scratch[5], scratch[6], scratch[7]
@@ -185,21 +187,18 @@ forward_row, backward_row = compile_cached(_forward_row, _PLAIN), compile_cached
 
 def _forward(x, roots, ratios, last, last_ratios, primes):  # type: ignore[no-untyped-def]
     """Transform (rows, primes, N) in place; the output is in bit-reversed order."""
-    scratch = np.empty((8, _TILE), _INT)
     for limb in range(x.shape[1]):
+        q = primes[limb]
         for row in range(x.shape[0]):
-            forward_row(x[row, limb], roots[limb], ratios[limb], last[limb], last_ratios[limb], primes[limb], scratch)
+            forward_row(x[row, limb], roots[limb], ratios[limb], last[limb], last_ratios[limb], q)
 
 
 def _backward(x, roots, ratios, last, last_ratios, shrink, primes):  # type: ignore[no-untyped-def]
     """Invert :func:`forward`; ``shrink`` is 1 / N modulo each prime."""
-    scratch = np.empty((8, _TILE), _INT)
     for limb in range(x.shape[1]):
+        q, w = primes[limb], shrink[limb]
         for row in range(x.shape[0]):
-            backward_row(
-                x[row, limb], roots[limb], ratios[limb], last[limb], last_ratios[limb], shrink[limb], primes[limb],
-                scratch,
-            )  # fmt: skip
+            backward_row(x[row, limb], roots[limb], ratios[limb], last[limb], last_ratios[limb], w, q)
 
 
 forward, backward = compile_cached(_forward, _PLAIN), compile_cached(_backward, _PLAIN)
