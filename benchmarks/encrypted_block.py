@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/encrypted_block.py
     OMP_NUM_THREADS=1 python benchmarks/encrypted_block.py --quick
+    OMP_NUM_THREADS=1 python benchmarks/encrypted_block.py --profile [--quick]
 
 One core. Linear layers: 128 x 128, 4,096 samples in the slots; SEAL's loop (`multiply_plain`, then `add`) and TenSEAL's
 `CKKSTensor.mm` run a few of the 128 rows, and their seconds are multiplied. The block: 16 tokens of 256 samples,
 d = 128, an MLP of 256, 4 heads, degree 8192, refreshes as messages between two sides of one process; once with our
 matrix products and once with SEAL's loop in full. Then batches of a small block in one process and in two.
+With `--profile`: where a block of ViT-tiny's shape (d = 192, 64 tokens; `--quick`: d = 48) spends its CPU seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +29,9 @@ import tenseal
 from tenseal import sealapi
 from threadpoolctl import threadpool_limits
 
-from fedfm.encrypted.ckks import matrices, seal
+from fedfm.encrypted.ckks import matrices, modular_kernels, seal
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
-from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, least_limbs
+from fedfm.encrypted.ckks.refresh import DistanceLedger, Mask, Masking, least_limbs
 from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answer_refresh, encrypt_message
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Packing
@@ -36,6 +39,7 @@ from fedfm.encrypted.ckks.wire import Channel
 from fedfm.encrypted.inference.model_owner import KeyHolder
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
+from fedfm.linalg.kernels import buffers
 
 PARAMETERS, BOUND = Parameters(), 64.0
 PLANNED = 10**5  # refreshed ciphertexts of a run
@@ -345,8 +349,147 @@ def several_processes(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str,
     return table, [common.goal("two processes, times one", ratio, least=1.8)], [note]
 
 
+class Profile:
+    """CPU seconds by operation; an operation inside another one counts for itself only."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = Counter[str](), Counter[str]()
+        self._open: list[float] = []
+
+    @contextmanager
+    def watch(self, places: dict[str, list[tuple[Any, str]]]) -> Iterator[None]:
+        """Time functions: name of an operation -> (owner of a function, its name) of each."""
+        kept = [(owner, name, getattr(owner, name)) for group in places.values() for owner, name in group]
+        for operation, group in places.items():
+            for owner, name in group:
+                setattr(owner, name, self._timed(operation, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, function in kept:
+                setattr(owner, name, function)
+
+    def _timed(self, operation: str, function: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            start = time.process_time()
+            self._open.append(0.0)
+            try:
+                return function(*args, **named)
+            finally:
+                spent, inside = time.process_time() - start, self._open.pop()
+                self.seconds[operation] += spent - inside
+                self.calls[operation] += 1
+                if self._open:
+                    self._open[-1] += spent
+
+        return call
+
+
+def profiled_block(quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the profile of one block, and notes."""
+    d, tokens, heads = (48, 64, 3) if quick else (192, 64, 3)
+    layout = Packing(PARAMETERS, tokens)
+    buffers.keep_all_freed()  # as each side of an experiment does
+    block, x, want = random_block(d, 4 * d, heads, layout)
+    session = Session(layout)
+    encrypted, profile = session.send(layout.pack(x)), Profile()
+    server, kernels = seal.ServerKeys, modular_kernels
+    places: dict[str, list[tuple[Any, str]]] = {
+        "linear maps": [(matrices, "matrix_product")],
+        "products of ciphertexts": [(kernels, name) for name in ("tensor", "outer") if hasattr(kernels, name)],
+        "relinearise": [(server, "relinearise")],
+        "rescale": [(server, "rescale")],
+        "rotate": [(server, name) for name in ("rotate", "rotations") if hasattr(server, name)],
+        "refresh: encryptions of zero": [(server, "zeros")],
+        "refresh: masks": [(Mask, "residues")],
+        "refresh: messages": [(Channel, "pack"), (Channel, "unpack")],
+        "refresh: rest": [(RemoteRefresh, "__call__")],
+        "the client": [(session.refresh, "_exchange")],
+        "sums, copies, constants": [(block.__class__, "__call__")],
+    }
+    block_s = 0.0
+    for turn in range(2):  # the first turn, of few features, compiles
+        if not turn:
+            small, few, _ = random_block(12, 12, heads, layout)
+            small(session.send(layout.pack(few)))
+            continue
+        start = time.process_time()
+        with profile.watch(places):
+            out = block(encrypted)
+        block_s = time.process_time() - start
+    slots = layout.unpack(session.client.decrypt(out.residues, out.scale), layout.samples)
+    rates = product_rates(d)
+    owner = block_s - profile.seconds["the client"]
+    table = [
+        {
+            f"d = {d}, {tokens} tokens": name,
+            "calls": profile.calls[name],
+            "CPU s": profile.seconds[name],
+            "% of the owner": None if name == "the client" else 100 * profile.seconds[name] / owner,
+            "bound, CPU s": rates.get(name),
+        }
+        for name in places
+    ]
+    table.append(
+        {
+            f"d = {d}, {tokens} tokens": "owner, all",
+            "calls": None,
+            "CPU s": owner,
+            "% of the owner": 100.0,
+            "bound, CPU s": sum(rates.values()),
+        }
+    )
+    megabytes = (session.refresh.bytes_up + session.refresh.bytes_down) / 1e6
+    notes = [
+        "The bound: products of the linear maps, as float64 matrices of 192 x 192 by 192 x 2048, and of ciphertexts "
+        "with ciphertexts, as residues in the first cache.",
+        f"{megabytes:.0f} MB of refreshes (with those of the small block before). Largest error "
+        f"{np.abs(slots - want).max():.2g}, rms {np.sqrt(((slots - want) ** 2).mean()):.2g}; standard deviation of the "
+        f"output {want.std():.2f}.",
+    ]
+    return table, notes
+
+
+def least_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of the fastest of ten calls."""
+    found = []
+    for _ in range(10):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+def product_rates(d: int, tokens: int = 64) -> dict[str, float]:
+    """CPU seconds of the products of a block of width d alone, at the rate of one small product of each kind."""
+    rng, degree = np.random.default_rng(0), PARAMETERS.degree
+    a, b = rng.normal(size=(192, 192)), rng.normal(size=(192, 2048))
+    out = np.empty((192, 2048))
+    matrix = least_seconds(lambda: np.matmul(a, b, out=out)) / (192 * 192 * 2048)
+    pieces = 2 * (2 * 3 + 1)  # two polynomials; two pieces of each prime but the narrow one
+    few = rng.integers(0, 1 << 20, (16, 2, 1, 64))
+    ring, result = seal.ring_of(PARAMETERS), np.empty((3, 1, 64), np.int64)
+
+    def multiply() -> None:
+        for _ in range(100):
+            modular_kernels.tensor(few, few, result, ring.primes)
+
+    residue = least_seconds(multiply) / (100 * 16 * 4 * 64)
+    terms = 2 * d * tokens + 4 * d + 4 * d + 3 * tokens * 5
+    return {
+        "linear maps": 12 * d * d * pieces * degree * matrix,
+        "products of ciphertexts": terms * 4 * PARAMETERS.limbs * degree * residue,
+    }
+
+
 def main() -> None:
-    quick = common.arguments(__doc__).quick
+    options = common.arguments(__doc__, profile={"action": "store_true", "help": "profile one block by operation"})
+    quick = options.quick
+    if options.profile:
+        with threadpool_limits(1):
+            rows, words = profiled_block(quick)
+        common.emit("Encrypted inference", [{"title": "Where a block's time goes", "rows": rows}], [], words)
+        return
     with threadpool_limits(1):
         first, goals = linear_layers(quick)
         second, more, notes = whole_block(quick)

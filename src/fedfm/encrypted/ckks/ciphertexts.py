@@ -42,8 +42,8 @@ class KeyOperations(Protocol):
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime, and drop this prime."""
 
-    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Rotate the slots: the value of slot i + steps moves to slot i."""
+    def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
+        """Rotate the slots by each of the steps: the value of slot i + step moves to slot i."""
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Return fresh encryptions of zero, (count, 2, limbs, N)."""
@@ -175,7 +175,14 @@ class Ciphertexts:
 
     def rotate(self, steps: int) -> Ciphertexts:
         """Rotate the slots cyclically: the value of slot i + steps moves to slot i."""
-        return self.evaluator.rotate(self, steps) if steps % (self.evaluator.ring.degree // 2) else self
+        return self.rotations([steps])
+
+    def rotations(self, steps: Sequence[int]) -> Ciphertexts:
+        """Rotate all ciphertexts by each of the steps: (count,) -> (len(steps) * count,), step by step."""
+        slots = self.evaluator.ring.degree // 2
+        if len(steps) == 1 and not steps[0] % slots:
+            return self
+        return self.evaluator.rotations(self, steps)
 
     def total(self) -> Ciphertexts:
         """Return the sum of all ciphertexts as one ciphertext."""
@@ -306,16 +313,14 @@ class Ciphertexts:
 
 def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
     """Return both operands with the primes that they have in common."""
-    if a.evaluator is not b.evaluator:
-        raise InputError("ciphertexts of two evaluators")
-    if len(a) != len(b) and 1 not in (len(a), len(b)):
-        raise InputError(f"{len(a)} and {len(b)} ciphertexts: expected equally many, or one")
+    _check_counts(a, b)
     limbs = min(a.level, b.level) + 1
     return a.at(limbs), b.at(limbs)
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
     """Return elementwise products; each has three polynomials, which :func:`relinearise_and_rescale` reduces to two."""
+    _check_counts(a, b)
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)
@@ -336,6 +341,22 @@ def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
     return x._like(out, x.scale * y.scale)
 
 
+def outer(a: Ciphertexts, b: Ciphertexts, terms: int, *, first: bool = True, last: bool = True) -> Ciphertexts:
+    """Return the sums of products for each pair of a row of a and a row of b, with three polynomials each.
+
+    Both arrays are matrices (rows, ``terms``) of ciphertexts, row after row; ``first = False`` says that a is stored
+    column after column, ``last = False`` that b is. The result is a matrix (rows of a, rows of b), row after row.
+    """
+    if len(a) % terms or len(b) % terms:
+        raise InputError(f"{len(a)} and {len(b)} ciphertexts in products of rows of {terms}")
+    x, y = _factors(a, b)
+    m, n = len(x) // terms, len(y) // terms
+    steps = (m, n, terms, *((terms, 1) if first else (1, m)), *((terms, 1) if last else (1, n)))
+    out = np.empty((m * n, 3, *x.limbs.shape[2:]), np.int64)
+    modular_kernels.outer(x.residues, y.residues, steps, out, x.evaluator.ring.primes)
+    return x._like(out, x.scale * y.scale)
+
+
 def relinearise_and_rescale(product: Ciphertexts) -> Ciphertexts:
     """Relinearise a product, then rescale it."""
     return product.evaluator.rescale(product.evaluator.relinearise(product))
@@ -353,10 +374,19 @@ def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
     limbs = min(a._for_product(), b._for_product())
     if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both operands have wide primes
         raise InputError("the factors have no common level")
-    x, y = align_levels(a.at(limbs), b.at(limbs))
+    if a.evaluator is not b.evaluator:
+        raise InputError("ciphertexts of two evaluators")
+    x, y = a.at(limbs), b.at(limbs)
     if x.limbs.shape[1] != 2 or y.limbs.shape[1] != 2:
         raise InputError("factors must be relinearised")
     return x, y
+
+
+def _check_counts(a: Ciphertexts, b: Ciphertexts) -> None:
+    if a.evaluator is not b.evaluator:
+        raise InputError("ciphertexts of two evaluators")
+    if len(a) != len(b) and 1 not in (len(a), len(b)):
+        raise InputError(f"{len(a)} and {len(b)} ciphertexts: expected equally many, or one")
 
 
 def _larger(a: Ciphertexts, b: Ciphertexts) -> tuple[int, ...]:

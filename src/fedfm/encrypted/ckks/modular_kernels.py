@@ -1,4 +1,4 @@
-"""Compiled loops over residues: sums, products, number-theoretic transforms, matrix products in float64 pieces.
+"""Compiled loops over residues: sums, products, matrix products in float64 pieces.
 
 Residues are int64 in [0, q) for primes q below 2^50. Quotients are computed in float64 and have an error of at most
 one: the product of two residues, divided by q, is below 2^50, and three roundings with a relative error of 2^-53 change
@@ -100,6 +100,42 @@ def _tensor(a, b, out, primes):  # type: ignore[no-untyped-def]
                 o2[i] = remainder(s2[i], q, inverse)
 
 
+def _outer(a, b, steps, out, primes):  # type: ignore[no-untyped-def]
+    """Sum products of ciphertexts for all pairs (i, j): out[i n + j] = sum over k of a[i s + k t] b[j u + k v].
+
+    Args:
+        a, b: (.., 2, primes, N).
+        steps: m, n, the number of terms (at most 2^10), s, t, u, v.
+        out: (m n, 3, primes, N).
+    """
+    m, n, terms, s, t, u, v = steps
+    width = min(256, a.shape[3])  # so that the parts of a and of one row of b stay in the cache
+    s0, s1, s2 = np.empty(width, _INT), np.empty(width, _INT), np.empty(width, _INT)
+    for limb in range(a.shape[2]):
+        q = primes[limb]
+        inverse = 1.0 / _FLOAT(q)
+        for start in range(0, a.shape[3], width):
+            end = start + width
+            for j in range(n):
+                for i in range(m):
+                    s0[:], s1[:], s2[:] = 0, 0, 0
+                    for k in range(terms):
+                        x, y = i * s + k * t, j * u + k * v
+                        a0, a1 = a[x, 0, limb, start:end], a[x, 1, limb, start:end]
+                        b0, b1 = b[y, 0, limb, start:end], b[y, 1, limb, start:end]
+                        for c in range(width):
+                            r0, r1 = _FLOAT(b0[c]) * inverse, _FLOAT(b1[c]) * inverse
+                            s0[c] += times(a0[c], b0[c], r0, q)
+                            s1[c] += times(a0[c], b1[c], r1, q) + times(a1[c], b0[c], r0, q)
+                            s2[c] += times(a1[c], b1[c], r1, q)
+                    to = i * n + j
+                    o0, o1, o2 = out[to, 0, limb, start:end], out[to, 1, limb, start:end], out[to, 2, limb, start:end]
+                    for c in range(width):
+                        o0[c] = remainder(s0[c], q, inverse)
+                        o1[c] = remainder(s1[c], q, inverse)
+                        o2[c] = remainder(s2[c], q, inverse)
+
+
 def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
     """Sum products with plaintexts: a (terms, 2, primes, N), b (terms, primes, N) -> out (2, primes, N)."""
     width = min(1024, a.shape[3])
@@ -117,50 +153,6 @@ def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
                 o = out[polynomial, limb, start:]
                 for i in range(width):
                     o[i] = remainder(s[i], q, inverse)
-
-
-def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
-    """Compute the negacyclic transform in place, by decimation in time; the output is in bit-reversed order."""
-    size = x.shape[2]
-    for row in range(x.shape[0]):
-        for limb in range(x.shape[1]):
-            q, y = primes[limb], x[row, limb]
-            gap, blocks = size // 2, 1
-            while blocks < size:
-                for block in range(blocks):
-                    w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
-                    low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
-                    for i in range(gap):
-                        u, v = low[i], reduce(times(high[i], w, ratio, q), q)
-                        s, d = u + v, u - v
-                        low[i] = s - q if s >= q else s
-                        high[i] = d + q if d < 0 else d
-                gap //= 2
-                blocks *= 2
-
-
-def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
-    """Invert :func:`forward`; ``shrink`` is 1 / N modulo each prime."""
-    size = x.shape[2]
-    for row in range(x.shape[0]):
-        for limb in range(x.shape[1]):
-            q, y = primes[limb], x[row, limb]
-            gap, blocks = 1, size // 2
-            while blocks >= 1:
-                for block in range(blocks):
-                    w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
-                    low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
-                    for i in range(gap):
-                        u, v = low[i], high[i]
-                        s, d = u + v, u - v
-                        low[i] = s - q if s >= q else s
-                        high[i] = reduce(times(d + q if d < 0 else d, w, ratio, q), q)
-                gap *= 2
-                blocks //= 2
-            w = shrink[limb]
-            ratio = _FLOAT(w) / _FLOAT(q)
-            for i in range(size):
-                y[i] = reduce(times(y[i], w, ratio, q), q)
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
@@ -290,8 +282,7 @@ def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
 
 
 add, affine, dyadic = (compile_cached(f, _PLAIN) for f in (_add, _affine, _dyadic))
-tensor, weave = compile_cached(_tensor, _PLAIN), compile_cached(_weave, _PLAIN)
-forward, backward = compile_cached(_forward, _PLAIN), compile_cached(_backward, _PLAIN)
+tensor, outer, weave = (compile_cached(f, _PLAIN) for f in (_tensor, _outer, _weave))
 split, join, residues, digits, from_digits = (
     compile_cached(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)
 )

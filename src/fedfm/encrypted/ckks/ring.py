@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks import modular_kernels
+from fedfm.encrypted.ckks import modular_kernels, transform_kernels
 from fedfm.errors import InputError
 
 Residues = NDArray[np.int64]
@@ -58,8 +58,8 @@ class Parameters:
                 f"primes of {total} bits at degree {self.degree} give less than 128-bit security; at most {most} bits "
                 f"are allowed"
             )
-        if len(self.bits) < 2 or not all(20 <= b <= 49 for b in (*self.bits, self.special)):
-            raise InputError(f"primes of {self.bits} and {self.special} bits: expected at least two, of 20 to 49 bits")
+        if len(self.bits) < 2 or not all(20 <= b <= 46 for b in (*self.bits, self.special)):
+            raise InputError(f"primes of {self.bits} and {self.special} bits: expected at least two, of 20 to 46 bits")
         if self.special < max(self.bits) or not 16 <= self.scale_bits <= max(self.bits):
             raise InputError(f"special prime of {self.special} bits, scale 2^{self.scale_bits}: too small or too large")
 
@@ -142,24 +142,26 @@ class Ring:
         self.parameters, self.degree = parameters, parameters.degree
         self.primes = np.array(parameters.primes, np.int64)
         tables = [_table(int(q), self.degree) for q in self.primes]
-        self._roots = np.stack([forth for forth, _ in tables])
-        self._inverse_roots = np.stack([back for _, back in tables])
-        as_float = self.primes[:, None].astype(np.float64)
-        self._ratios, self._inverse_ratios = self._roots / as_float, self._inverse_roots / as_float
-        self._shrink = np.array([pow(self.degree, -1, int(q)) for q in self.primes], np.int64)
+        self.roots = self._arrange(np.stack([forth for forth, _ in tables]))
+        self.inverse_roots = self._arrange(np.stack([back for _, back in tables]))
+        self.shrink = np.array([pow(self.degree, -1, int(q)) for q in self.primes], np.int64)
+
+    def _arrange(self, roots: Residues) -> tuple[Any, ...]:
+        """Return the tables of a transform: roots and those of the last three steps, each also divided by its prime."""
+        ratios = roots / self.primes[:, None].astype(np.float64)
+        return roots, ratios, transform_kernels.last_roots(roots), transform_kernels.last_roots(ratios)
 
     def forward(self, x: Residues, first: int = 0) -> Residues:
         """Transform coefficients to evaluation form, in place. The first prime of x has the index ``first``."""
         rows, at = self._rows(x), slice(first, first + x.shape[-2])
-        modular_kernels.forward(rows, self._roots[at], self._ratios[at], self.primes[at])
+        transform_kernels.forward(rows, *(table[at] for table in self.roots), self.primes[at])
         return x
 
     def backward(self, x: Residues, first: int = 0) -> Residues:
         """Invert :meth:`forward`, in place."""
         rows, at = self._rows(x), slice(first, first + x.shape[-2])
-        modular_kernels.backward(
-            rows, self._inverse_roots[at], self._inverse_ratios[at], self._shrink[at], self.primes[at]
-        )
+        tables = (table[at] for table in self.inverse_roots)
+        transform_kernels.backward(rows, *tables, self.shrink[at], self.primes[at])
         return x
 
     def add(self, a: Residues, b: Residues, sign: int = 1) -> Residues:

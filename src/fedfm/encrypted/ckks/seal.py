@@ -14,7 +14,7 @@ import ctypes
 import os
 import struct
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks import encoding, zero_encryptions
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, Refresh
+from fedfm.encrypted.ckks.key_switching import KeySwitching
 from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
 from fedfm.errors import InputError, MissingExtra, RunError
 from fedfm.privacy.crypto import keys
@@ -57,7 +58,7 @@ def ring_of(parameters: Parameters) -> Ring:
 
 
 class _Library:
-    """A SEAL context with buffers for ciphertexts, which are read and written as residues."""
+    """A SEAL context whose ciphertexts are read and made as residues."""
 
     def __init__(self, parameters: Parameters) -> None:
         s = _seal()
@@ -74,7 +75,6 @@ class _Library:
         while data is not None:
             self.ids[len(list(data.parms().coeff_modulus()))] = list(data.parms_id())
             data = data.next_context_data()
-        self._templates: dict[tuple[int, int], Any] = {}
         self.direct = False
 
     def check_access(self, encryptor: Any) -> None:
@@ -96,18 +96,9 @@ class _Library:
         numbers = ciphertext.dyn_array()
         return np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64).reshape(shape)
 
-    def write(self, residues: Residues, scale: float) -> Any:
-        """Return a SEAL ciphertext with these residues. It is valid until the next call for the same shape."""
-        key = residues.shape[:2]
-        if key not in self._templates:
-            self._templates[key] = self._from_stream(residues, scale)
-        ciphertext = self._templates[key]
-        if self.direct:
-            _view(ciphertext)[...] = residues
-        else:
-            ciphertext = self._templates[key] = self._from_stream(residues, scale)
-        ciphertext.scale = scale
-        return ciphertext
+    def read_key(self, parts: Sequence[Any]) -> Residues:
+        """Return a key for key switching, (digits, 2, primes, N)."""
+        return np.stack([self.read(part.data()) for part in parts])
 
     def _from_stream(self, residues: Residues, scale: float) -> Any:
         polynomials, limbs, degree = residues.shape
@@ -141,21 +132,26 @@ class ServerKeys:
         self.parameters, self.ring, self.floor, self.refresh = parameters, ring_of(parameters), floor, refresh
         self._library = library = _Library(parameters)
         s = library.s
-        public, self._relinearisation, self._galois = s.PublicKey(), s.RelinKeys(), s.GaloisKeys()
+        public, relinearisation, galois = s.PublicKey(), s.RelinKeys(), s.GaloisKeys()
         try:
             mark, *sizes = struct.unpack_from(_KEYS, keys)
             if mark != b"FFK1" or sum(sizes) + struct.calcsize(_KEYS) != len(keys) or not all(sizes[:2]):
                 raise ValueError
             at = struct.calcsize(_KEYS)
-            for key, size in zip((public, self._relinearisation, self._galois), sizes, strict=True):
+            for key, size in zip((public, relinearisation, galois), sizes, strict=True):
                 if size:
                     load(key, keys[at : at + size], library.context)
                 at += size
         except (struct.error, ValueError, RuntimeError):
             raise InputError("these bytes are not public keys for these parameters") from None
-        self._rotates = bool(sizes[2])
         library.check_access(s.Encryptor(library.context, public))
         self._public = library.read(public.data())
+        rotated = {2 * k + 1: parts for k, parts in enumerate(galois.data()) if parts} if sizes[2] else {}
+        self._switching = KeySwitching(
+            self.ring,
+            library.read_key(relinearisation.data()[0]),
+            {element: library.read_key(parts) for element, parts in rotated.items()},
+        )
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
@@ -177,45 +173,32 @@ class ServerKeys:
         """Reduce three polynomials to two."""
         if x.limbs.shape[1] == 2:
             return x
-        evaluator, keys = self._library.evaluator, self._relinearisation
-        return self._each(x, lambda a, b: evaluator.relinearize(a, keys, b), x.level + 1, x.scale)
+        return Ciphertexts(self._switching.relinearise(x.residues).view(np.uint64), x.scale, self)
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime, and drop this prime."""
         if not x.level:
             raise InputError("no level is left for a rescaling")
         scale = x.scale / self.parameters.primes[x.level]
-        return self._each(x, self._library.evaluator.rescale_to_next, x.level, scale)
+        return Ciphertexts(self._switching.rescale(x.residues).view(np.uint64), scale, self)
 
     def can_rotate(self, steps: int) -> bool:
-        """Whether the client sent the key for this rotation."""
-        return self._rotates and bool(self._galois.has_key(galois_element(steps, self.parameters.degree)))
+        """Whether the client sent the key for this rotation, or it needs none."""
+        return self._switching.has(galois_element(steps, self.parameters.degree))
 
-    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Rotate the slots: the value of slot i + steps moves to slot i.
+    def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
+        """Rotate the slots by each of several steps: (count,) -> (len(steps) * count,), step by step.
+
+        The value of slot i + step moves to slot i. Several steps of one call cost less than several calls.
 
         Raises:
-            InputError: the client did not send a key for this rotation.
+            InputError: the client did not send a key for one of the rotations.
         """
-        slots = self.parameters.slots
-        if not self.can_rotate(steps):
-            raise InputError(f"there is no key for a rotation by {steps % slots} slots")
-        evaluator, keys = self._library.evaluator, self._galois
-
-        def apply(a: Any, b: Any) -> None:
-            evaluator.rotate_vector(a, (steps + slots // 2) % slots - slots // 2, keys, b)
-
-        return self._each(x, apply, x.level + 1, x.scale)
-
-    def _each(self, x: Ciphertexts, apply: Any, limbs: int, scale: float) -> Ciphertexts:
-        """Apply one of SEAL's operations to each ciphertext."""
-        out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
-        target, residues = self._library.empty(), x.residues
-        for i in range(len(x)):
-            # SEAL only checks that the scale fits the modulus, so any small scale works; ``scale`` is the true one.
-            apply(self._library.write(residues[i], 2.0), target)
-            out[i] = self._library.read(target)
-        return Ciphertexts(out.view(np.uint64), scale, self)
+        slots, degree = self.parameters.slots, self.parameters.degree
+        if missing := [step for step in steps if not self.can_rotate(step)]:
+            raise InputError(f"there is no key for a rotation by {missing[0] % slots} slots")
+        found = self._switching.rotations(x.residues, [galois_element(step, degree) for step in steps])
+        return Ciphertexts(found.reshape(-1, *found.shape[2:]).view(np.uint64), x.scale, self)
 
 
 class ClientKeys:

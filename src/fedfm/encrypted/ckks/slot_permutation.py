@@ -104,7 +104,11 @@ def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> 
 
 def permute_samples(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphertexts:
     """Reorder the samples of all ciphertexts; the result is not rescaled."""
-    rotate, b = x.evaluator.rotate, baby(layout)
+    b = baby(layout)
+
+    def rotate(one: Ciphertexts, step: int) -> Ciphertexts:
+        return one.evaluator.rotations(one, [step])
+
     below, above = [g for g in giants(samples, layout) if g < 0], [g for g in giants(samples, layout) if g >= 0]
     done = []
     for i in range(len(x)):

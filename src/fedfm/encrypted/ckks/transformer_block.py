@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, relinearise_and_rescale
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, outer, relinearise_and_rescale
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.errors import InputError
@@ -62,8 +62,11 @@ class Packing:
 
     @property
     def baby(self) -> int:
-        """Number of baby steps; the number of giant steps is ``tokens`` divided by this number."""
-        return 1 << (self.tokens.bit_length() - 1) // 2
+        """Number of baby steps; the number of giant steps is ``tokens`` divided by this number.
+
+        A ciphertext takes its baby steps together, which costs a third of a giant step with its relinearisation.
+        """
+        return min(self.tokens, 1 << (self.tokens.bit_length() + 1) // 2)
 
     @property
     def rotations(self) -> set[int]:
@@ -187,10 +190,9 @@ class EncryptedBlock:
     def _scores(self, query: Ciphertexts, key: Ciphertexts) -> Ciphertexts:
         step, out = self.layout.samples, []
         for q, k in zip(self._heads(query), self._heads(key), strict=True):
-            babies = [k.rotate(i * step) for i in range(self.layout.baby)]
-            for giant in self._giants:
-                turned = q.rotate(-giant * step)
-                out += [relinearise_and_rescale(inner(turned, moved)) for moved in babies]
+            babies = k.rotations([i * step for i in range(self.layout.baby)])
+            turned = q.rotations([-giant * step for giant in self._giants])
+            out.append(relinearise_and_rescale(outer(turned, babies, len(q))))
         return concatenate(out)
 
     def _row_sums(self, powers: Ciphertexts) -> Ciphertexts:
@@ -205,22 +207,24 @@ class EncryptedBlock:
     def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
         """Return the attention weights: each diagonal times the inverse of its row sums."""
         step, b = self.layout.samples, self.layout.baby
-        turned = [inverses.rotate(-giant * step) for giant in self._giants]
-        rows = [turned[g][[k]] for k in range(self.heads) for g in range(len(turned)) for _ in range(b)]
-        return powers * concatenate(rows)
+        turned = inverses.rotations([-giant * step for giant in self._giants])
+        return (
+            powers
+            * turned[
+                [g * self.heads + k for k in range(self.heads) for g in range(len(self._giants)) for _ in range(b)]
+            ]
+        )
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
         """Return the sums of the values, weighted by the attention weights."""
         step, b, out = self.layout.samples, self.layout.baby, []
         for head, values in zip(self._heads(weights), self._heads(value), strict=True):
-            for f in range(len(values)):
-                v = values[f : f + 1]
-                moved = concatenate([v.rotate(i * step) for i in range(b)])
-                parts = [relinearise_and_rescale(inner(head[giant : giant + b], moved)) for giant in self._giants]
-                total = parts[0]
-                for giant, part in zip(self._giants[1:], parts[1:], strict=True):
-                    total = total + part.rotate(giant * step)
-                out.append(total)
+            moved = values.rotations([i * step for i in range(b)])
+            parts = relinearise_and_rescale(outer(head, moved, b, last=False))
+            total = parts[: len(values)]
+            for number, giant in enumerate(self._giants[1:], start=1):
+                total = total + parts[number * len(values) : (number + 1) * len(values)].rotate(giant * step)
+            out.append(total)
         return concatenate(out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,8 +32,9 @@ class Count:
     """An evaluator that only counts operations. It takes the place of ``ServerKeys``.
 
     Attributes:
-        operations: count for each (name, number of primes). Names are ``relinearise``, ``rescale``, ``rotate``, and
-            ``weigh``: the product of a ciphertext and a plaintext, as one term of a sum.
+        operations: count for each (name, number of primes). Names are ``relinearise``, ``rescale``, ``decompose`` (the
+            digits of a ciphertext before its rotations), ``rotate`` (each rotation), and ``weigh``: the product of a
+            ciphertext and a plaintext, as one term of a sum.
         refreshes: for each refresh in order, the number of its ciphertexts.
     """
 
@@ -51,9 +53,12 @@ class Count:
         """Count a rescaling for each ciphertext, and drop a prime."""
         return self._like("rescale", x, x.level, x.scale / self.ring.parameters.primes[x.level])
 
-    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Count a rotation for each ciphertext."""
-        return self._like("rotate", x, x.level + 1, x.scale)
+    def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
+        """Count the digits of each ciphertext once, and each of its rotations."""
+        moved = sum(step % (self.ring.degree // 2) != 0 for step in steps)
+        self.operations["decompose", x.level + 1] += len(x)
+        self.operations["rotate", x.level + 1] += len(x) * moved
+        return self.ones(len(x) * len(steps), x.level + 1, x.scale)
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Return placeholder residues; their values do not matter."""

@@ -1,0 +1,169 @@
+"""Compiled key switching and rescaling: the algorithms of SEAL 4.1, for many ciphertexts and several keys at a time.
+
+A polynomial c is cut into digits, its residues modulo each prime, and each digit is transformed modulo all primes. The
+sum of the digits times a key encrypts P c times the key's secret, where P is the special prime; it is then divided by
+P. For several rotations of one ciphertext the digits are computed once (Halevi, Shoup. Faster homomorphic linear
+transformations in HElib. CRYPTO 2018).
+
+``moduli`` are indexes of the primes. Tables of transforms are those of :class:`~fedfm.encrypted.ckks.ring.Ring`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedfm.encrypted.ckks.modular_kernels import remainder, times
+from fedfm.encrypted.ckks.transform_kernels import backward_row, forward_row
+from fedfm.linalg.kernels.jit import compile_cached
+
+_TOGETHER = 4  # number of ciphertexts whose digits are kept, so that a key is read less often
+_PLAIN: set[str] = set()
+_INT, _FLOAT = np.int64, np.float64
+
+
+def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Cut c (l, N) into digits modulo all primes: out (l, l + 1, N)."""
+    forth, forth_ratios, last, last_ratios = roots
+    back, back_ratios, back_last, back_last_ratios = inverse_roots
+    digit = np.empty(c.shape[1], _INT)
+    for i in range(c.shape[0]):
+        k = moduli[i]
+        digit[:] = c[i]
+        backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k])
+        for j in range(out.shape[1]):
+            m, target = moduli[j], out[i, j]
+            q = primes[m]
+            if m == k:
+                target[:] = c[i]
+                continue
+            if q < primes[k]:
+                inverse = 1.0 / _FLOAT(q)
+                for n in range(digit.shape[0]):
+                    target[n] = remainder(digit[n], q, inverse)
+            else:
+                target[:] = digit
+            forward_row(target, forth[m], forth_ratios[m], last[m], last_ratios[m], q)
+
+
+def _weigh_digits(digits, key, moduli, limb, out, primes):  # type: ignore[no-untyped-def]
+    """Sum the digits times a key modulo the prime ``limb``: digits (l, l + 1, N), key (l, 2, primes, N) -> (2, N)."""
+    width = min(1024, digits.shape[2])
+    s0, s1 = np.empty(width, _INT), np.empty(width, _INT)
+    m = moduli[limb]
+    q = primes[m]
+    inverse = 1.0 / _FLOAT(q)
+    for start in range(0, digits.shape[2], width):
+        s0[:], s1[:] = 0, 0
+        for i in range(digits.shape[0]):
+            d = digits[i, limb, start : start + width]
+            k0, k1 = key[i, 0, m, start : start + width], key[i, 1, m, start : start + width]
+            for n in range(width):
+                ratio = _FLOAT(d[n]) * inverse
+                s0[n] += times(k0[n], d[n], ratio, q)
+                s1[n] += times(k1[n], d[n], ratio, q)
+        o0, o1 = out[0, start : start + width], out[1, start : start + width]
+        for n in range(width):
+            o0[n] = remainder(s0[n], q, inverse)
+            o1[n] = remainder(s1[n], q, inverse)
+
+
+def _divide(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Divide x (l + 1, N) by its last prime, with rounding, and drop this prime: out (l, N).
+
+    ``inverses[k, j]`` is the inverse of prime k modulo prime j.
+    """
+    forth, forth_ratios, last, last_ratios = roots
+    back, back_ratios, back_last, back_last_ratios = inverse_roots
+    count = x.shape[0] - 1
+    k = moduli[count]
+    q, size = primes[k], x.shape[1]
+    half = q // 2
+    digit, part = x[count].copy(), np.empty(size, _INT)
+    backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], q)
+    for n in range(size):
+        r = digit[n] + half
+        digit[n] = r - q if r >= q else r
+    for j in range(count):
+        m = moduli[j]
+        p = primes[m]
+        inverse = 1.0 / _FLOAT(p)
+        fix = half % p
+        for n in range(size):
+            part[n] = remainder(digit[n] - fix, p, inverse)
+        forward_row(part, forth[m], forth_ratios[m], last[m], last_ratios[m], p)
+        w = inverses[k, m]
+        ratio = _FLOAT(w) * inverse
+        source, target = x[j], out[j]
+        for n in range(size):
+            target[n] = remainder(times(source[n] - part[n], w, ratio, p), p, inverse)
+
+
+decompose, weigh_digits, divide = (compile_cached(f, _PLAIN) for f in (_decompose, _weigh_digits, _divide))
+
+
+def _rescale(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Divide ciphertexts by their last prime: x (rows, 2, l + 1, N) -> out (rows, 2, l, N)."""
+    for row in range(x.shape[0]):
+        for polynomial in range(x.shape[1]):
+            divide(
+                x[row, polynomial],
+                moduli,
+                out[row, polynomial],
+                primes,
+                inverses,
+                roots,
+                inverse_roots,
+                shrink,
+            )
+
+
+def _switch(  # type: ignore[no-untyped-def]
+    x, keys, which, places, at, moduli, out, primes, inverses, roots, inverse_roots, shrink
+):
+    """Switch the last polynomial of each ciphertext to the secret key, with several keys; add the other polynomials.
+
+    Args:
+        x: (rows, 2 or 3, l, N).
+        keys: (all keys, digits, 2, primes, N).
+        which: (S,), the keys to use.
+        places: (S, N), the place of each entry of the result in the sum; or (0, 0) for the same places.
+        at: (S,), the indexes of the results in ``out``.
+        moduli: the indexes of the l primes and of the special prime.
+        out: (S or more, rows, 2, l, N).
+    """
+    rows, polynomials, limbs, size = x.shape
+    done = np.empty((limbs, size), _INT)
+    together = min(_TOGETHER, rows) if which.shape[0] > 1 else 1
+    digits = np.empty((together, limbs, limbs + 1, size), _INT)
+    sums = np.empty((together, limbs + 1, 2, size), _INT)
+    one = np.empty((limbs + 1, size), _INT)
+    for start in range(0, rows, together):
+        count = min(together, rows - start)
+        for r in range(count):
+            decompose(x[start + r, polynomials - 1], moduli, digits[r], primes, roots, inverse_roots, shrink)
+        for s in range(which.shape[0]):
+            for limb in range(limbs + 1):
+                for r in range(count):
+                    weigh_digits(digits[r], keys[which[s]], moduli, limb, sums[r, limb], primes)
+            for r in range(count):
+                for polynomial in range(2):
+                    one[:] = sums[r, :, polynomial]
+                    divide(one, moduli, done, primes, inverses, roots, inverse_roots, shrink)
+                    if polynomial < polynomials - 1:
+                        for j in range(limbs):
+                            q, a, b = primes[moduli[j]], done[j], x[start + r, polynomial, j]
+                            for n in range(size):
+                                v = a[n] + b[n]
+                                a[n] = v - q if v >= q else v
+                    target = out[at[s], start + r, polynomial]
+                    if places.shape[0]:
+                        place = places[s]
+                        for j in range(limbs):
+                            a, o = done[j], target[j]
+                            for n in range(size):
+                                o[n] = a[place[n]]
+                    else:
+                        target[:] = done
+
+
+rescale, switch = compile_cached(_rescale, _PLAIN), compile_cached(_switch, _PLAIN)
