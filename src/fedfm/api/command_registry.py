@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fedfm.errors import InputError
 
 WINGS = (
+    "fedfm.cli.planning_commands",
     "fedfm.cli.silo_commands",
     "fedfm.encrypted.commands",
     "fedfm.sites.commands",
