@@ -1,4 +1,4 @@
-"""src/fedfm/api/measured_accuracy.json: accuracies of docs/results/privacy.json in the form that `fedfm advise` reads."""
+"""The accuracies of docs/results/privacy.json in the form that `fedfm advise` reads, for docs/generate.py."""
 
 from __future__ import annotations
 

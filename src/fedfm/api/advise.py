@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from fedfm.api.command_registry import action
 from fedfm.api.measured_accuracy import find_accuracy
-from fedfm.api.protections import PROTECTIONS, Protection, Spending, Tables, without_protection
+from fedfm.api.protections import PROTECTIONS, Protection, PrivacyTarget, Tables, without_protection
 from fedfm.api.rehearsal import Rehearsal, counts_of, rehearse
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
@@ -77,7 +77,7 @@ def advise(
     asked = Experiment.from_dict(given, imports=True)
     _check(asked)
     privacy = asked.privacy
-    spend = Spending(
+    spend = PrivacyTarget(
         epsilon or (privacy and privacy.target_epsilon) or 8.0,
         delta or (privacy and privacy.delta) or 1e-5,
         clip_norm or (privacy and privacy.clip_norm) or 1.0,

@@ -20,7 +20,7 @@ _SECURE = {"aggregator": "secagg"}
 
 
 @dataclass(frozen=True)
-class Spending:
+class PrivacyTarget:
     """What an option with noise may spend, and the norm to which it clips.
 
     Attributes:
@@ -49,42 +49,42 @@ class Protection:
 
     name: str
     what: str
-    change: Callable[[Tables, Experiment, Spending], Tables]
+    change: Callable[[Tables, Experiment, PrivacyTarget], Tables]
 
 
-def _clear(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _clear(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     return tables
 
 
-def _secure_sums(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _secure_sums(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     return tables | {"privacy": dict(_SECURE)}
 
 
-def _client_noise(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _client_noise(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     return tables | {"privacy": spend.table("client", mechanism="gaussian", clip_norm=spend.clip_norm)}
 
 
-def _secure_client_noise(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _secure_client_noise(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     table = spend.table("client", mechanism="distributed_gaussian", clip_norm=spend.clip_norm)
     return tables | {"privacy": _SECURE | table}
 
 
-def _record_noise(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _record_noise(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     own = isinstance(experiment.method, Private)
     table = spend.table("record") if own else spend.table("record", mechanism="dp_sgd", clip_norm=spend.clip_norm)
     return tables | {"privacy": table}
 
 
-def _one_round_sums(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _one_round_sums(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     return _with_head(tables) | {"method": {"name": "analytic"}, "privacy": dict(_SECURE)}
 
 
-def _one_round_noise(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _one_round_noise(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     method = {"name": "fedpft", "components": 1, "covariance": "spherical"}
     return _with_head(tables) | {"method": method, "privacy": spend.table("record")}
 
 
-def _encrypted_rows(tables: Tables, experiment: Experiment, spend: Spending) -> Tables:
+def _encrypted_rows(tables: Tables, experiment: Experiment, spend: PrivacyTarget) -> Tables:
     foundation = action("advise", "encrypted_rows")(experiment.model.name)
     method = {"name": "blindfed", "foundation": foundation, "rounds": experiment.method.rounds}
     return {k: v for k, v in tables.items() if k != "model"} | {"method": method, "privacy": dict(_SECURE)}
