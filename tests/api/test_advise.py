@@ -11,13 +11,14 @@ from scipy import stats
 
 import fedfm
 import tiny_twin
+from fedfm.api import rehearsal
 from fedfm.api.advise import advise
 from fedfm.api.rehearsal import rehearse, shorten, thin
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.core.toml_text import to_toml
 from fedfm.data.table import ClientRows, FederatedData
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 from small import experiment, pictures
@@ -174,6 +175,23 @@ def test_thinned_rows_keep_clients_and_classes(labels, most, clients, named):
     assert thin(federated, None) is federated
 
 
+def test_rows_that_are_too_few_are_not_a_reason_against_an_option(tmp_path, monkeypatch):
+    made = Experiment.from_dict(experiment(tmp_path, method={"rounds": 4, "fraction": 1.0}))
+    population, asked = populate(made), []
+
+    def start(run, stop, progress, given):
+        asked.append(int(given().federated.sizes("train").sum()))
+        if len(asked) == 1:
+            raise RunError("the noise left no class")
+        return engine(run, stop, progress, given)
+
+    engine = rehearsal.start
+    monkeypatch.setattr(rehearsal, "start", start)
+    found = rehearse(made, population, 2.0)
+    assert asked[0] < asked[1] == found.all_rows == found.rows
+
+
+@pytest.mark.proof
 def test_the_command_is_readable_at_80_columns(tmp_path, capsys):
     path = file(tmp_path, method={"rounds": 2, "fraction": 1.0}, data={"partition": {"name": "iid", "clients": 2}})
     assert main(["advise", str(path), "--seconds", "0.5"]) == 0
@@ -183,6 +201,7 @@ def test_the_command_is_readable_at_80_columns(tmp_path, capsys):
     assert out.splitlines()[0].split() == ["option", "seconds", "bytes", "epsilon", "unit", "the", "server", "reads"]
 
 
+@pytest.mark.proof
 def test_the_experiment_s_own_privacy_is_the_target(tmp_path):
     privacy = {"unit": "client", "target_epsilon": 3.0, "delta": 1e-4, "clip_norm": 0.5}
     path = file(tmp_path, method={"rounds": 1, "fraction": 1.0}, privacy=privacy)

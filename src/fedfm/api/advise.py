@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from fedfm.api.command_registry import action
 from fedfm.api.measured_accuracy import find_accuracy
-from fedfm.api.protections import PROTECTIONS, Protection, PrivacyTarget, Tables, without_protection
+from fedfm.api.protections import PROTECTIONS, PrivacyTarget, Protection, Tables, without_protection
 from fedfm.api.rehearsal import Rehearsal, counts_of, rehearse
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment

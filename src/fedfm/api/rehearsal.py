@@ -23,6 +23,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.method import fraction_of
 from fedfm.data.table import ClientRows, FederatedData
 from fedfm.engines.start import start
+from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.reports.read import RunFiles, read
@@ -84,7 +85,10 @@ def rehearse(experiment: Experiment, population: Partitioned, seconds: float) ->
         RunError: no client's answer could be used.
     """
     short, total = shorten(experiment), int(population.federated.sizes("train").sum())
-    runs = [_measure(short, population, _FEW)]
+    try:
+        runs = [_measure(short, population, _FEW)]
+    except RunError:  # few rows may be too few: noise may leave nothing of them
+        runs = [_measure(short, population, None)]
     if runs[0][1] < total and runs[0][2] < _LONGEST * seconds:
         runs.append(_measure(short, population, _MORE * _FEW))
         (_, few, quick), (_, rows, spent) = runs
