@@ -1,6 +1,6 @@
 """Writes what follows from the code and from kept results: pages of docs/reference/ (keys, methods, commands,
-models), the README's figure, docs/results/index.md and the JSON Schemas in src/fedfm/config/schemas, which `fedfm show`
-reads.
+models), the README's figure, docs/results/index.md, the accuracies that `fedfm advise` shows, and the JSON Schemas in
+src/fedfm/config/schemas, which `fedfm show` reads.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -17,6 +17,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import accuracy_records
 import figure
 import json_schema
 import models_page
@@ -127,6 +128,7 @@ def main() -> int:
     made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo(), federation())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    written[accuracy_records.FILE] = accuracy_records.text()
     for path, text in written.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

@@ -24,6 +24,7 @@ __all__ = [
     "Traits",
     "Update",
     "__version__",
+    "advise",
     "audit",
     "compare",
     "each",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from fedfm.api.advise import advise
     from fedfm.api.audit_and_compare import audit, compare, report
     from fedfm.api.execute import load_run, resume, run
     from fedfm.api.federate import federate
@@ -61,11 +63,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "api.execute": ("load_run", "resume", "run"),
-    "api.federate": ("federate",),
     "api.audit_and_compare": ("audit", "compare", "report"),
-    "api.join": ("join",),
-    "api.leave": ("leave",),
-    "api.worth": ("worth",),
+    **{f"api.{name}": (name,) for name in ("advise", "federate", "join", "leave", "worth")},
     "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
     "core.capabilities": ("Needs", "Traits"),

@@ -29,9 +29,19 @@ def runs(tmp_path_factory):
 
 
 def test_dir_shows_what_is_public_and_all_of_it_is_there():
-    assert {"predict", "export", "compare", "audit", "join", "leave", "worth", "report", "run", "resume"} <= set(
-        dir(fedfm)
-    )
+    assert {
+        "predict",
+        "export",
+        "compare",
+        "audit",
+        "join",
+        "leave",
+        "worth",
+        "advise",
+        "report",
+        "run",
+        "resume",
+    } <= set(dir(fedfm))
     assert dir(fedfm) == sorted(fedfm.__all__)
     for name in dir(fedfm):
         getattr(fedfm, name)

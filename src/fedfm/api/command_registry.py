@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 
 from fedfm.errors import InputError
 
-WINGS = (
-    "fedfm.cli.silo_commands",
-    "fedfm.encrypted.commands",
-    "fedfm.sites.commands",
-)  # modules that define COMMANDS, and ACTIONS for other commands
+# Modules that define COMMANDS, and ACTIONS for other commands.
+WINGS = ("fedfm.cli.planning_commands", "fedfm.cli.silo_commands", "fedfm.encrypted.commands", "fedfm.sites.commands")
 
 
 def no_arguments(_: ArgumentParser) -> None:

@@ -40,6 +40,20 @@ def predict_remote(path: Path, file: Path, progress: Progress) -> dict[str, Any]
     return remote_prediction.predict_remote(path, file, progress)
 
 
+def foundation_for(name: str) -> str:
+    """For ``fedfm advise``; see :func:`fedfm.encrypted.advice.foundation_for`."""
+    from fedfm.encrypted import advice
+
+    return advice.foundation_for(name)
+
+
+def readers() -> tuple[tuple[str, str], ...]:
+    """For ``fedfm advise``: who reads what of a run on encrypted rows; see :mod:`fedfm.encrypted.advice`."""
+    from fedfm.encrypted import advice
+
+    return advice.READABLE
+
+
 _DISTIL_EXAMPLES = """examples:
   fedfm distil student.toml --out student              compares teacher and student on held-out rows, block by block
   fedfm distil student.toml --out student              continues after a kill; the result has the same bits
@@ -75,4 +89,8 @@ COMMANDS = (
         json=True,
     ),
 )
-ACTIONS: dict[tuple[str, str], Callable[..., Any]] = {("predict", "deployment"): predict_remote}
+ACTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("predict", "deployment"): predict_remote,
+    ("advise", "encrypted_rows"): foundation_for,
+    ("advise", "readers"): readers,
+}
