@@ -20,7 +20,7 @@ from small import experiment
 QUIET = fedfm.Progress()
 CLIENT_NOISE = {"mechanism": "gaussian", "unit": "client", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
 RECORD_NOISE = {"mechanism": "gaussian", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3}
-INDEPENDENT = ("analytic", "average", "ccvr", "ensemble", "fedbe", "fedncm", "fedpft")
+INDEPENDENT = ("analytic", "average", "ccvr", "ensemble", "fedbe", "fedncm", "fedpft", "ghofl")
 
 
 @pytest.fixture(autouse=True)
