@@ -221,8 +221,8 @@ class Analytic(Predictor, Private, OneShot):
             )
         if not self._one_head:
             raise InputError(
-                'join: with method.features = "random" the result is no head of the model that a newcomer could keep; run '
-                "again with all"
+                'join: with method.features = "random" the result is no head of the model, which a newcomer '
+                "could keep; run again with all"
             )
         if self.class_weights != "none":
             raise InputError(
