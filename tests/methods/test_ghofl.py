@@ -13,7 +13,7 @@ from sklearn.naive_bayes import GaussianNB
 import fedfm
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
-from fedfm.methods.ghofl import gaussians, linear_head, moments_of, quadratic_head, quadratic_logits, shrunk
+from fedfm.methods.ghofl import gaussians, linear_head, moments_of, quadratic_head, quadratic_logits, shrink
 from fedfm.runtime.run_directory import Run
 
 C, D = 3, 5
@@ -56,7 +56,7 @@ def test_shrinkage_is_that_of_scikit_learn():
 
     covariance = np.cov(X.T.astype(np.float64))
     right = shrunk_covariance(covariance, 0.3)
-    np.testing.assert_allclose(shrunk(torch.from_numpy(covariance), 0.3).numpy(), right, atol=2e-6)
+    np.testing.assert_allclose(shrink(torch.from_numpy(covariance), 0.3).numpy(), right, atol=2e-6)
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +109,12 @@ def test_only_the_linear_head_is_a_model_for_an_export(place, tmp_path):
     fedfm.run(tables(place, form="nb"), tmp_path / "nb")
     with pytest.raises((InputError, RunError)):
         export(tmp_path / "nb", "torch", tmp_path / "none")
+
+
+@pytest.mark.parametrize("form", ["lda", "nb", "qda"])
+def test_sums_covered_by_noise_give_a_head_of_finite_numbers(place, form, tmp_path):
+    """Noise makes counts negative and covariances indefinite."""
+    noise = {"unit": "client", "noise_multiplier": 2.0, "clip_norm": 10.0, "delta": 1e-5}
+    result = fedfm.run(tables(place, form=form) | {"privacy": noise}, tmp_path)
+    assert 0 <= result["accuracy"] <= 1
+    assert Run.open(tmp_path).state(Params).is_finite()

@@ -113,7 +113,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         if isinstance(method, AddsSums):
             w, start, alone, summed = _by_sums(run, experiment, population, Path(memory), name, state)
         else:
-            w, start, alone, weights = _trained(experiment, population, Path(memory), name, state)
+            w, start, alone, weights = _by_training(experiment, population, Path(memory), name, state)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None
             for key, value in (("accuracy", w), ("start_accuracy", start), ("alone_accuracy", alone))
@@ -130,7 +130,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
 
 
-def _trained(
+def _by_training(
     experiment: Experiment, population: Partitioned, memory: Path, name: str, state: Any
 ) -> tuple[Params, Params, Params, dict[str, float]]:
     """The newcomer's model after its local training, before it, without the federation, and each client's fraction."""

@@ -1,7 +1,7 @@
 """GHOFL: The Gaussian-Head OFL Family: One-Shot Federated Learning from Client Global Statistics.
 
-Turazza, Picone, Mamei. ICLR 2026. arXiv:2602.01186, the closed-form heads GH-NBdiag, GH-LDA and GH-QDAfull. FisherMix
-and Proto-Hyper, which the paper trains on draws from these Gaussians, are left out.
+Turazza, Picone, Mamei. ICLR 2026. arXiv:2602.01186. Algorithm GH-OFL-CF: the closed-form heads GH-NBdiag, GH-LDA and
+GH-QDAfull. FisherMix and Proto-Hyper, which the paper trains on draws from these Gaussians, are left out.
 
 Clients send for each class the count N_c and the sum A_c of features, and second moments: B = sum x x^T over all rows
 (lda), the squares D_c (nb) or S_c = sum x x^T of each class (qda). The moments are sums, so the heads are the same for
@@ -102,7 +102,7 @@ def gaussians(sums: Params, form: str, shrinkage: float) -> Params:
     ``covariance`` is (d, d) for lda, the variances (C, d) for nb and (C, d, d) for qda. A class of at most one row has
     the pooled covariance of the others in qda. A class without rows has ``log_prior`` -inf.
     """
-    n, second = sums["count"], sums["second"]
+    n, second = sums["count"].clamp_min(0), sums["second"]  # noise can make a count negative
     mu = sums["total"] / n.clamp_min(1)[:, None]
     if form == "nb":
         covariance = (second / n.clamp_min(1)[:, None] - mu.square()).clamp_min(_LEAST)
@@ -114,8 +114,8 @@ def gaussians(sums: Params, form: str, shrinkage: float) -> Params:
         if form == "qda":
             few = (n <= 1)[:, None, None]
             covariance = torch.where(few, covariance, scatter / (n - 1).clamp_min(1)[:, None, None])
-        covariance = shrunk(covariance, shrinkage)
-    return Params({"mean": mu, "covariance": covariance, "log_prior": (n / n.sum()).log()})
+        covariance = shrink(covariance, shrinkage)
+    return Params({"mean": mu, "covariance": covariance, "log_prior": (n / n.sum().clamp_min(1)).log()})
 
 
 def unpack(lower: Tensor, d: int) -> Tensor:
@@ -126,7 +126,7 @@ def unpack(lower: Tensor, d: int) -> Tensor:
     return found
 
 
-def shrunk(covariance: Tensor, alpha: float) -> Tensor:
+def shrink(covariance: Tensor, alpha: float) -> Tensor:
     """(1 - alpha) Sigma + alpha tr(Sigma) / d I, plus the smallest variance on the diagonal, of (..., d, d)."""
     d = covariance.shape[-1]
     mean = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -135,22 +135,32 @@ def shrunk(covariance: Tensor, alpha: float) -> Tensor:
 
 def linear_head(mu: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[Tensor, Tensor]:
     """W (C, d) and b (C,) of LDA: Sigma^-1 mu_c and -mu_c^T Sigma^-1 mu_c / 2 + log pi_c."""
-    w = torch.linalg.solve(covariance, mu.T).T
+    root, _ = inverse_root(covariance)
+    w = mu @ root @ root
     return w, _with_nobody(-0.5 * (w * mu).sum(1) + log_prior)
 
 
 def quadratic_head(mu: Tensor, covariance: Tensor, log_prior: Tensor) -> Params:
     """``mean``, ``scale`` and ``bias`` of the logits bias_c - ||scale_c (x - mu_c)||^2 / 2, for nb and qda.
 
-    ``scale`` is the inverse of the standard deviations (C, d), or of the Cholesky factors (C, d, d).
+    ``scale`` is the inverse of the standard deviations (C, d), or of the roots of the covariances (C, d, d).
     """
     if covariance.dim() == 2:
         scale = covariance.rsqrt()
         half = scale.log().sum(1)  # -log det / 2
     else:
-        scale = torch.linalg.inv(torch.linalg.cholesky(covariance))
-        half = scale.diagonal(dim1=1, dim2=2).log().sum(1)
+        scale, half = inverse_root(covariance)
     return Params({"mean": mu, "scale": scale, "bias": _with_nobody(log_prior + half)})
+
+
+def inverse_root(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Sigma^(-1/2) (..., d, d) and -log det Sigma / 2 (...), of symmetric matrices.
+
+    Eigenvalues below the smallest variance, as noise on the sums gives them, count as this variance.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    scale = values.clamp_min(_LEAST).rsqrt()
+    return (vectors * scale[..., None, :]) @ vectors.mT, scale.log().sum(-1)
 
 
 def quadratic_logits(w: Params, x: Tensor) -> Tensor:
@@ -167,4 +177,4 @@ def quadratic_logits(w: Params, x: Tensor) -> Tensor:
 def _with_nobody(bias: Tensor) -> Tensor:
     """The biases, where a class without rows is far below every other one."""
     known = bias.isfinite()
-    return torch.where(known, bias, bias[known].min() + NOBODY)
+    return torch.where(known, bias, bias[known].min() + NOBODY) if known.any() else torch.zeros_like(bias)
