@@ -8,8 +8,8 @@ Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.to
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows, or ``by`` accuracy
-with its ``seeds`` on ``<set>.tuning.npz``; at each point of a grid anew; a grid whose best value is its last is widened), which rates are the paper's (``rates``: row -> ``how`` and
-``of``), and the claims (none on a row whose rate is borrowed or set by hand); with a ``grid`` (name ->
+with its ``seeds`` on ``<set>.tuning.npz``; at each point of a grid anew; a grid whose best value is its last is
+widened), which rates are the paper's (``rates``: row -> ``how`` and ``of``), and the claims (none on a row whose rate is borrowed or set by hand); with a ``grid`` (name ->
 changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as ``<row>.<point>`` (with
 fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says so, for all rows or for
 ``<row>.<point>``; with the choices of another table, at its point ``tuned_at`` if it has a grid, where ``tuned_in``

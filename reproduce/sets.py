@@ -8,7 +8,7 @@
 ``<set>.aux<N>.npz``           the first N training rows of each class and domain, the last third of them as test rows
 ``<set>.without<N>.npz``       pictures without those rows
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
-``<...>.tuning.npz``           the training rows of ``<...>.npz``, a fifth of each class as test rows: settings are chosen there
+``<...>.tuning.npz``           the training rows of ``<...>.npz`` alone, a fifth of each class as test rows
 ``<...>.two_codings.npz``      the rows of ``<...>.npz`` twice: as they are, and every class called the third after it
 ``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains or distils, or the result of
                                the experiment there exported for transformers; or a copy of the raw folder's
