@@ -9,13 +9,13 @@ once its data lie where it says. ``tables.json`` beside them says what a table a
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows, or ``by`` accuracy
 with its ``seeds`` on ``<set>.tuning.npz``; at each point of a grid anew; a grid whose best value is its last is
-widened), which rates are the paper's (``rates``: row -> ``how`` and ``of``), and the claims (none on a row whose rate is borrowed or set by hand); with a ``grid`` (name ->
-changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as ``<row>.<point>`` (with
-fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says so, for all rows or for
-``<row>.<point>``; with the choices of another table, at its point ``tuned_at`` if it has a grid, where ``tuned_in``
-names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of
-one line side by side, a table a column; with ``keep_states`` the states that a frozen model releases of a picture are
-computed once for all runs of a table. This script makes data and
+widened), which rates are the paper's (``rates``: row -> ``how`` and ``of``), and the claims (none on a row whose rate
+is borrowed or set by hand); with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
+at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
+point where ``tuned_at`` says so, for all rows or for ``<row>.<point>``; with the choices of another table, at its point
+``tuned_at`` if it has a grid, where ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name ->
+heading -> point of the grid) shows the points of one line side by side, a table a column; with ``keep_states`` the
+states that a frozen model releases of a picture are computed once for all runs of a table. This script makes data and
 models from a folder of raw sets (``--data``, by default ``../shared/data`` beside the repository) into
 ``reproduce/.data/``, runs what has not been run yet, and writes ``docs/results/<folder>.md`` with the command of every
 figure. A table that is not run keeps its old rows.
