@@ -42,6 +42,7 @@ PAGES = {
         "its polynomial twin, one batch of encrypted pictures block by block, and Table 4",
     ),
     "tasks": ("Tasks", "each task federated and with clients that train alone"),
+    "one-shot": ("One round", "accuracy of the one-round methods against bytes and epsilon on five sets of features"),
     "privacy": ("Accuracy against epsilon", "record and client level, plain and hidden sums, FedPFT's one release"),
     "secure-aggregation": (
         "Secure aggregation",
@@ -326,7 +327,7 @@ def _compared() -> dict[str, tuple[Any, Any, Any]]:
     out = {}
     reproduced = _reproduce()
     for path in sorted(REPRODUCE.glob("*/tables.json")):
-        about, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        about, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name.replace("_", "-")
         if about.get("claims") and name in PAGES:
             page = _kept(name)
             out[name] = about["claims"], reproduced.figures(page), reproduced.doubtful(page)

@@ -7,6 +7,7 @@ its rates came about (``Choice``), and ``doubt`` says what of that forbids a cla
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from cached_runs import finished
 
+from fedfm.config.experiment import Experiment
 from fedfm.errors import E_NONFINITE, RunError
 from fedfm.runtime.run_directory import Run
 
@@ -97,7 +99,16 @@ def searched(
 
 
 def _loss(path: Path, out: Path, tune: Mapping[str, Any], changes: Mapping[str, Any]) -> float:
-    """The last validation loss of one run; infinite where it diverged, be it at one client that was left out."""
+    """The last validation loss of one run; infinite where it diverged, be it at one client that was left out.
+
+    With ``tune["by"]`` "accuracy" it is minus the mean accuracy over ``seeds`` on ``<set>.tuning.npz``: its test rows
+    are training rows of the set. This also serves runs whose clients report no scores.
+    """
+    if tune.get("by") == "accuracy":
+        rows = Path(Experiment.load(path, dict(changes)).data.path or "")
+        change = {**changes, "data.path": str(rows.with_name(f"{rows.stem}.tuning.npz"))}
+        runs = [finished(path, out.with_name(f"{out.name}-seed{s}"), {**change, "run.seed": s}) for s in tune["seeds"]]
+        return -statistics.fmean(run["accuracy"] for run in runs)
     try:
         result = finished(path, out, {**changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
     except RunError as error:

@@ -7,15 +7,15 @@
 Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.toml``; ``fedfm run`` takes it as it is
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
-values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
-grid anew; a grid whose best value is its last is widened), which rates are the paper's (``rates``: row -> ``how`` and
-``of``), and the claims (none on a row whose rate is borrowed or set by hand); with a ``grid`` (name ->
-changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as ``<row>.<point>`` (with
-fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says so, for all rows or for
-``<row>.<point>``; with the choices of another table, at its point ``tuned_at`` if it has a grid, where ``tuned_in``
-names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of
-one line side by side, a table a column; with ``keep_states`` the states that a frozen model releases of a picture are
-computed once for all runs of a table. This script makes data and
+values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows, or ``by`` accuracy
+with its ``seeds`` on ``<set>.tuning.npz``; at each point of a grid anew; a grid whose best value is its last is
+widened), which rates are the paper's (``rates``: row -> ``how`` and ``of``), and the claims (none on a row whose rate
+is borrowed or set by hand); with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
+at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
+point where ``tuned_at`` says so, for all rows or for ``<row>.<point>``; with the choices of another table, at its point
+``tuned_at`` if it has a grid, where ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name ->
+heading -> point of the grid) shows the points of one line side by side, a table a column; with ``keep_states`` the
+states that a frozen model releases of a picture are computed once for all runs of a table. This script makes data and
 models from a folder of raw sets (``--data``, by default ``../shared/data`` beside the repository) into
 ``reproduce/.data/``, runs what has not been run yet, and writes ``docs/results/<folder>.md`` with the command of every
 figure. A table that is not run keeps its old rows.
@@ -300,8 +300,8 @@ def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
 
 
 def page_name(folder: Path) -> str:
-    """``fedbaf``, ``fedbaf-full``."""
-    return "-".join(folder.relative_to(HERE).parts)
+    """``fedbaf``, ``fedbaf-full``, ``one-shot``."""
+    return "-".join(folder.relative_to(HERE).parts).replace("_", "-")
 
 
 def command(folder: Path, table: str) -> str:
@@ -367,6 +367,8 @@ def results(
     for keys in grid.values():
         for name in named(Experiment.load(path, keys)):
             Sets(data, path.parent).make(name)
+            if text.get("tuning", {}).get("by") == "accuracy":
+                Sets(data, path.parent).make(f"{Path(name).stem}.tuning.npz")
     name = path.stem.partition("__")[2]
     if name in text.get("single", []):
         seeds = seeds[:1]

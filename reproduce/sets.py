@@ -8,6 +8,7 @@
 ``<set>.aux<N>.npz``           the first N training rows of each class and domain, the last third of them as test rows
 ``<set>.without<N>.npz``       pictures without those rows
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
+``<...>.tuning.npz``           the training rows of ``<...>.npz`` alone, a fifth of each class as test rows
 ``<...>.two_codings.npz``      the rows of ``<...>.npz`` twice: as they are, and every class called the third after it
 ``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains or distils, or the result of
                                the experiment there exported for transformers; or a copy of the raw folder's
@@ -50,6 +51,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 HERE = Path(__file__).resolve().parent
 MADE = HERE / ".data"
 CODINGS = ".two_codings"
+TUNING = ".tuning"
 
 
 class Sets:
@@ -73,6 +75,10 @@ class Sets:
             return
         print(f"making {target.relative_to(HERE)}", file=sys.stderr)
         if task_sets.make(name, target, self.source, self.make):
+            return
+        if target.stem.endswith(TUNING):
+            self.make(f"{target.stem.removesuffix(TUNING)}.npz")
+            for_tuning(MADE / f"{target.stem.removesuffix(TUNING)}.npz", target)
             return
         if target.stem.endswith(CODINGS):
             self.make(f"{target.stem.removesuffix(CODINGS)}.npz")
@@ -164,6 +170,17 @@ def pretrained(result: Mapping[str, Any]) -> str:
     if result["accuracy"] is None:
         return f"{result['without_numbers']} rows without numbers of {result['judged']}"
     return f"accuracy {result['accuracy']:.3f}"
+
+
+def for_tuning(rows: Path, target: Path) -> None:
+    """The training rows, every fifth one of each class as a test row."""
+    with np.load(rows) as z:
+        table = {name: z[name] for name in z.files}
+    classes, train = table.pop("classes"), table["split"] == "train"
+    table = {name: column[train] for name, column in table.items()}
+    for c in range(len(classes)):
+        table["split"][np.flatnonzero(table["y"] == c)[::5]] = "test"
+    np.savez(target, classes=classes, **table)
 
 
 def two_codings(rows: Path, target: Path) -> None:

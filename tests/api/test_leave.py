@@ -7,20 +7,21 @@ import numpy as np
 import pytest
 
 import fedfm
-from fedfm.api.leave import find_client, leave
+from fedfm.api.leave import find_client, leave, was_asked
 from fedfm.audits import shadow_runs
 from fedfm.audits.audit import perform
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available
 from fedfm.errors import InputError
+from fedfm.linalg.params import Params
 from fedfm.runtime.run_directory import Run
 from small import experiment
 
 QUIET = fedfm.Progress()
 CLIENT_NOISE = {"mechanism": "gaussian", "unit": "client", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
 RECORD_NOISE = {"mechanism": "gaussian", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3}
-INDEPENDENT = ("analytic", "average", "ccvr", "ensemble", "fedbe", "fedncm", "fedpft")
+INDEPENDENT = ("analytic", "average", "ccvr", "ensemble", "fedbe", "fedncm", "fedpft", "ghofl")
 
 
 @pytest.fixture(autouse=True)
@@ -167,15 +168,110 @@ def test_the_attack_finds_who_only_claims_a_removal(tmp_path):
     assert found["membership"]["before"]["low"] > 0.6
     assert found["membership"]["after"]["low"] < 0.5 < found["membership"]["after"]["high"]
     assert perform(tmp_path / "rest", ["departure"])[0].contradicts is False
-    claimed = tmp_path / "claimed"  # the old model, with the certificate of the new run
-    shutil.copytree(tmp_path / "rest", claimed)
-    for place in ("checkpoint", "adapter"):
-        shutil.rmtree(claimed / place)
-        shutil.copytree(run / place, claimed / place)
-    finding = perform(claimed, ["departure"])[0]
+    false = claimed(run, tmp_path / "rest", tmp_path / "claimed", also_its_hash=False)
+    finding = perform(false, ["departure"])[0]
     assert finding.contradicts
     assert finding.low > 0.6
-    assert main(["audit", str(claimed), "--attack", "departure"]) == 1
+    assert main(["audit", str(false), "--attack", "departure"]) == 1
+
+
+def claimed(run, rest, out, *, also_its_hash):
+    """The old model under the new run's certificate, as somebody stores it who only claims the removal."""
+    shutil.copytree(rest, out)
+    for place in ("checkpoint", "adapter"):
+        shutil.rmtree(out / place)
+        shutil.copytree(run / place, out / place)
+    if also_its_hash:
+        false = Run.open(out)
+        false.manifest["result"]["params_sha256"] = sha_of(run)
+        false.write_manifest()
+    return out
+
+
+@pytest.mark.parametrize("also_its_hash", [False, True])
+@pytest.mark.parametrize("name", ["analytic", "fedncm", "fedpft", "fedavg"])
+def test_a_claim_is_refuted_where_the_model_recognises_no_row(tmp_path, name, also_its_hash):
+    tables = experiment(tmp_path) if name == "fedavg" else one_round(tmp_path, name)
+    run = ran(tables, tmp_path / "run")
+    leave(run, "client-02", tmp_path / "rest", retrain=True, progress=QUIET)
+    recognised, again = perform(tmp_path / "rest", ["departure"])
+    assert (again.name, again.verdict, again.estimate, again.contradicts) == ("departure_rerun", "holds", 0.0, False)
+    false = claimed(run, tmp_path / "rest", tmp_path / "claimed", also_its_hash=also_its_hash)
+    recognised, again = perform(false, ["departure"])
+    assert not recognised.contradicts  # the attack by rows finds nothing in such a model
+    assert again.contradicts
+    assert again.estimate > 0.01
+    assert main(["audit", str(false), "--attack", "departure"]) == 1
+
+
+def test_a_certificate_on_an_experiment_with_the_client_is_refuted(tmp_path):
+    run = Run.open(ran(one_round(tmp_path, "fedncm"), tmp_path / "run"))
+    leave(run.path, "client-02", tmp_path / "rest", progress=QUIET)
+    run.manifest["departures"] = Run.open(tmp_path / "rest").manifest["departures"]
+    run.write_manifest()
+    again = perform(run.path, ["departure"])[1]
+    assert again.contradicts
+    assert "still asks client-02" in again.says
+
+
+def test_a_certificate_of_hidden_sums_is_checked_by_the_leavers_own_sums(tmp_path):
+    """Old sums minus the leaver's own message are the new sums, to the precision of the fixed-point numbers."""
+    from fedfm.audits.replay import open_finished, replay
+
+    hidden = one_round(tmp_path, "analytic") | {"privacy": {"aggregator": "secagg"}}
+    run, clear = ran(hidden, tmp_path / "run"), ran(one_round(tmp_path, "analytic"), tmp_path / "clear")
+    leave(run, "client-02", tmp_path / "rest", progress=QUIET)
+    before, after = (Run.open(path).state(Params) for path in (run, tmp_path / "rest"))
+    own = next(r.value.delta for r in replay(open_finished(clear)).replies if r.client == "client-02")
+    for part in ("C", "b"):
+        np.testing.assert_allclose(before[f"sums.{part}"] - own[part], after[f"sums.{part}"], atol=1e-6)
+    false = claimed(run, tmp_path / "rest", tmp_path / "claimed", also_its_hash=True)
+    assert perform(false, ["departure"])[1].contradicts
+
+
+def sampled(tmp_path):
+    """A run of two rounds of two of five clients, and a client that no round asked."""
+    run = ran(experiment(tmp_path, method={"rounds": 2, "fraction": 0.4}), tmp_path / "run")
+    idle = next(c for c in Run.open(run).manifest["clients"] if not was_asked(Run.open(run), c))
+    return run, idle
+
+
+def test_a_client_that_no_round_asked_has_left_at_once(tmp_path, capsys):
+    run, idle = sampled(tmp_path)
+    before = sha_of(run)
+    assert main(["leave", str(run), idle, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (found["exact"], found["how"], found["run"]) == (True, "not asked", str(run))
+    assert found["accuracy"] == found["accuracy_before"]
+    assert sha_of(run) == before
+    assert Run.open(run).manifest["departures"][-1]["removed"] == {"client": idle, "rounds": 0}
+    again = perform(run, ["departure"])[1]
+    assert (again.verdict, again.detail["asked"]) == ("holds", False)
+    assert idle in (run / "report.html").read_text().partition("Clients that left")[2]
+
+
+def test_who_was_asked_cannot_have_been_idle(tmp_path):
+    run, idle = sampled(tmp_path)
+    asked = next(c for c in Run.open(run).manifest["clients"] if c != idle and was_asked(Run.open(run), c))
+    with pytest.raises(InputError, match="--retrain"):
+        leave(run, asked, tmp_path / "rest", progress=QUIET)
+    false = Run.open(run)
+    leave(run, idle, progress=QUIET)
+    false = Run.open(run)
+    false.manifest["departures"][-1]["client"] = asked
+    false.write_manifest()
+    assert perform(run, ["departure"])[1].contradicts
+    lines = (run / "messages.jsonl").read_text().splitlines()
+    (run / "messages.jsonl").write_text("\n".join(line for line in lines if '"round": 2' not in line) + "\n")
+    assert was_asked(Run.open(run), idle)  # the messages of a round are gone, so nobody can know
+
+
+def test_validation_rows_that_choose_the_round_count_as_asked(tmp_path):
+    tables = experiment(
+        tmp_path, method={"rounds": 2, "fraction": 0.4}, run={"patience": 5}, data={"val_fraction": 0.2}
+    )
+    run = Run.open(ran(tables, tmp_path / "run"))
+    assert all(was_asked(run, client) for client in run.manifest["clients"])
 
 
 def test_a_client_without_rows_leaves_nothing(tmp_path):

@@ -78,7 +78,7 @@ CLIENT = {"unit": "client", "noise_multiplier": 0.5, "clip_norm": 10.0, "delta":
 # fmt: off
 NOISY = {
     "average", "ccvr", "dsfl", "fedadam", "fedavg", "fedavgm", "fedbaf", "fedclip", "fedncm", "fedprox", "fedyogi",
-    "ldawa", "scaffold", "weight_init",
+    "ghofl", "ldawa", "scaffold", "weight_init",
 }
 # fmt: on
 

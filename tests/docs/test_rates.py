@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -16,6 +17,13 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p.parent.name for p in sorted((ROOT / "reproduce").glob("*/tables.json"))]
+
+
+def page_of(folder: str) -> str:
+    """The name of a folder's page: ``one_shot`` has one-shot.md."""
+    return folder.replace("_", "-")
+
+
 RATE = "method.local.learning_rate"
 
 
@@ -136,6 +144,26 @@ def test_a_run_that_diverged_at_one_client_is_not_chosen(rates: ModuleType, monk
     assert rates._loss(Path("t__r.toml"), Path("x"), {"val_fraction": 0.5, "seed": 0}, {RATE: 0.01}) == math.inf
 
 
+def test_a_setting_without_validation_losses_is_chosen_by_the_accuracy_on_rows_for_tuning(
+    rates: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "t__r.toml").write_text(
+        '[data]\npath = ".data/set.model.npz"\n[model]\nname = "features"\n[method]\nname = "analytic"\n'
+    )
+    asked = []
+
+    def finished(path: Path, out: Path, changes: dict[str, Any]) -> dict[str, float]:
+        asked.append((out.name, changes["data.path"], changes["run.seed"]))
+        return {"accuracy": 0.5 + 0.1 * changes["run.seed"] - abs(math.log10(changes["method.ridge"])) / 10}
+
+    monkeypatch.setattr(rates, "finished", finished)
+    tune = {"grid": {"method.ridge": [0.1, 1.0, 10.0]}, "by": "accuracy", "seeds": [0, 1]}
+    chosen, edge, words = rates.searched(tmp_path / "t__r.toml", tmp_path / "x", tune, {})
+    assert (chosen, edge) == ({"method.ridge": 1.0}, [])
+    assert words == "ridge 1 of 0.1, 1, 10"
+    assert asked[:2] == [(f"0.1-seed{s}", ".data/set.model.tuning.npz", s) for s in (0, 1)]
+
+
 def test_grids_go_on_in_their_steps(rates: ModuleType) -> None:
     assert rates._widened([0.01, 0.03, 0.1], [0.01, 0.03, 0.1], 0.1) == [0.01, 0.03, 0.1, 0.3]
     assert rates._widened([0.01, 0.03, 0.1, 0.3], [0.01, 0.03, 0.1], 0.3)[-1] == 1.0
@@ -172,9 +200,9 @@ def test_where_a_rate_came_from(rates: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_has_a_claim_on_a_borrowed_rate(rates: ModuleType, claims: ModuleType, name: str) -> None:
-    page = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    page = json.loads((ROOT / "docs" / "results" / f"{page_of(name)}.json").read_text(encoding="utf-8"))
     about = json.loads((ROOT / "reproduce" / name / "tables.json").read_text(encoding="utf-8"))
-    written = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs" / "results" / f"{page_of(name)}.md").read_text(encoding="utf-8")
     choices = {f"{t}__{row}": choice for t, part in page.items() for row, choice in part["choices"].items()}
     fit, unfit = 0, 0
     for claim in about.get("claims", []):
@@ -206,10 +234,10 @@ def test_the_index_counts_claims_alone_and_says_how_many_comparisons_are_none(
     written = (ROOT / "docs" / "results" / "index.md").read_text(encoding="utf-8")
     run = importlib.import_module("run")
     for name in PAGES:
-        page = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        page = json.loads((ROOT / "docs" / "results" / f"{page_of(name)}.json").read_text(encoding="utf-8"))
         about = json.loads((ROOT / "reproduce" / name / "tables.json").read_text(encoding="utf-8"))
         checks = about.get("claims", []), run.figures(page), run.doubtful(page)
-        row = re.search(rf"^\| \[\w+\]\({name}\.md#the-claims\) \| (.*) \|$", written, re.M)
+        row = re.search(rf"^\| \[[\w ]+\]\({page_of(name)}\.md#the-claims\) \| (.*) \|$", written, re.M)
         assert (row is None) == (not checks[0])
         if row:
             *counts, edges, others = row[1].split(" | ")

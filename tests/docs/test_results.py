@@ -246,6 +246,17 @@ def test_rows_in_two_codings_and_the_first_test_rows(
     assert [(row["client"], row["n"]) for row in kept] == [(c, n) for c in (0, 1) for n in (0, 1, 2)]
 
 
+def test_rows_for_tuning_are_training_rows_alone(reproduce: ModuleType, tmp_path: Path) -> None:
+    sets = importlib.import_module("sets")
+    y, split = np.tile([0, 1], 12), np.array(["test", "test", *["train"] * 22])
+    np.savez(tmp_path / "s.npz", x=np.arange(24), y=y, split=split, classes=np.array(["a", "b"]))
+    sets.for_tuning(tmp_path / "s.npz", tmp_path / "s.tuning.npz")
+    with np.load(tmp_path / "s.tuning.npz") as z:
+        assert set(z["x"]) == set(range(2, 24))
+        for c in (0, 1):  # eleven training rows a class
+            assert list(np.flatnonzero(z["split"][z["y"] == c] == "test")) == [0, 5, 10]
+
+
 def test_pictures_with_the_first_test_rows_of_each_kind(reproduce: ModuleType, tmp_path: Path) -> None:
     sets = importlib.import_module("sets")
     y, domain = np.array([0, 0, 0, 0, 1, 0]), np.array(list("uuuvuu"))
@@ -446,7 +457,8 @@ def test_every_row_is_an_experiment_and_so_is_every_point_of_a_grid(folder: Path
 def test_the_page_is_what_the_runs_gave(
     reproduce: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    page_name = reproduce.page_name(ROOT / "reproduce" / name)
+    page = json.loads((ROOT / "docs" / "results" / f"{page_name}.json").read_text(encoding="utf-8"))
     about = json.loads((ROOT / "reproduce" / name / "tables.json").read_text(encoding="utf-8"))
     rows = {
         f"{path.stem}{point and f'.{point}'}"
@@ -462,5 +474,5 @@ def test_the_page_is_what_the_runs_gave(
     (tmp_path / "docs" / "results").mkdir(parents=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     reproduce.write(ROOT / "reproduce" / name, about, page)
-    written = (tmp_path / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
-    assert written == (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    written = (tmp_path / "docs" / "results" / f"{page_name}.md").read_text(encoding="utf-8")
+    assert written == (ROOT / "docs" / "results" / f"{page_name}.md").read_text(encoding="utf-8")

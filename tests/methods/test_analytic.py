@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from sklearn.linear_model import Ridge
 
 import fedfm
 from fedfm import seeds
+from fedfm.api.predict import load
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -127,6 +129,22 @@ def test_random_features_are_those_of_the_runs_seed_and_predict(place, tmp_path)
     assert list(answer["predictions"]) == [str(c) for c in pooled.predict(x).argmax(1)]
 
 
+def test_projected_features_give_one_head_by_smaller_sums(place, tmp_path):
+    result = fedfm.run(tables(place, features="projected", width=3), tmp_path / "run")
+    whole = fedfm.run(tables(place), tmp_path / "whole")
+    assert result["bytes_up"] < whole["bytes_up"]
+    seed = int(Run.open(tmp_path / "run").state(Params)["sums.seed"])
+    drawn = seeds.generator(seed, "random features").standard_normal((D, 3)) / math.sqrt(D)
+    x = X.astype(np.float64)
+    pooled = Ridge(alpha=1.0).fit(x[:TRAIN] @ drawn, np.eye(CLASSES)[Y[:TRAIN]])
+    W, b = head(tmp_path / "run")
+    np.testing.assert_allclose(W, pooled.coef_ @ drawn.T, atol=1e-5)
+    np.testing.assert_allclose(b, pooled.intercept_, atol=1e-5)
+    right = (x @ W.T + b).argmax(1)
+    assert result["accuracy"] == (right == Y)[TRAIN:].mean()
+    fedfm.export(tmp_path / "run", "torch", tmp_path / "exported")
+
+
 def test_fewer_rows_than_features_without_ridge_give_the_shortest_solution():
     x = inputs(X[:3])
     y = torch.eye(CLASSES, dtype=torch.float64)[:3]
@@ -181,7 +199,8 @@ def test_the_noise_has_its_standard_deviation(place):
     ("privacy", "method", "words"),
     [
         ({"unit": "client"}, {}, 'analytic protects a "record"'),
-        ({"mechanism": "distributed_gaussian"}, {}, 'analytic has "gaussian"'),
+        ({"mechanism": "correlated_gaussian"}, {}, 'analytic has "gaussian"'),
+        ({"mechanism": "distributed_gaussian"}, {}, 'set aggregator = "secagg"'),
         ({}, {"class_weights": "balanced"}, 'expected "none"'),
     ],
 )
@@ -202,3 +221,138 @@ def test_what_the_noise_does_not_cover_is_refused(place, privacy, method, words)
 def test_tasks_without_the_targets_it_needs_are_refused(place, task, settings, words):
     with pytest.raises(InputError, match=words):
         Experiment.from_dict(tables(place, task, **settings))
+
+
+# --- shares of the noise ----------------------------------------------------------------------------------------------
+
+SHARED = RECORD | {"mechanism": "distributed_gaussian", "aggregator": "secagg"}
+
+
+def test_the_sum_has_the_noise_of_one_release_for_any_number_of_clients(place, tmp_path):
+    """The noise on the server's sums has sigma^2 n / t, t the fewest clients whose sum can be unmasked."""
+    for clients in (4, 9):
+        run = tmp_path / f"{clients}"
+        fedfm.run(tables(place, clients=clients, alpha=100.0, privacy=SHARED), run)
+        state, method = Run.open(run).state(Params), Run.open(run).experiment.method
+        x = method._inputs(torch.from_numpy(X[:TRAIN]), 0)
+        exact = _sums_of(x, torch.eye(CLASSES, dtype=torch.float64)[Y[:TRAIN]], torch.ones(1))
+        noise = np.concatenate([(state[f"sums.{n}"] - exact[n]).numpy().ravel() for n in ("C", "b")])
+        least = math.floor(0.67 * clients) + 1
+        assert np.sqrt((noise**2).mean()) == pytest.approx(method.noise.sigma * math.sqrt(clients / least), rel=0.4)
+        assert len(noise) == 56
+
+
+def test_shares_spend_their_target_by_the_accounting_of_discrete_noise(place, tmp_path):
+    from fedfm.privacy.composition import epsilon_of_concentrated
+
+    result = fedfm.run(tables(place, privacy=SHARED), tmp_path)
+    sigma = Run.open(tmp_path).experiment.method.noise.sigma
+    assert result["epsilon"] == 8.0
+    assert epsilon_of_concentrated(2 / (2 * sigma**2), 1e-5) == pytest.approx(8.0, rel=1e-6)
+    assert delta_of(sigma, math.sqrt(2), 8.0) <= 1e-5  # exact accounting of the Gaussian mechanism needs no more noise
+    entry = Run.open(tmp_path).manifest["ledger"]["entries"][-1]
+    assert entry["mechanism"] == "Gaussian, analytic, by the clients"
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=D, max_size=D), st.integers(0, CLASSES - 1))
+@settings(max_examples=50, deadline=None)
+def test_rows_on_the_lattice_have_exact_products_and_keep_the_sensitivity(row, label):
+    from fedfm.aggregation._record_shares import STEP
+
+    method = Experiment.from_dict(
+        {"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": {"name": "analytic"}, "privacy": SHARED}
+    ).method
+    x = method._inputs(torch.tensor([row], dtype=torch.float64), 0)
+    sums = _sums_of(x, torch.eye(CLASSES, dtype=torch.float64)[[label]], torch.ones(1))
+    for part in sums.values():
+        assert torch.equal(part, (part / STEP).round() * STEP)
+    assert np.hypot(np.linalg.norm(sums["C"].numpy()), np.linalg.norm(sums["b"].numpy())) <= math.sqrt(2)
+
+
+def test_a_client_adds_its_share_to_one_sum_of_a_run(place):
+    """Two sums of different clients differ by one client's part under its share alone."""
+    from fedfm.aggregation._record_shares import RecordShares
+    from fedfm.aggregation._secagg import MEMORY
+    from fedfm.aggregation._secagg_session import Sum
+    from fedfm.core.client import Update
+    from fedfm.errors import ClientFault
+
+    store = {}
+    client = SimpleNamespace(id="c", memory={MEMORY: {"session": "s"}}, secret=lambda name: bytes(32))
+    client.write_once = lambda name, value: store.setdefault(name, value)
+    client.aggregation_message = Sum(0, torch.ones(4, dtype=torch.uint8), 3)
+    shares, update = RecordShares(5.0, 0.67), Update(Params({"C": torch.zeros(3).double()}), 1.0)
+    first = shares.bound(client, update)
+    assert torch.equal(shares.bound(client, update).delta["C"], first.delta["C"])  # the same message, again
+    assert torch.equal(shares.blank(client).delta[""], first.delta["C"])
+    client.aggregation_message = Sum(1, torch.tensor([1, 1, 1, 0], dtype=torch.uint8), 3)
+    with pytest.raises(ClientFault, match="second sum of the same rows"):
+        shares.bound(client, update)
+    with pytest.raises(ValueError, match="lattice"):
+        shares.bound(client, Update(Params({"C": torch.full((3,), 0.1).double()}), 1.0))
+
+
+@pytest.mark.parametrize("aggregation", [{"name": "secure", "compact": True}, {"name": "secure", "clip_norm": 1.0}])
+def test_sums_that_would_not_keep_the_noise_are_refused(place, aggregation):
+    key = {"compact": "aggregation.compact", "clip_norm": "aggregation.clip_norm"}
+    noisy = RECORD | {"mechanism": "distributed_gaussian"}
+    with pytest.raises(InputError, match=next(text for name, text in key.items() if name in aggregation)):
+        Experiment.from_dict(tables(place, privacy=noisy) | {"aggregation": aggregation})
+
+
+# --- a client that joins later ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [
+        ("classification", {}),
+        ("classification", {"features": "projected", "width": 3}),
+        ("multi_label", {}),
+    ],
+)
+def test_two_newcomers_give_the_solution_of_all_rows(place, task, method, tmp_path):
+    """Against scikit-learn on the rows of everybody, and the state's sums to 1e-8."""
+    x, y = (X[:TRAIN], {"classification": Y, "multi_label": SETS}[task][:TRAIN])
+    more = {"classes": np.array(["even", "low"])} if task == "multi_label" else {"classes": np.array(list("0123"))}
+    for name, part in {"a": slice(0, 50), "b": slice(50, 70), "c": slice(70, 90)}.items():
+        split = np.where(np.arange(len(y[part])) % 10 == 9, "test", "train")
+        np.savez(tmp_path / f"{name}.npz", x=x[part], y=y[part], split=split, **more)
+    base = tables(place, task, **method)
+    fedfm.run(base | {"data": {"clients": {"a": str(tmp_path / "a.npz")}}}, tmp_path / "run")
+    for name in ("b", "c"):
+        found = fedfm.join(tmp_path / "run", tmp_path / f"{name}.npz", name)
+        assert found["how"] == "sums"
+    everybody = {"data": {"clients": {n: str(tmp_path / f"{n}.npz") for n in "abc"}}}
+    fedfm.run(base | everybody, tmp_path / "all")
+    joined, whole = load(tmp_path / "run", "c")[2], load(tmp_path / "all")[2]
+    for name, tensor in whole.items():
+        np.testing.assert_allclose(joined[name].numpy(), tensor.numpy(), atol=1e-7)
+    sums = load_file(Run.open(tmp_path / "run").adapter("c") / "sums.safetensors")
+    state = Run.open(tmp_path / "all").state(Params)
+    for part in ("sums.C", "sums.b"):
+        np.testing.assert_allclose(sums[part], state[part], rtol=1e-12, atol=1e-8)
+    targets = np.eye(CLASSES)[y] if task == "classification" else 2.0 * y - 1
+    train = np.concatenate([[i for i in range(*p) if (i - p[0]) % 10 != 9] for p in ((0, 50), (50, 70), (70, 90))])
+    features = x.astype(np.float64)
+    if "features" in method:
+        drawn = seeds.generator(int(state["sums.seed"]), "random features").standard_normal((D, method["width"]))
+        features = features @ drawn / math.sqrt(D)
+    pooled = Ridge(alpha=1.0).fit(features[train], targets[train])
+    W, b = Run.open(tmp_path / "run").experiment.method.solve(sums["sums.C"].numpy(), sums["sums.b"].numpy())
+    np.testing.assert_allclose(W, pooled.coef_, atol=1e-8)
+    np.testing.assert_allclose(b, pooled.intercept_, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"privacy": RECORD}, "no ledger would count"),
+        ({"class_weights": "balanced"}, "run again with all"),
+        ({"features": "random", "width": 8}, "no head of the model"),
+    ],
+)
+def test_newcomers_whose_sums_do_not_add_up_are_refused(place, tmp_path, changes, words):
+    fedfm.run(tables(place, **changes), tmp_path)
+    with pytest.raises(InputError, match=words):
+        fedfm.join(tmp_path, place / "classification.npz")

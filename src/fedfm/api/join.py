@@ -1,4 +1,8 @@
-"""Make a model for a client that joins after training, from a finished run and without another round."""
+"""Make a model for a client that joins after training, from a finished run and without another round.
+
+If the model is a function of sums over rows, the newcomer's sums are added to those that the server kept, and the model
+is the one that training with the newcomer from the start would have given. Else the newcomer trains on.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+from safetensors.torch import load_file, save_file
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
+from fedfm.core.client import Client
 from fedfm.core.fields import toml_value
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
@@ -34,6 +41,22 @@ from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
 
 NAME = "newcomer"
+_SUMS = "sums.safetensors"  # in a newcomer's folder: the sums of all clients up to this one
+
+
+@runtime_checkable
+class AddsSums(Protocol):
+    """A method whose model is a function of sums over rows, which its state has."""
+
+    def check_joining(self) -> None:
+        """Refuse a newcomer.
+
+        Raises:
+            InputError: the message says why.
+        """
+
+    def add_sums(self, client: Client, state: Params, *, others: bool = True) -> Params:
+        """The state with the client's sums; without ``others`` the state of the client alone."""
 
 
 @refuse("the newcomer cannot join with this model and these rows")
@@ -48,8 +71,9 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
 
     Returns:
         ``accuracy`` of the newcomer's model on the newcomer's test rows; ``start_accuracy``, measured before the last
-        local training; ``alone_accuracy``, measured after the same number of local trainings without the federation;
-        ``weights``: the fraction that each client has in the newcomer's start weights; ``adapter``: the model's path.
+        local training, or before the newcomer's sums were added; ``alone_accuracy``, measured after the same number of
+        local trainings without the federation, or with the newcomer's sums only; ``weights``: the fraction that each
+        client has in the newcomer's start weights; ``adapter``: the model's path; ``how``: ``sums`` or ``trained``.
 
     Raises:
         InputError: the run is not finished, the method has no models for newcomers, or the rows are of another kind.
@@ -62,6 +86,8 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     if experiment.in_memory or experiment.own_code:
         raise InputError(f"{path}: its module is the user's own, but join takes only runs of an experiment file")
     method = experiment.method
+    if isinstance(method, AddsSums):
+        method.check_joining()
     if not os.access(run.path, os.W_OK):
         raise InputError(
             f"{path} cannot be written, but the newcomer's model must be stored there; join a copy of the run"
@@ -82,27 +108,56 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         rows = population.data(name)
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
-        w_0: Params = model.params()
-        adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
-        start, weights = _start(method, model, run.state(method.state_type), w_0, name, adapt)
-        w = own(adapt(start)) if set(start) == set(model.names) else start  # otherwise start has several trained models
-        alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
+        state, weights = run.state(method.state_type), dict[str, float]()
+        summed: Params | None = None
+        if isinstance(method, AddsSums):
+            w, start, alone, summed = _by_sums(run, experiment, population, Path(memory), name, state)
+        else:
+            w, start, alone, weights = _by_training(experiment, population, Path(memory), name, state)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None
-            for key, value in (
-                ("accuracy", w),
-                ("start_accuracy", start),
-                ("alone_accuracy", own_alone(alone(alone(w_0)))),
-            )
-        }
+            for key, value in (("accuracy", w), ("start_accuracy", start), ("alone_accuracy", alone))
+        } | {"how": "trained" if summed is None else "sums"}
         with storage.writing(run.adapter(name)):
             folder = save_adapter(model, w, run.adapter(name))
+            if summed is not None:
+                save_file(summed.state(), run.adapter(name) / _SUMS)
         run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
         if JOINED not in run.manifest["do_not_share"]:
             run.manifest["do_not_share"].append(JOINED)
         run.write_manifest()
     renewal.renew(run.path)
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
+
+
+def _by_training(
+    experiment: Experiment, population: Partitioned, memory: Path, name: str, state: Any
+) -> tuple[Params, Params, Params, dict[str, float]]:
+    """The newcomer's model after its local training, before it, without the federation, and each client's fraction."""
+    method, model = experiment.method, population.model
+    w_0: Params = model.params()
+    adapt, own = _passes(experiment, population, memory / "with", name, w_0)
+    start, weights = _start(method, model, state, w_0, name, adapt)
+    w = own(adapt(start)) if set(start) == set(model.names) else start  # otherwise start has several trained models
+    alone, own_alone = _passes(experiment, population, memory / "alone", name, w_0)
+    return w, start, own_alone(alone(alone(w_0))), weights
+
+
+def _by_sums(
+    run: Run, experiment: Experiment, population: Partitioned, memory: Path, name: str, state: Params
+) -> tuple[Params, Params, Params, Params]:
+    """The model with the newcomer's sums, that without, that of the newcomer alone, and the state with the sums.
+
+    Clients that joined before count as well.
+    """
+    method: Any = experiment.method
+    for earlier in run.manifest.get("newcomers", {}):
+        state = Params(load_file(run.adapter(earlier) / _SUMS))
+    silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
+    client = silos.client(Request(name, "", {}, method.rounds, 1))
+    joined, alone = method.add_sums(client, state), method.add_sums(client, state, others=False)
+    w, start, own = (method.params_for(of, name) for of in (joined, state, alone))
+    return w, start, own, joined
 
 
 def _free(run: Run, client: str | None) -> str:

@@ -2,8 +2,9 @@
 
 If a client's messages depend on its own rows only (the trait ``independent_messages``), the result without the client
 is a function of the others' messages. The others compute them again from the same rows, seeds and secrets, so the
-messages are the same, and nobody's rows are used in a new way. With any other method, the others train again from the
-start, because a run keeps the server's states of its last two rounds only. The new run's manifest has a certificate.
+messages are the same, and nobody's rows are used in a new way. If no round asked the client, the model is already one
+without it. Else the others train again from the start, because a run keeps the server's states of its last two rounds
+only. The new run's manifest has a certificate.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fedfm.errors import InputError, close, quote_names
 from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
 from fedfm.runtime.disclosure import check_same, fingerprints
+from fedfm.runtime.logs import messages
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
 from fedfm.runtime.predictions import personal
@@ -35,7 +37,7 @@ from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import MANIFEST
 
-EXACT, RETRAINED = "exact", "retrained"
+EXACT, RETRAINED, NOT_ASKED = "exact", "retrained", "not asked"
 
 
 def leave(
@@ -46,16 +48,17 @@ def leave(
     retrain: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Make a new run without a client, from a finished run.
+    """Make a new run without a client, from a finished run. A run that did not ask the client gets the certificate.
 
     Args:
-        path: the finished run, which is not changed.
+        path: the finished run, which is not changed, unless it did not ask the client.
         client: the client that leaves.
         out: the new run's directory [RUN-without-CLIENT].
         retrain: whether the others may train again, if the method requires it.
 
     Returns:
-        ``run``: the new run; ``exact``: whether the others' messages are those of the old run; ``how``; ``accuracy``
+        ``run``: the new run; ``exact``: whether the others' messages are those of the old run; ``how``: ``exact``,
+        ``retrained`` or ``not asked``; ``accuracy``
         and ``accuracy_before``; ``removed``, ``not_removed``; ``membership`` of the client's rows ``before`` and
         ``after``.
 
@@ -63,7 +66,10 @@ def leave(
         InputError: the client is unknown or the last one, the run cannot be without it, or it needs ``retrain``.
     """
     run, progress = Run.open(path), progress or Bar()
-    name = _check(run, client)
+    name = _find(run, client)
+    if not _is_exact(run) and not was_asked(run, name):
+        return _certify(run, name, progress.notice)
+    _check(run, name)
     experiment = _without(run, name)
     how = EXACT if _is_exact(run) else RETRAINED
     if how == RETRAINED:
@@ -90,14 +96,74 @@ def leave(
     return found | {key: entry[key] for key in ("removed", "not_removed")} | {"membership": membership}
 
 
-def _check(run: Run, client: str) -> str:
-    """The client's name, if it can leave the run."""
-    experiment, clients, path = run.experiment, run.manifest["clients"], run.path
+def was_asked(run: Run, name: str) -> bool:
+    """Whether the run's model may depend on the client: a round asked it for more than scores, or nobody can know.
+
+    Keys that are computed from all rows, and a choice of the round by validation rows, depend on every client.
+    """
+    from fedfm.core import tasks
+    from fedfm.runtime.row_sums import AddsRows
+
+    experiment, rounds = run.experiment, set[int]()
+    if (
+        experiment.run.patience
+        or run.manifest.get("lost")
+        or isinstance(tasks.task_named(experiment.model.task), AddsRows)
+    ):
+        return True
+    for message in messages(run.path / "messages.jsonl"):
+        if message["handler"].partition(".")[0] in ("train", "query"):
+            rounds.add(message["round"])
+            if name in (message["to"], message["from"]):
+                return True
+    return not {*range(1, run.manifest["result"]["rounds"] + 1)} <= rounds  # else a message is missing
+
+
+def _certify(run: Run, name: str, notice: Callable[[str], None]) -> dict[str, Any]:
+    """Enter the certificate of a client that no round asked into the manifest of the same run."""
+    result = run.manifest["result"]
+    notice(f"no round asked {name}, so the model is already one without it, and nothing has to be computed")
+    entry = _entry(run, name, NOT_ASKED) | {
+        "removed": {"client": name, "rounds": 0},
+        "not_removed": ["the draw of the clients of each round, which counted this client; it took none of its rows"],
+    }
+    with run.lock(wait=True):
+        run.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
+        run.write_manifest()
+    renewal.renew(run.path)
+    found = {"run": str(run.path), "client": name, "exact": True, "how": NOT_ASKED, "accuracy": result["accuracy"]}
+    found |= {"accuracy_before": result["accuracy"], "membership": None}
+    return found | {key: entry[key] for key in ("removed", "not_removed")}
+
+
+def _entry(run: Run, name: str, how: str) -> dict[str, Any]:
+    """The part of a certificate that names the client and the run that it left."""
+    return {
+        "client": name,
+        "how": how,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "from": {
+            "run": str(run.path),
+            "params_sha256": run.manifest["result"]["params_sha256"],
+            "manifest_sha256": hashlib.sha256((run.path / MANIFEST).read_bytes()).hexdigest(),
+        },
+        "rows_at": (run.experiment.data.clients or {}).get(name),
+    }
+
+
+def _find(run: Run, client: str) -> str:
+    """The name of a client of the finished run."""
+    path = run.path
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
     if client in run.manifest.get("newcomers", {}):
         raise InputError(f"{path}: {client} joined after training, and no other model depends on it; remove its folder")
-    name = find_client([*clients, *absent_clients(run)], client)
+    return find_client([*run.manifest["clients"], *absent_clients(run)], client)
+
+
+def _check(run: Run, name: str) -> None:
+    """Refuse a client that cannot leave the run."""
+    experiment, clients, path = run.experiment, run.manifest["clients"], run.path
     if name not in clients and not _is_exact(run):
         raise InputError(f"{path}: {name} has no training rows and took no part in it: there is nothing to remove")
     if clients == [name]:
@@ -124,7 +190,6 @@ def _check(run: Run, client: str) -> str:
             f"{path}: its epsilon is spent and stays spent, of {name} too; training again would release the others' "
             "rows once more, which no ledger of this run counts: run the experiment again, and add the two epsilons"
         )
-    return name
 
 
 def absent_clients(run: Run) -> list[str]:
@@ -227,19 +292,7 @@ def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict
         not_removed.append(
             "the client's rows in the source of the data, and in the manifest's hash of it; no client trains on them"
         )
-    return {
-        "client": name,
-        "how": how,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "from": {
-            "run": str(run.path),
-            "params_sha256": result["params_sha256"],
-            "manifest_sha256": hashlib.sha256((run.path / MANIFEST).read_bytes()).hexdigest(),
-        },
-        "removed": removed,
-        "not_removed": not_removed,
-        "rows_at": (experiment.data.clients or {}).get(name),
-    }
+    return _entry(run, name, how) | {"removed": removed, "not_removed": not_removed}
 
 
 def _membership(

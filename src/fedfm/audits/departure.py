@@ -1,4 +1,7 @@
-"""Does the model of a run that a client has left still tell which rows the client trained on?
+"""Is the model of a run that a client has left one without this client?
+
+The run is made again without the client, from its seed and secrets. A stored model that is not the result refutes the
+certificate, even if it recognises no row.
 
 The attack is that of :mod:`fedfm.audits.model_membership`, on the rows of the client that has left. A run made by
 ``fedfm leave`` says in its manifest that the client's influence is removed; a model that recognises the rows refutes
@@ -17,38 +20,86 @@ from fedfm.audits.finding import Finding, VerdictRule, interval, nothing
 from fedfm.audits.inference.rates import NOTABLE
 from fedfm.audits.member_scores import MemberScores
 from fedfm.audits.model_membership import ModelMembership, attack_all, final_models
-from fedfm.audits.replay import Replay
+from fedfm.audits.off_cpu import distance, off_the_cpu
+from fedfm.audits.replay import TOLERANCE, Replay, play
 from fedfm.audits.row_evidence import no_round, unreadable
 from fedfm.audits.stated_epsilon import STRICT
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
-from fedfm.linalg.params import Params
+from fedfm.linalg.params import Params, sha256_of
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import devices
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Can a reader of the final model still tell which rows the client that left was trained on?"
+AGAIN = "Is the final model the one that the experiment gives without the client that left?"
 _STRICT = f"low at {100 * STRICT:g} %"
 
 
 class Departure(ModelMembership):
-    """Compares the rows of the client that left with test rows of the same distribution, by the final model."""
+    """Compares the rows of the client that left with test rows, and the final model with that of the run made again."""
+
+    def seconds(self, run: Run, population: Partitioned) -> float:
+        return super().seconds(run, population) + float(run.manifest["result"]["seconds"])
 
     def reads(self, run: Run) -> bool:
         return bool(run.manifest.get("departures"))
 
     def unfit(self, run: Run) -> str | None:
-        return unreadable(run) or no_round(run)
+        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
         entry = run.manifest["departures"][-1]
+        again = made_again(replay, str(entry["client"]), notice)
+        if why := unreadable(run):
+            return [nothing("departure", QUESTION, f"No attack compares rows: {why}."), again]
         try:
             population = with_rows(run, entry)
         except InputError as error:
-            return [nothing("departure", QUESTION, f"The rows of {entry['client']} are not on this machine: {error}")]
-        return [finding(run, population, entry["client"], final_models(run, population), notice)]
+            why = f"The rows of {entry['client']} are not on this machine: {error}"
+            return [nothing("departure", QUESTION, why), again]
+        return [finding(run, population, entry["client"], final_models(run, population), notice), again]
+
+
+def made_again(replay: Replay, client: ClientId, notice: Callable[[str], None]) -> Finding:
+    """The finding on the distance of the stored model from that of the same run, made again.
+
+    The manifest's hash of the model decides nothing, because whoever stored another model can write another hash.
+    """
+    run, population = replay.run, replay.fresh()
+    method, result = run.experiment.method, run.manifest["result"]
+    stored = {"": method.params_for(run.state(method.state_type), "")}
+    of, start, made, asked = result["details"].get("model_of_round", result["rounds"]), stored, stored, False
+    notice(f"making the run again without {client}")
+    try:
+        with torch_threads(1), devices.restore_determinism():
+            for turn in play(run, population):
+                asked |= any(reply.client == client for reply in turn.replies)
+                model = {"": method.params_for(turn.after, "")}
+                start = model if turn.round == 0 else start
+                made = model if turn.round == of else made
+    except InputError as error:
+        return nothing("departure_rerun", AGAIN, str(error))
+    apart = 0.0 if sha256_of(made) == sha256_of(stored) else distance(made, stored, start)
+    least = TOLERANCE if off_the_cpu(run, population) else 0.0
+    rule = VerdictRule(
+        ("asked > 0", "estimate > bound"),
+        (f"estimate <= {least:g}",),
+        "bits differ: audit the run on its machine, with the versions in its manifest",
+        {"asked": float(asked)},
+    )
+    says = f"Made again without {client}, the run ends at a distance of {apart:.3g} of the change by training."
+    if asked:
+        says = f"The run's experiment still asks {client}."
+    elif apart > TOLERANCE:
+        says += " The stored model is not that of the certificate."
+    detail = {"client": client, "same_bits": apart == 0.0, "asked": asked}
+    return Finding(
+        "departure_rerun", AGAIN, apart, None, None, TOLERANCE, rule, says, asked or apart > TOLERANCE, detail
+    )
 
 
 def with_rows(run: Run, entry: Mapping[str, Any]) -> Partitioned:

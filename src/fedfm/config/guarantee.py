@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, TypeVar
 
 from fedfm.aggregation import private
+from fedfm.aggregation._record_shares import sharing
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
@@ -44,7 +45,8 @@ def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec
         MissingExtra: the library that counts epsilon is not installed.
     """
     if isinstance(method, Private):
-        return protect(method, privacy), aggregation
+        method = protect(method, privacy)
+        return method, sharing(aggregation, method)
     composition.check_library()
     if privacy.mechanism == "dp_sgd":
         return method, dp_sgd.under(method, aggregation, privacy)

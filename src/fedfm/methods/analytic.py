@@ -6,7 +6,10 @@ Ridge regression of the targets on frozen features has a closed solution in two 
 b = sum x y^T. The paper aggregates local solutions by its law of equation (9) and removes the clients' regularisation
 by equation (16). The result is the pooled solution (C + gamma I)^-1 b, so here clients send the sums themselves, and
 the server solves once, as in Algorithm 1. The result is the same for every partition, and sums also pass through
-secure aggregation. Random features make the fit non-linear, as in SAFLe (arXiv:2512.03336).
+secure aggregation. Random features make the fit non-linear, as in SAFLe (arXiv:2512.03336). Projected features make
+the sums small where d is large: W is sought among the combinations of ``width`` random directions.
+
+The server keeps the sums, so a client that joins later adds its own, and the result is the same as from the start.
 
 The server sees what its aggregator discloses of the sums. C of fewer rows than features reveals these rows up to a
 rotation, so hide the sums by secure aggregation or cover them by [privacy].
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.capabilities import Needs, Predictor, Private, Traits
-from fedfm.core.client import Client, Update, on_client
+from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
@@ -39,26 +42,45 @@ from fedfm.privacy.accountant import Accountant, Spent
 from fedfm.privacy.noise import Array, project, unit_rows, unpack
 from fedfm.privacy.spec import PrivacySpec, need
 
-_RANDOM = 1024  # random features, unless ``width`` sets another number
+_RANDOM, _PROJECTED = 1024, 64  # random combinations of features, unless ``width`` sets another number
+_SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
+_GRID = 2.0**12  # shared noise: entries of a row are multiples of 1 / _GRID, so its products are exact
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one client's release under (epsilon, delta), for one row more or less.
+    """The noise of one release under (epsilon, delta), for one row more or less.
 
-    A row x of norm 1 and its one-hot y change C by x x^T and b by x y^T. Both have norm 1, so the sensitivity of the
-    two together is sqrt(2).
+    A row x of norm at most 1 and its one-hot y change C by x x^T and b by x y^T. Both have norm at most 1, so the
+    sensitivity of the two together is sqrt(2).
+
+    Attributes:
+        shared: whether each client adds a share of the noise to a hidden sum; else each adds all of it to its own.
     """
 
     epsilon: float
     delta: float
+    shared: bool = False
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of the noise on b and on the diagonal of C; other entries of C have 1/sqrt(2) of it."""
+        """Standard deviation of the noise on b and on the diagonal of C.
+
+        Other entries of C have 1/sqrt(2) of it, but the same if the noise is shared.
+        """
+        if self.shared:
+            from fedfm.privacy.composition import noise_multiplier_for_concentrated
+
+            return math.sqrt(2) * noise_multiplier_for_concentrated(self.epsilon, self.delta)
         from fedfm.privacy import gaussian
 
         return gaussian.sigma_for(self.epsilon, self.delta, math.sqrt(2))
+
+    def spectral_norm(self, clients: int, d: int) -> float:
+        """About the largest singular value of the noise on C (d, d): 2 s sqrt(d), s the deviation off the diagonal."""
+        if self.shared:  # the shares of all clients together have at most twice the variance that is stated
+            return 2 * self.sigma * math.sqrt(2 * d)
+        return self.sigma * math.sqrt(2 * clients * d)
 
 
 @dataclass(frozen=True)
@@ -73,9 +95,14 @@ class Analytic(Predictor, Private, OneShot):
 
     ridge: float = setting(1.0, "gamma, the weight of |W|^2 next to the sum of squared errors", ge=0, finite=True)
     features: str = setting(
-        "linear", "linear: the model's features; random: ReLU of random combinations", choices=("linear", "random")
+        "linear",
+        "linear: the model's features; random: ReLU of random combinations; projected: random combinations, with "
+        "smaller sums",
+        choices=("linear", "random", "projected"),
     )
-    width: int = setting(0, f"number of random features; 0 means {_RANDOM}", ge=0, le=1 << 14)
+    width: int = setting(
+        0, f"number of random combinations; 0 means {_RANDOM}, projected {_PROJECTED}", ge=0, le=1 << 14
+    )
     class_weights: str = setting(
         "none", "balanced: all classes count the same, whatever their numbers of rows", choices=("none", "balanced")
     )
@@ -95,16 +122,17 @@ class Analytic(Predictor, Private, OneShot):
             weights: (C,) the weight of a row of each class.
         """
         x, y = self._inputs(client.model.features(client.data.train), seed), _targets(client)
-        if self.noise is not None:
+        if self.noise is not None and not self.noise.shared:
             return Update(self._noisy(client, x, y, self.noise), 1.0)
+        if self.noise is not None:  # the aggregation's mechanism adds the share
+            self._key_of(client, x, y, self.noise)
         return Update(_sums_of(x, y, (y @ weights)[:, None] if len(weights) else torch.ones(1)), 1.0)
 
     def _noisy(self, client: Client, x: Tensor, y: Tensor, noise: Noise) -> Params:
         """The sums with normal noise; the key of the noise never leaves the client."""
-        from fedfm.methods._one_release import key_of_release
         from fedfm.privacy.noise import cover, digest, packed_scale
 
-        key = key_of_release(client, "Analytic", x.numpy(), y.numpy(), f"{self}{noise}", noise.delta)
+        key = self._key_of(client, x, y, noise)
         exact = {name: tensor.numpy() for name, tensor in _sums_of(x, y, torch.ones(1)).items()}
         scales: dict[str, float | Array] = {"C": noise.sigma * packed_scale(x.shape[1]), "b": noise.sigma}
         purpose = f"{client.id}/{noise}/{digest(*exact.values())}"  # both parts: none is released alone
@@ -112,28 +140,55 @@ class Analytic(Predictor, Private, OneShot):
             {name: torch.from_numpy(cover(key, f"{purpose}/{name}", exact[name], scales[name])) for name in exact}
         )
 
-    def _inputs(self, x: Tensor, seed: int) -> Tensor:
-        """The inputs (n, D + 1) of the regression, float64: linear or random features, and a constant.
+    def _key_of(self, client: Client, x: Tensor, y: Tensor, noise: Noise) -> bytes:
+        from fedfm.methods._one_release import key_of_release
 
-        Under [privacy] their norm is 1.
+        return key_of_release(client, "Analytic", x.numpy(), y.numpy(), f"{self}{noise}", noise.delta)
+
+    def _inputs(self, x: Tensor, seed: int) -> Tensor:
+        """The inputs (n, D + 1) of the regression, float64: features, and a constant.
+
+        Under [privacy] their norm is 1; if the noise is shared, they are rounded towards 0.
         """
         x = torch.cat([self._features(x, seed), torch.ones(len(x), 1)], 1)
-        return x if self.noise is None else x / math.sqrt(2)
+        if self.noise is None:
+            return x
+        x = x / math.sqrt(2)
+        return (x * _GRID).trunc() / _GRID if self.noise.shared else x
 
     def _features(self, x: Tensor, seed: int) -> Tensor:
-        """Linear or random features (n, D), float64, of features x (n, d)."""
+        """The features (n, D) of the regression, float64, of the model's features x (n, d)."""
         x = x.double()
+        if self.features != "linear":
+            x = x @ _projection(seed, x.shape[1], self._width)
         if self.features == "random":
-            x = (x @ _projection(seed, x.shape[1], self.width or _RANDOM)).relu()
+            x = x.relu()
         return x if self.noise is None else torch.from_numpy(unit_rows(x.numpy()))
 
     # --- server half --------------------------------------------------------------------------------------------------
+    @property
+    def _width(self) -> int:
+        return self.width or (_RANDOM if self.features == "random" else _PROJECTED)
+
+    @property
+    def _one_head(self) -> bool:
+        """Whether the result is a head of the model; else it is weights of other features."""
+        return self.features == "linear" or (self.features == "projected" and self.noise is None)
+
+    @property
+    def shared_sigma(self) -> float | None:
+        """See :class:`fedfm.aggregation._record_shares.SharesNoise`."""
+        return self.noise.sigma if self.noise is not None and self.noise.shared else None
+
     def init(self, fed: Federation) -> Params:
         need_head(fed.model)
-        if self.features == "linear":
+        if self._one_head:
             return fed.initial
-        outputs, d = len(fed.model.classes), self.width or _RANDOM
-        return self._head(fed.model, np.zeros((outputs, d)), np.zeros(outputs), 0)
+        outputs = len(fed.model.classes)
+        return self._head(fed.model, np.zeros((outputs, self._width)), np.zeros(outputs), 0)
+
+    def params_for(self, w: Params, client: ClientId) -> Params:
+        return w.only(name for name in w if not name.startswith(_SUMS))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         outputs, seed = len(fed.model.classes), fed.seed_for("random features")
@@ -141,12 +196,51 @@ class Analytic(Predictor, Private, OneShot):
         if self.class_weights == "balanced":
             n = fed.mean(self.count, like=Params({"count": torch.zeros(outputs, dtype=torch.float64)}).layout)["count"]
             weights = n.sum() / (outputs * n.clamp_min(n[n > 0].min()))
-        d = 1 + (fed.model.feature_dim if self.features == "linear" else self.width or _RANDOM)
+        d = 1 + (fed.model.feature_dim if self.features == "linear" else self._width)
         like = _sums_of(torch.zeros(0, d).double(), torch.zeros(0, outputs).double(), torch.ones(1)).layout
         mean = fed.mean(self.sums, like=like, seed=seed, weights=weights)
         total = fed.heard * mean  # the mean was unweighted; the sum is the mean times the number of replies
-        W, b = self.solve(total["C"].numpy(), total["b"].numpy(), fed.heard)
-        return self._head(fed.model, W, b, seed)
+        return self._state(fed.model, total, seed, fed.heard)
+
+    def _state(self, model: Model, total: Params, seed: int, clients: int = 1) -> Params:
+        """The model of the sums over all clients, together with the sums and the seed of their features."""
+        W, b = self.solve(total["C"].numpy(), total["b"].numpy(), clients)
+        kept = {**total, "seed": torch.tensor(seed)}
+        return Params({**self._head(model, W, b, seed), **{f"{_SUMS}{name}": kept[name] for name in kept}})
+
+    # --- a client that joins after training ---------------------------------------------------------------------------
+    def check_joining(self) -> None:
+        """Refuse a newcomer where one more sum is not enough, or would be another release.
+
+        Raises:
+            InputError: the message says why.
+        """
+        if self.noise is not None:
+            raise InputError(
+                "join: the run has [privacy], and no ledger would count the newcomer's release; run again with all"
+            )
+        if not self._one_head:
+            raise InputError(
+                'join: with method.features = "random" the result is no head of the model, which a newcomer '
+                "could keep; run again with all"
+            )
+        if self.class_weights != "none":
+            raise InputError(
+                f'join: method.class_weights = "{self.class_weights}" depend on the rows of all clients, so the '
+                "others' sums would change; run again with all"
+            )
+
+    def add_sums(self, client: Client, state: Params, *, others: bool = True) -> Params:
+        """The state with the sums of one more client: that of a run in which this client took part.
+
+        Args:
+            others: whether the sums of ``state`` count; else the state is that of the client alone.
+        """
+        seed = int(state[f"{_SUMS}seed"])
+        total = self.sums(client, seed=seed, weights=torch.zeros(0, dtype=torch.float64)).delta
+        if others:
+            total = Params({name: state[f"{_SUMS}{name}"] for name in total}) + total
+        return self._state(client.model, total, seed)
 
     def solve(self, packed: Array, cross: Array, clients: int = 1) -> tuple[Array, Array]:
         """W (C, D) and intercept (C,) of the regression: (C + gamma I)^-1 b.
@@ -161,22 +255,22 @@ class Analytic(Predictor, Private, OneShot):
             penalty[-1] = 0.0
             found = _solve(C + np.diag(penalty), cross)
             return found[:-1].T, found[-1]
-        # Noise with standard deviation s off the diagonal has a spectral norm of about 2 s sqrt(D). A smaller penalty
-        # would fit this noise.
-        noise = self.noise.sigma * math.sqrt(2 * clients * len(cross))
+        noise = self.noise.spectral_norm(clients, len(cross))  # a smaller penalty would fit the noise
         found = _solve(project(C, 0.0) + np.diag(np.maximum(penalty, noise)), cross) / math.sqrt(2)
         return found[:-1].T, found[-1]
 
     def _head(self, model: Model, W: Array, b: Array, seed: int) -> Params:
         """The model's head, or W, b and the seed of the random features that they take."""
         weight, bias = torch.from_numpy(W), torch.from_numpy(b)
-        if self.features == "linear":
+        if self.features == "projected" and self._one_head:
+            weight = weight @ _projection(seed, model.feature_dim, self._width).T
+        if self._one_head:
             return head_of(model, weight, bias)
         return Params({"weight": weight.float(), "bias": bias.float(), "seed": torch.tensor(seed)})
 
     # --- prediction ---------------------------------------------------------------------------------------------------
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        if self.features == "random":
+        if not self._one_head:
             x = self._features(model.features(rows), int(w["seed"]))
             return (x @ w["weight"].double().T + w["bias"].double()).float()
         model.load(w)
@@ -211,7 +305,7 @@ class Analytic(Predictor, Private, OneShot):
     def validate(self) -> None:
         if self.width and self.features == "linear":
             raise InputError(
-                f'method.width = {self.width}: only features = "random" have a width; drop it', key="method.width"
+                f'method.width = {self.width}: features = "linear" have no width; drop it', key="method.width"
             )
 
     def settle(self, privacy: PrivacySpec | None) -> Self:
@@ -219,8 +313,11 @@ class Analytic(Predictor, Private, OneShot):
 
     def protect(self, privacy: PrivacySpec) -> Self:
         faults = Faults()
-        if privacy.mechanism not in (None, "gaussian"):
-            faults.say(f'privacy.mechanism = "{privacy.mechanism}": analytic has "gaussian"', key="privacy.mechanism")
+        if privacy.mechanism not in (None, "gaussian", "distributed_gaussian"):
+            faults.say(
+                f'privacy.mechanism = "{privacy.mechanism}": analytic has "gaussian" and "distributed_gaussian"',
+                key="privacy.mechanism",
+            )
         if privacy.unit != "record":
             faults.say(f'privacy.unit = "{privacy.unit}": analytic protects a "record"', key="privacy.unit")
         if self.class_weights != "none":
@@ -232,23 +329,28 @@ class Analytic(Predictor, Private, OneShot):
         faults.refuse()
         epsilon, delta = need(privacy.target_epsilon, "target_epsilon"), need(privacy.delta, "delta")
         method = copy.copy(self)
-        object.__setattr__(method, "noise", Noise(epsilon, delta))
+        object.__setattr__(method, "noise", Noise(epsilon, delta, privacy.mechanism == "distributed_gaussian"))
         return method
 
     def spend(self, accountant: Accountant) -> None:
         if self.noise is None or not self.rounds:
             return
+        shared = self.noise.shared
         accountant.compose(
             Spent(
-                mechanism="Gaussian, analytic",
+                mechanism="Gaussian, analytic, by the clients" if shared else "Gaussian, analytic",
                 unit="record",
                 relation="add_remove",
                 epsilon=self.noise.epsilon,
                 delta=self.noise.delta,
                 sensitivity=math.sqrt(2),
                 sigma=self.noise.sigma,
-                composition="one release of one client; a record at several clients spends at each of them",
-                note="",
+                composition="one sum over all clients; a record at several clients changes it more than once"
+                if shared
+                else "one release of one client; a record at several clients spends at each of them",
+                note="against a server that follows the protocol, too; c clients that tell it their noise take c shares"
+                if shared
+                else "",
             )
         )
 

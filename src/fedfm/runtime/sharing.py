@@ -9,10 +9,10 @@ FILE = "private/data.json"  # the file with the exact numbers of rows; only a ru
 _KEYS = "private/ holds clients' memories and keys, if the run has any: never share it."
 _OWN_MODELS = "clients/ has one model per client, which was fitted to that client's rows and discloses them in part."
 _WITHOUT_PRIVACY = (
-    "checkpoint/, adapter/ and metrics.jsonl reveal as much about the clients' data as the trained model and the "
-    "per-client accuracies. If the server has read the rows, the split in this manifest has the counts for every "
-    "client and class, the profile states coarse ranges of the values, and the fingerprint of the data shows which of "
-    "several candidate data sets they are.",
+    "checkpoint/, adapter/ and metrics.jsonl reveal as much about the clients' data as the server's state (the model, "
+    "sums over rows of some methods) and the per-client accuracies. If the server has read the rows, the split has the "
+    "counts for every client and class, the profile coarse ranges of the values, and the fingerprint of the data shows "
+    "which of several candidate data sets they are.",
     "audit.json names single training rows. If the server keeps a foundation model, audit.json gives its distance from "
     "the models that were sent; once the run is audited, report.html and dossier.html state that distance, too.",
     "weights.npz, arrays/ and the map in report.html reveal which clients have similar rows. Only methods that weigh "
