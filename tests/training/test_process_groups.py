@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
 import tiny_text
@@ -16,6 +17,7 @@ from fedfm.core.client import Client, ClientData, Terms
 from fedfm.data.table import Table
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import quantised
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, scheduler
@@ -145,6 +147,35 @@ def test_reduced_precision_and_checkpointing(folder):
     keys = {"dtype": "bfloat16", "gradient_checkpointing": True}
     with Pair(folder, launched(2, "none", folder), {"name": "lora", "rank": 2}, **keys) as pair:
         assert pair.distance(SGD(learning_rate=0.05, batch_size=8, micro_batch=2)) < 1e-4
+
+
+def save_wide(folder):
+    """A LLaMA whose maps are multiples of 64 wide, which bitsandbytes needs on a CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir(parents=True)
+    torch.manual_seed(5)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
+    about = {"vocab_size": 40, "max_position_embeddings": 40, "initializer_range": 0.1}
+    special = {"pad_token_id": 0, "bos_token_id": 4, "eos_token_id": 3}
+    LlamaForCausalLM(LlamaConfig(**shape, **about, **special)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_four_bits_are_cut_by_rows(folder, tmp_path, ranks):
+    """With the codes and scales of one process, also where the last rank has fewer rows."""
+    pytest.importorskip("bitsandbytes")
+    path = save_wide(tmp_path / "llama")
+    for file in (folder / "llama").glob("token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "rows.jsonl").write_bytes((folder / "rows.jsonl").read_bytes())
+    keys = {"quantization": "nf4", "gradient_checkpointing": ranks == 2}
+    with Pair(tmp_path, launched(ranks, "none", folder), {"name": "lora", "rank": 2}, **keys) as pair:
+        assert quantised.kind_of(pair.one.module) == "nf4"
+        assert pair.distance(SGD(learning_rate=0.05, batch_size=8, micro_batch=2)) < 1e-5
+        held = [rank["bytes"] for rank in pair.group.ranks_hold]
+        assert max(held) < 1.4 * quantised.nbytes(pair.one.module) / ranks
 
 
 @pytest.mark.parametrize(

@@ -420,8 +420,8 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
         with storage.writing(out):
             return str(user_runs.write(run, to, out, given, client, last=last and _another(run, client)))
     run, model, w = load(run.path, client, last=last, in_files=merged_export.can_stay)
-    if to != "peft" and merged_export.needs_whole(model):
-        complain(f"{run.path}: an adapter of experts is merged in memory, so this process loads the whole model")
+    if why := merged_export.needs_whole(model, to):
+        complain(f"{run.path}: {why}, so this process loads the whole model")
         run, model, w = load(run.path, client, last=last, processes=1)
     if is_pair(w):
         raise InputError(
