@@ -51,13 +51,22 @@ def measure(folder: Path, processes: int) -> tuple[int, int]:
     return max(rank["bytes"] for rank in held), max(rank["grown"] for rank in held)
 
 
+def export_from_memory(run: Path, rows: Path, out: str) -> None:
+    """Export a model whose weights this process has loaded."""
+    from fedfm.api import predict
+    from fedfm.models.export import export
+
+    _, model, w = predict.load(run, processes=1)
+    export(model, w, "hf", out)
+
+
 COMMANDS = {  # what the command's own process does
-    "predict, 1 process": "fedfm.predict(run, rows, processes=1)",
-    "predict, 2 processes": "fedfm.predict(run, rows, processes=2)",
-    "export --to peft": "fedfm.export(run, 'peft', out)",
-    "export --to hf": "fedfm.export(run, 'hf', out)",
-    "export --to torch": "fedfm.export(run, 'torch', out)",
-    "export --to hf, model in memory": "run, model, w = predict.load(run, processes=1); export(model, w, 'hf', out)",
+    "predict, 1 process": lambda run, rows, out: fedfm.predict(run, rows, processes=1),
+    "predict, 2 processes": lambda run, rows, out: fedfm.predict(run, rows, processes=2),
+    "export --to peft": lambda run, rows, out: fedfm.export(run, "peft", out),
+    "export --to hf": lambda run, rows, out: fedfm.export(run, "hf", out),
+    "export --to torch": lambda run, rows, out: fedfm.export(run, "torch", out),
+    "export --to hf, model in memory": export_from_memory,
 }
 
 
@@ -75,21 +84,17 @@ def run_commands(folder: Path, layers: int) -> None:
     fedfm.run(tables, folder / "run", progress=fedfm.Progress())
     print("| command | its own process grew by at most, MB |")
     print("|---|---|")
-    for number, (name, code) in enumerate(COMMANDS.items()):
-        given = [sys.executable, "-W", "ignore", __file__, "--one", code, str(folder), str(folder / f"out-{number}")]
+    for number, name in enumerate(COMMANDS):
+        given = [sys.executable, "-W", "ignore", __file__, "--one", name, str(folder), str(folder / f"out-{number}")]
         done = subprocess.run(given, capture_output=True, text=True, check=True)
         print(f"| {name} | {int(done.stdout.splitlines()[-1]) / 1e6:.1f} |")
 
 
-def run_one(code: str, folder: Path, out: str) -> None:
-    """Run a line of :data:`COMMANDS`, and print by how many bytes this process grew, libraries not counted."""
-    import peft
+def run_one(name: str, folder: Path, out: str) -> None:
+    """Run one of :data:`COMMANDS`, and print by how many bytes this process grew, without the libraries here."""
+    import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from fedfm.api import predict
-    from fedfm.models.export import export
-
-    assert peft  # noqa: S101 - it is loaded before the measurement
     before, most, ended = memory(), 0, threading.Event()
 
     def watch() -> None:
@@ -100,8 +105,7 @@ def run_one(code: str, folder: Path, out: str) -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    names = {"fedfm": fedfm, "predict": predict, "export": export}
-    exec(code, names | {"run": folder / "run", "rows": folder / "rows.jsonl", "out": out})  # noqa: S102 - a line of ours
+    COMMANDS[name](folder / "run", folder / "rows.jsonl", out)
     ended.set()
     thread.join()
     print(most - before)

@@ -327,8 +327,8 @@ def test_classes_and_probabilities_are_those_of_one_process(folder, tmp_path):
 def test_rows_are_sent_once_and_kept_within_a_bound(folder, monkeypatch):
     local = SGD(learning_rate=0.05, batch_size=8, micro_batch=2)
     with Pair(folder, launched(2, "none", folder), {"name": "lora", "rank": 2}) as pair:
-        sent, tell = [], pair.group.group.tell_encoded
-        monkeypatch.setattr(pair.group.group, "tell_encoded", lambda message: [sent.append(len(message)), tell(message)])
+        sent, tell, at = [], pair.group.group.tell_encoded, pair.group.group
+        monkeypatch.setattr(at, "tell_encoded", lambda message: [sent.append(len(message)), tell(message)])
         w, *_ = pair.rounds(pair.group, local, count=3)
         assert len(sent) == 1
         other = pair.group.prepare(pair.table, range(5))

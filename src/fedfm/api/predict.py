@@ -276,16 +276,6 @@ class TrainedRun:
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         return predictions.apply_model(self.method, self.model, self.w, rows)
 
-    def generate(self, rows: Rows) -> list[Any]:
-        own = getattr(self.model, "generate", None)  # of a model that a group of processes computes
-        return self.model.task.generate(self.model, rows) if own is None else own(rows)  # type: ignore[attr-defined,no-any-return]
-
-    def likelihood(self, rows: Rows) -> dict[str, Any]:
-        from fedfm.models.text_metrics import count_tokens, likelihood_of
-
-        own = getattr(self.model, "count_tokens", None)
-        return likelihood_of(rows, count_tokens(self.model, rows) if own is None else own(rows))
-
 
 def check_out(out: Path) -> None:
     """Check a path before :func:`write`.

@@ -197,7 +197,7 @@ def write(weights: MergedWeights, names: list[str], path: Path) -> None:
     The format: 8 bytes, the length of the head; the head, JSON with dtype, shape and place of each tensor; the data.
     https://huggingface.co/docs/safetensors
     """
-    names = sorted(names, key=lambda name: -weights.dtype(name).itemsize)  # so that each begins at a multiple of its size
+    names = sorted(names, key=lambda name: -weights.dtype(name).itemsize)  # each begins at a multiple of its size
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:

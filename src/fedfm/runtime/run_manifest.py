@@ -52,7 +52,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         "clients": run.manifest["clients"] if run.metrics() else list(population.clients),
         "attackers": list(population.attackers.names) if population.attackers else [],
         "fingerprints": prints,
-        "device": run.manifest.get("device") or _device(population.model),
+        "device": run.manifest.get("device") or devices.about(population.model),
         "model": {
             "classes": list(table.classes),
             "kind": table.kind,
@@ -319,13 +319,9 @@ def _too_wide(model: Model) -> list[str]:
     ]
 
 
-def _device(model: Model) -> dict[str, Any]:
-    return getattr(model, "runs_on", None) or devices.about(model.device)  # of a client's processes, or of this one
-
-
 def _elsewhere(run: Run, model: Model) -> list[str]:
     """Return a notice if a run continues on another device, or with other device settings."""
-    before, now = run.manifest.get("device"), _device(model)
+    before, now = run.manifest.get("device"), devices.about(model)
     if before in (None, now):
         return []
     names = (f"{d['type']} ({d['name']})" for d in (before, now))
