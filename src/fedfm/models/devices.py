@@ -37,11 +37,8 @@ def placement(name: str) -> dict[str, Any]:
     return {"device_map": "auto"} if name == MAP and torch.cuda.is_available() else {}
 
 
-def about(model: Any) -> dict[str, Any]:
-    """The properties of a model's device that affect the bits of a result; if several processes compute, theirs."""
-    if (found := getattr(model, "runs_on", None)) is not None:
-        return dict(found)
-    device: torch.device = model.device
+def about(device: torch.device) -> dict[str, Any]:
+    """The properties of this device that affect the bits of a result, for the manifest."""
     name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -244,7 +244,7 @@ class Rank:
         shards.shard_model(model, mesh, read)
         model.eval_mode()
         self._model = model
-        return {"bytes": shards.held_bytes(model), "grown": most - before, "device": devices.about(model)}
+        return {"bytes": shards.held_bytes(model), "grown": most - before, "device": devices.about(model.device)}
 
     def load(self, message: dict[str, Any]) -> dict[str, Any]:
         """Copy trained parameters into the model. Tensors come one at a time, so that no rank holds all of them."""
