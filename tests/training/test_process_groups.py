@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
 import tiny_text
@@ -16,10 +17,12 @@ from fedfm.core.client import Client, ClientData, Terms
 from fedfm.data.table import Table
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import quantised
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, scheduler
 from fedfm.training.local_job import Job
+from fedfm.training.sharded import group_model
 from fedfm.training.sharded.group_model import load_group_model
 from fedfm.training.sharded.settings import GroupSettings
 
@@ -146,6 +149,35 @@ def test_reduced_precision_and_checkpointing(folder):
         assert pair.distance(SGD(learning_rate=0.05, batch_size=8, micro_batch=2)) < 1e-4
 
 
+def save_wide(folder):
+    """A LLaMA whose maps are multiples of 64 wide, which bitsandbytes needs on a CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir(parents=True)
+    torch.manual_seed(5)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
+    about = {"vocab_size": 40, "max_position_embeddings": 40, "initializer_range": 0.1}
+    special = {"pad_token_id": 0, "bos_token_id": 4, "eos_token_id": 3}
+    LlamaForCausalLM(LlamaConfig(**shape, **about, **special)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_four_bits_are_cut_by_rows(folder, tmp_path, ranks):
+    """With the codes and scales of one process, also where the last rank has fewer rows."""
+    pytest.importorskip("bitsandbytes")
+    path = save_wide(tmp_path / "llama")
+    for file in (folder / "llama").glob("token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "rows.jsonl").write_bytes((folder / "rows.jsonl").read_bytes())
+    keys = {"quantization": "nf4", "gradient_checkpointing": ranks == 2}
+    with Pair(tmp_path, launched(ranks, "none", folder), {"name": "lora", "rank": 2}, **keys) as pair:
+        assert quantised.kind_of(pair.one.module) == "nf4"
+        assert pair.distance(SGD(learning_rate=0.05, batch_size=8, micro_batch=2)) < 1e-5
+        held = [rank["bytes"] for rank in pair.group.ranks_hold]
+        assert max(held) < 1.4 * quantised.nbytes(pair.one.module) / ranks
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -234,11 +266,79 @@ def test_a_run_and_its_resume_equal_one_process(folder, tmp_path):
     a = fedfm.run(one, tmp_path / "one", progress=fedfm.Progress())
     fedfm.run(two, tmp_path / "two", progress=fedfm.Progress())
     b = fedfm.resume(tmp_path / "two", rounds=2, progress=fedfm.Progress())
+    device = json.loads((tmp_path / "two" / "manifest.json").read_text())["device"]
+    assert device["processes"] == 2
+    assert device["name"].endswith(", 2 processes")
     assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
     ends = [fedfm.load_run(tmp_path / name) for name in ("one", "two")]
     methods = [run.experiment.method for run in ends]
     w, v = (of.params_for(run.state(of.state_type), "") for run, of in zip(ends, methods, strict=True))
     assert max((w[name] - v[name]).abs().max() for name in w) < 1e-5
+
+
+def answering(folder, tmp_path):
+    """A model whose folder asks for a repetition penalty, and seven instructions."""
+    (tmp_path / "llama").mkdir()
+    for file in (folder / "llama").iterdir():
+        (tmp_path / "llama" / file.name).write_bytes(file.read_bytes())
+    settings = tmp_path / "llama" / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"repetition_penalty": 1.7}))
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()[:7]]
+    rows = [{"instruction": line["text"], "output": line["label"], "split": line["split"]} for line in lines]
+    for name, count in (("some", 7), ("three", 3)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:count]))
+    tables = tiny_text.tables(folder, "fedavg", "llama", 1, clients=1, local={"micro_batch": 2})
+    tables["model"] |= {"name": str(tmp_path / "llama"), "task": "instruction", "template": "plain"}
+    tables["model"] |= {"answer_tokens": 4, "max_length": 24}
+    tables["data"]["path"] = str(tmp_path / "some.jsonl")
+    return tables
+
+
+def test_answers_are_those_of_one_process(folder, tmp_path):
+    """Of three prompts, one rank has two and the other has one, which it may answer with fewer passes."""
+    tables = answering(folder, tmp_path)
+    tables["run"]["processes_per_client"] = 2
+    result = fedfm.run(tables, tmp_path / "run", progress=fedfm.Progress())
+    tables["run"].pop("processes_per_client")
+    assert fedfm.run(tables, tmp_path / "one", progress=fedfm.Progress())["loss"] == pytest.approx(result["loss"])
+    a, b, c = (
+        fedfm.predict(tmp_path / run, tmp_path / "three.jsonl", processes=count, progress=fedfm.Progress())
+        for run, count in (("run", 1), ("run", None), ("one", 2))
+    )
+    assert a["answers"] == b["answers"] == c["answers"]
+    assert all(a["answers"])
+    assert any("repetition_penalty = 1.7" in text for text in b["warnings"])
+    for key in ("loss", "perplexity"):
+        assert b[key] == pytest.approx(a[key], rel=1e-5)
+        assert c[key] == pytest.approx(a[key], rel=1e-3)  # of another run
+
+
+def test_classes_and_probabilities_are_those_of_one_process(folder, tmp_path):
+    tables = tiny_text.tables(folder, "fedavg", "bert", 1, clients=1, run={"processes_per_client": 2})
+    fedfm.run(tables, tmp_path / "run", progress=fedfm.Progress())
+    found = [fedfm.predict(tmp_path / "run", folder / "rows.jsonl", processes=count) for count in (1, None, 3)]
+    for other in found[1:]:
+        assert other["predictions"] == found[0]["predictions"]
+        assert np.abs(np.subtract(other["probabilities"], found[0]["probabilities"])).max() < 1e-5
+    with pytest.raises(InputError, match="--processes 0: expected at least 1"):
+        fedfm.predict(tmp_path / "run", folder / "rows.jsonl", processes=0)
+
+
+def test_rows_are_sent_once_and_kept_within_a_bound(folder, monkeypatch):
+    local = SGD(learning_rate=0.05, batch_size=8, micro_batch=2)
+    with Pair(folder, launched(2, "none", folder), {"name": "lora", "rank": 2}) as pair:
+        sent, tell, at = [], pair.group.group.tell_encoded, pair.group.group
+        monkeypatch.setattr(at, "tell_encoded", lambda message: [sent.append(len(message)), tell(message)])
+        w, *_ = pair.rounds(pair.group, local, count=3)
+        assert len(sent) == 1
+        other = pair.group.prepare(pair.table, range(5))
+        first = pair.group.prepare(pair.table, range(len(pair.table)))
+        monkeypatch.setattr(group_model, "KEPT", sent[0])  # there is no room for both
+        for rows in (other, other, first, other):
+            found = pair.group.evaluate(rows)["loss"]
+        assert len(sent) == 4
+        pair.one.load(w)
+        assert found == pytest.approx(pair.one.evaluate(other)["loss"], abs=1e-5)
 
 
 def test_a_silo_with_processes_answers_like_any_other(folder, tmp_path):

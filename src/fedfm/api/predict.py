@@ -276,16 +276,6 @@ class TrainedRun:
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         return predictions.apply_model(self.method, self.model, self.w, rows)
 
-    def generate(self, rows: Rows) -> list[Any]:
-        own = getattr(self.model, "generate", None)  # of a model that a group of processes computes
-        return self.model.task.generate(self.model, rows) if own is None else own(rows)  # type: ignore[attr-defined,no-any-return]
-
-    def likelihood(self, rows: Rows) -> dict[str, Any]:
-        from fedfm.models.text_metrics import count_tokens, likelihood_of
-
-        own = getattr(self.model, "count_tokens", None)
-        return likelihood_of(rows, count_tokens(self.model, rows) if own is None else own(rows))
-
 
 def check_out(out: Path) -> None:
     """Check a path before :func:`write`.
@@ -420,8 +410,8 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
         with storage.writing(out):
             return str(user_runs.write(run, to, out, given, client, last=last and _another(run, client)))
     run, model, w = load(run.path, client, last=last, in_files=merged_export.can_stay)
-    if to != "peft" and merged_export.needs_whole(model):
-        complain(f"{run.path}: an adapter of experts is merged in memory, so this process loads the whole model")
+    if why := merged_export.needs_whole(model, to):
+        complain(f"{run.path}: {why}, so this process loads the whole model")
         run, model, w = load(run.path, client, last=last, processes=1)
     if is_pair(w):
         raise InputError(

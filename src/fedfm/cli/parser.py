@@ -193,9 +193,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="file for the result: .jsonl or .csv, one line per row; .json; or .npz, arrays",
     )
 
-    predict.add_argument(
-        "--processes", type=int, metavar="N", help="processes that share the model [run.processes_per_client of the run]"
-    )
+    predict.add_argument("--processes", type=int, metavar="N", help="processes that share the model [the run's]")
 
     export = command("export", "commands:export", "write a run's model for other libraries", run=True)
     export.add_argument(

@@ -42,14 +42,15 @@ def can_stay(spec: ModelSpec) -> bool:
     return quantised_maps.settings(configuration.read(path, spec)) is None
 
 
-def needs_whole(model: Model) -> bool:
-    """Whether the weights of a model in files cannot be merged one by one.
-
-    PEFT merges an adapter of experts, whose matrices are in one parameter, into the whole layer.
-    """
+def needs_whole(model: Model, to: str) -> str:
+    """Why an export of this model cannot leave its weights in their files; "" if it can."""
     module: Any = model.module
-    adapted = hasattr(module, "peft_config") and module.peft_config["default"].target_parameters
-    return model.slices is not None and bool(adapted)
+    if model.slices is None:
+        return ""
+    if model.spec.quantization is not None:
+        return "an export describes the rounded weights"
+    experts = to != "peft" and hasattr(module, "peft_config") and module.peft_config["default"].target_parameters
+    return "an adapter of experts, whose matrices are in one parameter, is merged in memory" if experts else ""
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -196,7 +197,7 @@ def write(weights: MergedWeights, names: list[str], path: Path) -> None:
     The format: 8 bytes, the length of the head; the head, JSON with dtype, shape and place of each tensor; the data.
     https://huggingface.co/docs/safetensors
     """
-    names = sorted(names, key=lambda name: -weights.dtype(name).itemsize)  # so that each begins at a multiple of its size
+    names = sorted(names, key=lambda name: -weights.dtype(name).itemsize)  # each begins at a multiple of its size
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:

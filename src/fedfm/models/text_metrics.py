@@ -37,20 +37,19 @@ def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 
     For instructions, only the tokens of the answers count.
     """
-    return likelihood_of(rows, count_tokens(model, rows, batch_size))
-
-
-def likelihood_of(rows: Rows, sums: Mapping[str, float]) -> Scores:
-    """The scores of :func:`likelihood` from the sums of :func:`count_tokens` over these rows."""
-    found = of_tokens(sums)
+    found = of_tokens(count_tokens(model, rows, batch_size))
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
 
 
 def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, float]:
     """Numbers of predicted tokens and of right predictions, and the sum of the tokens' losses in float64.
 
-    The memory for the logits limits the number of rows in a batch.
+    The memory for the logits limits the number of rows in a batch. A model that several processes compute counts them
+    itself.
     """
+    of_group: Callable[[Rows], dict[str, float]] | None = getattr(model, "count_tokens", None)
+    if of_group is not None:
+        return of_group(rows)
 
     def sums(size: int) -> tuple[float, int, int]:
         total, hits, tokens = 0.0, 0, 0

@@ -29,9 +29,3 @@ class Trained(Protocol):
 
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         """Context manager: the model has the trained weights; yields the rows with the tensors that the method adds."""
-
-    def generate(self, rows: Rows) -> list[Any]:
-        """The task's answers to the prompts of rows of :meth:`apply`, within its context."""
-
-    def likelihood(self, rows: Rows) -> Scores:
-        """As :func:`fedfm.models.text_metrics.likelihood` for rows of :meth:`apply`, within its context."""

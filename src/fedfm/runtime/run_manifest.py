@@ -52,7 +52,6 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         "clients": run.manifest["clients"] if run.metrics() else list(population.clients),
         "attackers": list(population.attackers.names) if population.attackers else [],
         "fingerprints": prints,
-        "device": run.manifest.get("device") or _device(population.model),
         "model": {
             "classes": list(table.classes),
             "kind": table.kind,
@@ -319,13 +318,10 @@ def _too_wide(model: Model) -> list[str]:
     ]
 
 
-def _device(model: Model) -> dict[str, Any]:
-    return getattr(model, "runs_on", None) or devices.about(model.device)  # of a client's processes, or of this one
-
-
 def _elsewhere(run: Run, model: Model) -> list[str]:
-    """Return a notice if a run continues on another device, or with other device settings."""
-    before, now = run.manifest.get("device"), _device(model)
+    """Record the device, or a group's devices; return a notice if a run continues on others, or with other settings."""
+    before, now = run.manifest.get("device"), getattr(model, "runs_on", None) or devices.about(model.device)
+    run.manifest["device"] = before or now
     if before in (None, now):
         return []
     names = (f"{d['type']} ({d['name']})" for d in (before, now))

@@ -91,17 +91,18 @@ class AnswerTask(LanguageTask):
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The model's answer to each prompt, and scores that compare it with the row's answer if the row has one."""
         from fedfm.core.rows import blank
-        from fedfm.models.text_metrics import answer_limit, compare_texts, of_answers, references
+        from fedfm.models.text_metrics import answer_limit, compare_texts, likelihood, of_answers, references
 
         model = trained.model
         asked = replace(table, inputs=[(row[0], "", *row[2:]) for row in table.inputs])
         with trained.apply(model.prepare(asked, range(len(table)))) as rows:
-            given = trained.generate(rows)
+            of_group = getattr(model, "generate", None)  # a model that several processes compute
+            given = self.generate(model, rows) if of_group is None else of_group(rows)
         scored = [i for i, row in enumerate(table.inputs) if not blank(row[1])]
         rows = model.prepare(table, scored)
         found = of_answers(compare_texts([given[i] for i in scored], references(model, rows)))
         with trained.apply(rows) as adapted:
-            found |= {key: value for key, value in trained.likelihood(adapted).items() if key in ("loss", "perplexity")}
+            found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
         return {
             **NO_CLASSES,
             "answers": [a.text for a in given],

@@ -77,8 +77,10 @@ class LanguageTask(Task):
 
 def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
     """The output of ``fedfm predict`` for running text: the text's loss and perplexity."""
+    from fedfm.models.text_metrics import likelihood
+
     with trained.apply(trained.model.prepare(table, range(len(table)))) as rows:
-        found = trained.likelihood(rows)
+        found = likelihood(trained.model, rows)
     return {**NO_CLASSES, **{key: found[key] for key in ("loss", "perplexity")}}
 
 

@@ -65,6 +65,10 @@ class GroupModel(Model):
         why = why or ("their texts have images" if bare.task.images_in_texts else "")
         if why:
             raise InputError(f"{settings.key}: {why}, so that rows cannot be shared among processes", key=settings.key)
+        if bare.spec.quantization is not None:
+            from fedfm.training.sharded import four_bits
+
+            four_bits.check(bare, settings.key)
         vars(self.module)["generate"] = self._refuse
         self.group = ProcessGroup(settings)
         self._built = False

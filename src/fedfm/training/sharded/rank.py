@@ -237,6 +237,10 @@ class Rank:
             most = max(most, _memory())
             self._say(f"reading {name}")
 
+        if spec.quantization is not None:
+            from fedfm.training.sharded import four_bits
+
+            four_bits.share_maps(model, device, read)
         shards.shard_model(model, mesh, read)
         model.eval_mode()
         self._model = model

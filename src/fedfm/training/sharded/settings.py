@@ -50,11 +50,8 @@ def check_model(spec: ModelSpec, key: str = KEY) -> None:
         why = f"model.name = {spec.name!r} is no folder or hub id with safetensors, of which each process reads a part"
     elif spec.weights == "random":
         why = 'model.weights = "random" has no file of which each process reads a part: save the model first'
-    elif spec.quantization is not None:
-        why = (
-            f'model.quantization = "{spec.quantization}": bitsandbytes packs a whole matrix with its scales, which '
-            'cannot be cut by rows; drop it, and use dtype = "bfloat16"'
-        )
+    elif spec.quantization == "int8":
+        why = 'model.quantization = "int8" is computed by one process; expected "nf4", or dtype = "bfloat16"'
     elif spec.compile is not None:
         why = "model.compile: compiled blocks cannot collect their weights from other processes; drop it"
     elif spec.device == devices.MAP or ":" in spec.device:

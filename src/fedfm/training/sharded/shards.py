@@ -107,7 +107,8 @@ def root_of(model: Model) -> FSDPModule:
 
 def held_bytes(model: Model) -> int:
     """Bytes of the parameters that this rank holds between two passes."""
-    return sum(_local(p).nbytes for p in {id(p): p for p in model.module.parameters()}.values())
+    rounded = sum(getattr(module, "held_bytes", 0) for module in model.module.modules())
+    return rounded + sum(_local(p).nbytes for p in {id(p): p for p in model.module.parameters()}.values())
 
 
 def load_shards(model: Model, tensors: Iterator[tuple[str, Tensor]]) -> None:
