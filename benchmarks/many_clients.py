@@ -6,6 +6,10 @@
 A client has three training rows of 32 features and 0.75 test rows. Heads by FedAvg, 10 rounds, 100 clients a round,
 scores of 100 clients at the start and at the end. Each line is a process of its own: its CPU time and its largest
 resident size with Python and torch, and the files of its run directory.
+
+A second table is of silos with files of their own on the folder engine, of whom ten a round train: seconds from the
+start until the first request to train, and the bytes of hellos until then and in the run. The silos answer one after
+the other in the server's process.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import itertools
 import json
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ import numpy as np
 COHORT, ROUNDS, FEATURES = 100, 10, 32
 CLIENTS = (1_000, 10_000, 100_000, 1_000_000)
 GOAL = 100_000  # clients of the goals
+SILOS, ASKED = (10, 100, 1_000), 10  # silos of the folder engine, and those that a round asks
 
 
 def rows(path: Path, clients: int) -> Path:
@@ -62,6 +68,67 @@ def part(options: Any) -> None:
     print(json.dumps(row | {"run directory MB": sum(size.values())} | files))
 
 
+def carried(options: Any) -> None:
+    """One run on the folder engine, with its silos in a thread of this process."""
+    import fedfm
+    from fedfm.privacy.crypto import keys
+    from fedfm.sites import silo_config
+    from fedfm.sites.folder_server import SiloDesk
+
+    root, rng, roster = options.out, np.random.default_rng(0), ""
+    disk, private = root / "disk", bytes(range(32))
+    server = keys.identity_of(private).hex()
+    disk.mkdir(parents=True)
+    for number in range(options.silos):
+        silo, y = root / f"silo-{number:04d}", rng.integers(0, 5, 40)
+        silo.mkdir()
+        x = rng.standard_normal((40, FEATURES)) + np.eye(5, FEATURES)[y] * 3
+        np.savez(silo / "rows.npz", x=x.astype(np.float32), y=y, classes=np.array(list("abcde")))
+        own = f'name = "{silo.name}"\ndata = "rows.npz"\nidentity = "silo.key"\nserver = "{server}"\n'
+        (silo / "silo.toml").write_text(own)
+        roster += f'{silo.name} = "{silo_config.report(silo / "silo.toml")["public_key"]}"\n'
+    (root / "roster.toml").write_text(roster)
+    (root / "server.key").write_text(private.hex())
+    (root / "server.key").chmod(0o600)
+    over, desks, trained = threading.Event(), dict[str, SiloDesk](), list[float]()
+
+    def answer() -> None:
+        while not over.wait(0.01):
+            for box in sorted((disk / "to").glob("*")):
+                if box.name not in desks:
+                    desks[box.name] = SiloDesk(root / box.name / "silo.toml", disk)
+                desks[box.name].answer()
+
+    class Started(fedfm.Progress):
+        def round(self, line: Any) -> None:
+            trained.append(time.perf_counter() - began)
+
+    paths = {"folder": disk, "roster": root / "roster.toml", "identity": root / "server.key"}
+    thread, began = threading.Thread(target=answer, daemon=True), time.perf_counter()
+    thread.start()
+    try:
+        fedfm.run(
+            {
+                "data": {"classes": list("abcde"), "kind": "features", "width": FEATURES},
+                "model": {"name": "features"},
+                "method": {"name": "fedavg", "rounds": 3, "fraction": ASKED / options.silos},
+                "run": {"engine": "folder", "evaluate_every": 0, "evaluate_fraction": ASKED / options.silos}
+                | {key: str(path) for key, path in paths.items()},
+            },
+            root / "run",
+            progress=Started(),
+        )
+    finally:
+        over.set()
+        thread.join()
+    lines = [json.loads(line) for line in (root / "run" / "messages.jsonl").read_text().splitlines()]
+    hellos = [line for line in lines if line["handler"] == "query.hello"]
+    early = [line["bytes"] for line in hellos if line["round"] == 0]
+    row = {"s before round 1": trained[0], "kB of hellos before round 1": sum(early) / 1e3}
+    row |= {"kB of hellos in 3 rounds": sum(line["bytes"] for line in hellos) / 1e3}
+    print(json.dumps(row | {"silos that got a hello": len(hellos) // 2, "s of the run": trained[-1]}))
+
+
 def main() -> None:
     options = common.arguments(
         __doc__,
@@ -69,7 +136,11 @@ def main() -> None:
         path={"type": Path},
         out={"type": Path},
         everybody={"action": "store_true"},
+        silos={"type": int},
     )
+    if options.silos:
+        carried(options)
+        return
     if options.clients:
         part(options)
         return
@@ -92,7 +163,12 @@ def main() -> None:
         if row["clients"] == GOAL and row["scores of"] == COHORT:
             bounds = {"CPU s": 60, "peak MiB": 1024, "run directory MB": 20}
             goals = [common.goal(f"{key}, {GOAL:,} clients", row[key], most=most) for key, most in bounds.items()]
-    common.emit("Many clients", [{"title": "Growth with the federation", "rows": table}], goals)
+    few = []
+    for silos in SILOS[:2] if options.quick else SILOS:
+        found = common.child(script, "--silos", str(silos), "--out", str(folder / f"silos-{silos}"), limit=3600)
+        few.append({"silos": silos, "asked in a round": ASKED} | found)
+    tables = [{"title": "Growth with the federation", "rows": table}, {"title": "Silos of a folder", "rows": few}]
+    common.emit("Many clients", tables, goals)
 
 
 if __name__ == "__main__":

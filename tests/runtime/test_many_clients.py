@@ -108,6 +108,9 @@ def test_personal_models_are_scored_on_the_same_share(tmp_path):
     result = fedfm.run(spec, tmp_path / "run")
     assert len(result["client_accuracy"]) == 5
     assert len(list((tmp_path / "run" / "clients").iterdir())) == 20  # every client's own model is stored
+    assert any("makes the models of all clients, asks each" in text for text in result["warnings"]), result["warnings"]
+    one = fedfm.run(many(tmp_path, 60, asked=6), tmp_path / "one")
+    assert not any("models of all clients" in text for text in one["warnings"])
 
 
 def test_a_share_of_clients_does_not_go_with_asynchronous_rounds(tmp_path):

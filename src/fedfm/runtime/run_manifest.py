@@ -45,6 +45,10 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     facts = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
     facts += scoring_notices(run.experiment, *test_rows(run.experiment, population.federated))
+    if run.experiment.run.evaluate_fraction < 1:
+        from fedfm.runtime import sampled_clients
+
+        facts += sampled_clients.forewarn(run.experiment)
     for notice in (*notices, *facts, *_on_disk(population)):
         progress.notice(notice)
     run.manifest["notices"] += [text for text in facts if text not in run.manifest["notices"]]
@@ -120,17 +124,14 @@ def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | No
 
 def of_arrival(experiment: Experiment, clients: int) -> list[str]:
     """Return the method's notices before a run in which updates may be stale."""
-    late, method = experiment.run.asynchronous, experiment.method
-    if late is None or late.buffer >= clients:
-        return []
-    return method.staleness_warnings()
+    late = experiment.run.asynchronous
+    return [] if late is None or late.buffer >= clients else experiment.method.staleness_warnings()
 
 
 def _similar(names: Sequence[str], of: str) -> list[str]:
     """Return notices about names that are spelled in two ways; none if all names are numbers of one length."""
-    if len({len(name) for name in names}) < 2 and all(
-        n.isascii() and n.removeprefix("client-").isdecimal() for n in names
-    ):
+    numbers = all(n.isascii() and n.removeprefix("client-").isdecimal() for n in names)
+    if numbers and len({len(name) for name in names}) < 2:
         return []
     from fedfm.data.similar_names import spellings
 

@@ -1,13 +1,28 @@
-"""What a result says about the clients that a run did not ask, if only a share of the clients is asked for scores."""
+"""What a run says about the clients that it does not ask, if only a share of the clients is asked for scores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.core.client import ClientId
+from fedfm.runtime.predictions import keeps_parts, personal
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.who_scores import why_unasked
+
+if TYPE_CHECKING:
+    from fedfm.config.experiment import Experiment
+
+
+def forewarn(experiment: Experiment) -> list[str]:
+    """Return a notice before a run whose last round costs as much as the federation is large."""
+    if not personal(experiment.method):
+        return []
+    asked = ", asks each client for its part of it" if keeps_parts(experiment.method) and not experiment.privacy else ""
+    return [
+        f'method.name = "{experiment.method_name}": each client has its own model, so after the last round the run '
+        f"makes the models of all clients{asked} and stores them in clients/, however few of them a round asks"
+    ]
 
 
 def summarise(

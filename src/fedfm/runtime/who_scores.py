@@ -59,8 +59,8 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
         there = f"{GLOBAL_ACCURACY} scores the clients' models on the server's test rows"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
     has_none = "the server has none of the clients' own models" if server_rows else "the server has no test rows"
-    cure = "" if server_rows else "scores come from test rows at the server (data.path, not data.classes), or from "
-    cure = cure or "a score comes from "
+    at_server = "scores come from test rows at the server (data.path, not data.classes), or from "
+    cure = "a score comes from " if server_rows else at_server
     return [
         f"this run ends without an accuracy or a loss: {why}, and {has_none}; {cure}`fedfm predict` at a client "
         "that has labels"
