@@ -5,9 +5,9 @@
 
 Six clients have 1,000 questions of banking77 as running text, in equal parts. Five clients train LoRA of rank 1, one of
 rank 16, on the attention of a Llama of 260,032 parameters that was pretrained on stories. All methods train alike. Each
-has three seeds, which draw the rows, their parts and the order of batches. The energy of a model is the squared Frobenius norm
-of its Delta W over all modules; the table has the share of it in the singular values after the first of each module,
-which is what only the client of rank 16 can hold. The last line of the output has all numbers as JSON.
+has three seeds, which draw the rows, their parts and the order of batches. The energy of a model is the squared
+Frobenius norm of its Delta W over all modules; the table has the share of it in the singular values after the first of
+each module, which is what only the client of rank 16 can hold. The last line of the output has all numbers as JSON.
 
 ``--rest`` trains raFLoRA for one seed, and then only aggregates: its clients send back what they receive. So it shows
 what the aggregation of FlexLoRA alone does to the energy, and that raFLoRA's leaves it as it is.

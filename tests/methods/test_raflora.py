@@ -81,7 +81,9 @@ def test_clients_that_do_not_train_change_nothing_and_flexlora_shrinks_what_few_
         dense(partitioned(terms, ranks, start, alpha)["q"]), before, rtol=1e-5, atol=1e-5 * np.linalg.norm(before)
     )
     u, sigma, v = np.linalg.svd(before)
-    share = [p[[r > i for r, _ in clients]].sum() for i in range(ranks[-1])]  # the weight of those that hold direction i
+    share = [
+        p[[r > i for r, _ in clients]].sum() for i in range(ranks[-1])
+    ]  # the weight of those that hold direction i
     expected = u[:, : ranks[-1]] * (sigma[: ranks[-1]] * share) @ v[: ranks[-1]]
     np.testing.assert_allclose(
         dense(delta_w(terms, alpha)["q"]), expected, rtol=1e-4, atol=1e-5 * np.linalg.norm(before)
