@@ -1,6 +1,7 @@
 """What a language model remembers of 200 rows: canaries and regurgitation by rank, passes and DP-SGD.
 
     python benchmarks/text_memory.py
+    python benchmarks/text_memory.py --only DP-SGD "rank 1"
 
 Four clients have 200 questions of banking77 as running text, in equal parts and blocks of 32 tokens. They train a Llama
 of 260,032 parameters that was pretrained on stories, for 5 rounds. Then ``fedfm audit`` attacks each run. The
@@ -69,7 +70,7 @@ def shown(finding: Any) -> str:
 
 
 def main() -> None:
-    options = common.arguments(__doc__)
+    options = common.arguments(__doc__, only={"nargs": "+", "default": [""], "help": "cases with one of these texts"})
     if not common.SHARED.exists():
         raise SystemExit(f"skipped: no {common.SHARED}")
     folder, found = common.scratch(), dict[str, Any]()
@@ -78,6 +79,8 @@ def main() -> None:
           "| held-out rows, % |")  # fmt: skip
     print("|---|---|---|---|---|---|")
     for i, (label, case) in enumerate(CASES.items()):
+        if not any(text in label for text in options.only):
+            continue
         result = fedfm.run(experiment(rows, case, 1 if options.quick else 5), folder / str(i))
         canaries, rate = fedfm.audit(folder / str(i), ATTACKS)
         by_copies, held = canaries.detail["by_copies"], rate.detail["by_tokens"]["10"]["held_out_rows"]

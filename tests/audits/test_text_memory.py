@@ -97,7 +97,7 @@ def test_a_finding_counts_rows_and_has_exact_intervals():
 
 @pytest.mark.proof
 def test_rows_that_were_learned_by_heart_are_written_and_strangers_are_not(tmp_path):
-    (found,) = fedfm.audit(run(tmp_path, tmp_path / "run", local={**HARD, "epochs": 400}, n=40), ["regurgitation"])
+    (found,) = fedfm.audit(run(tmp_path, tmp_path / "run", FULL, method="local", local=HARD), ["regurgitation"])
     assert found.verdict == "leaks"
     assert found.estimate > 0.6
     assert found.bound < 0.6
