@@ -31,7 +31,7 @@ from fedfm.api import predict
 from fedfm.linalg.params import Params
 from fedfm.methods._lora_products import Term, delta_w
 from fedfm.methods.flexlora import ENERGY, cut, truncation_error
-from fedfm.methods.raflora import partitioned
+from fedfm.methods.raflora import partition_mean
 from fedfm.models.adapters import lora
 
 RANKS = (1, 1, 1, 1, 1, 16)
@@ -116,7 +116,7 @@ def at_rest(folder: Path, rounds: int) -> dict[str, list[float]]:
         for _ in range(3):
             found = [Term(1 / len(RANKS), lora.first(w, r)) for r in RANKS]
             raflora = name == "raflora"
-            dW = partitioned(found, sorted({*RANKS}), w, ALPHA) if raflora else delta_w(found, ALPHA)
+            dW = partition_mean(found, sorted({*RANKS}), w, ALPHA) if raflora else delta_w(found, ALPHA)
             w = w.replace(cut(dW, w, ALPHA)[0])
             told.append(energy_above(w, 1))
     return shares

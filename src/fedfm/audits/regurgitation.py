@@ -64,7 +64,7 @@ class Regurgitation(Audit):
                 w = models.get(c) or models[""]
                 for halves, places in zip(found, (pool.members[c], pool.strangers[c]), strict=True):
                     halves.append(verbatim(method, model, w, pool.rows(places)))
-        return [finding(*map(joined, found), unit(population))]
+        return [finding(*map(union, found), unit(population))]
 
 
 class Halves(NamedTuple):
@@ -74,7 +74,7 @@ class Halves(NamedTuple):
     length: Array
 
 
-def joined(parts: Sequence[Halves]) -> Halves:
+def union(parts: Sequence[Halves]) -> Halves:
     """The rows of all parts."""
     none = [np.zeros(0, dtype=np.int64)]
     written, length = (np.concatenate([*none, *of]) for of in zip(*parts, strict=True)) if parts else (*none, *none)
@@ -95,7 +95,7 @@ def verbatim(method: Method[Any], model: Model, w: Params, rows: Rows) -> Halves
             n = len(next(iter(batch.values())))
             right, counted = said.argmax(1) == targets, targets != IGNORE
             parts.append(_halves(right.reshape(n, -1).cpu(), counted.reshape(n, -1).cpu()))
-    return joined(parts)
+    return union(parts)
 
 
 def _halves(right: torch.Tensor, counted: torch.Tensor) -> Halves:
