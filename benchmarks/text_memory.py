@@ -28,7 +28,11 @@ CASES: dict[str, dict[str, Any]] = {  # adaptation, epochs of a round, [privacy]
     "LoRA, rank 16": {"adaptation": {"name": "lora", "rank": 16, "targets": "all-linear"}, "epochs": 8},
     "LoRA, rank 1": {"adaptation": {"name": "lora", "rank": 1, "targets": "all-linear"}, "epochs": 8},
     "LoRA, rank 16, 1 epoch": {"adaptation": {"name": "lora", "rank": 16, "targets": "all-linear"}, "epochs": 1},
-    "full, DP-SGD with epsilon 8": {"adaptation": {"name": "full"}, "epochs": 8, "privacy": DP_SGD},
+    "LoRA, rank 16, 1 epoch, DP-SGD with epsilon 8": {
+        "adaptation": {"name": "lora", "rank": 16, "targets": "all-linear"},
+        "epochs": 1,
+        "privacy": DP_SGD,
+    },
 }
 
 

@@ -64,7 +64,7 @@ class Regurgitation(Audit):
                 w = models.get(c) or models[""]
                 for halves, places in zip(found, (pool.members[c], pool.strangers[c]), strict=True):
                     halves.append(verbatim(method, model, w, pool.rows(places)))
-        return [finding(*map(union, found), unit(population))]
+        return [finding(union(found[0]), union(found[1]), unit(population))]
 
 
 class Halves(NamedTuple):
