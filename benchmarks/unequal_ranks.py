@@ -5,9 +5,9 @@
 
 Six clients have 1,000 questions of banking77 as running text, in equal parts. Five clients train LoRA of rank 1, one of
 rank 16, on the attention of a Llama of 260,032 parameters that was pretrained on stories. All methods train alike. Each
-has three seeds, which draw the rows, their parts and the order of batches. The energy of a model is the squared Frobenius norm
-of its Delta W over all modules; the table has the share of it in the singular values after the first of each module,
-which is what only the client of rank 16 can hold. The last line of the output has all numbers as JSON.
+has three seeds, which draw the rows, their parts and the order of batches. The energy of a model is the squared
+Frobenius norm of its Delta W over all modules; the table has the share of it in the singular values after the first of
+each module, which is what only the client of rank 16 can hold. The last line of the output has all numbers as JSON.
 
 ``--rest`` trains raFLoRA for one seed, and then only aggregates: its clients send back what they receive. So it shows
 what the aggregation of FlexLoRA alone does to the energy, and that raFLoRA's leaves it as it is.
@@ -31,7 +31,7 @@ from fedfm.api import predict
 from fedfm.linalg.params import Params
 from fedfm.methods._lora_products import Term, delta_w
 from fedfm.methods.flexlora import ENERGY, cut, truncation_error
-from fedfm.methods.raflora import partitioned
+from fedfm.methods.raflora import partition_mean
 from fedfm.models.adapters import lora
 
 RANKS = (1, 1, 1, 1, 1, 16)
@@ -116,7 +116,7 @@ def at_rest(folder: Path, rounds: int) -> dict[str, list[float]]:
         for _ in range(3):
             found = [Term(1 / len(RANKS), lora.first(w, r)) for r in RANKS]
             raflora = name == "raflora"
-            dW = partitioned(found, sorted({*RANKS}), w, ALPHA) if raflora else delta_w(found, ALPHA)
+            dW = partition_mean(found, sorted({*RANKS}), w, ALPHA) if raflora else delta_w(found, ALPHA)
             w = w.replace(cut(dW, w, ALPHA)[0])
             told.append(energy_above(w, 1))
     return shares

@@ -316,7 +316,7 @@ def test_every_audit_is_found_by_its_file():
         "update_membership",
         "label_counts",
         "head_rows",
-    } | {"repeated_questions", "departure"}
+    } | {"repeated_questions", "departure", "text_canaries", "regurgitation"}
 
 
 def test_the_page_lists_every_audit_and_which_have_to_be_named():

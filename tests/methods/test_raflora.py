@@ -1,4 +1,4 @@
-"""raFLoRA: the partitioned mean against NumPy, FlexLoRA as its special case, and energy that stays where it was."""
+"""raFLoRA: the partition_mean mean against NumPy, FlexLoRA as its special case, and energy that stays where it was."""
 
 import json
 
@@ -14,7 +14,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods import flexlora
 from fedfm.methods._lora_products import Term, delta_w
 from fedfm.methods.flexlora import ENERGY, FlexLoRA
-from fedfm.methods.raflora import RaFLoRA, partitioned
+from fedfm.methods.raflora import RaFLoRA, partition_mean
 from fedfm.models.adapters import lora
 
 A, B = "q.lora_A.default.weight", "q.lora_B.default.weight"
@@ -55,7 +55,7 @@ def test_each_row_and_column_is_the_mean_over_the_clients_that_have_it(seed, cli
     server = drawn(rng, max(ranks))
     terms = [Term(n / sum(weights), w) for n, w in zip(weights, found, strict=True)]
     expected = mean_by_row(found, weights, alpha, server, max(ranks))
-    np.testing.assert_allclose(dense(partitioned(terms, ranks, server, alpha)["q"]), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(dense(partition_mean(terms, ranks, server, alpha)["q"]), expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(deadline=None, max_examples=40)
@@ -63,7 +63,7 @@ def test_each_row_and_column_is_the_mean_over_the_clients_that_have_it(seed, cli
 def test_with_equal_ranks_it_has_the_bits_of_flexlora(seed, r, weights):
     rng = np.random.default_rng(seed)
     terms = [Term(n / sum(weights), drawn(rng, r)) for n in weights]
-    ours, theirs = partitioned(terms, [r], drawn(rng, 5), 8.0)["q"], delta_w(terms, 8.0)["q"]
+    ours, theirs = partition_mean(terms, [r], drawn(rng, 5), 8.0)["q"], delta_w(terms, 8.0)["q"]
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
@@ -78,10 +78,12 @@ def test_clients_that_do_not_train_change_nothing_and_flexlora_shrinks_what_few_
     terms = [Term(p_k, lora.first(start, r)) for p_k, (r, _) in zip(p, clients, strict=True)]
     before = dense(lora.factors(start, alpha)["q"])
     np.testing.assert_allclose(
-        dense(partitioned(terms, ranks, start, alpha)["q"]), before, rtol=1e-5, atol=1e-5 * np.linalg.norm(before)
+        dense(partition_mean(terms, ranks, start, alpha)["q"]), before, rtol=1e-5, atol=1e-5 * np.linalg.norm(before)
     )
     u, sigma, v = np.linalg.svd(before)
-    share = [p[[r > i for r, _ in clients]].sum() for i in range(ranks[-1])]  # the weight of those that hold direction i
+    share = [
+        p[[r > i for r, _ in clients]].sum() for i in range(ranks[-1])
+    ]  # the weight of those that hold direction i
     expected = u[:, : ranks[-1]] * (sigma[: ranks[-1]] * share) @ v[: ranks[-1]]
     np.testing.assert_allclose(
         dense(delta_w(terms, alpha)["q"]), expected, rtol=1e-4, atol=1e-5 * np.linalg.norm(before)
@@ -91,7 +93,7 @@ def test_clients_that_do_not_train_change_nothing_and_flexlora_shrinks_what_few_
 def test_a_partition_that_nobody_asked_holds_keeps_the_servers_value():
     rng = np.random.default_rng(0)
     server, one = drawn(rng, 3), drawn(rng, 1)
-    found = dense(partitioned([Term(1.0, one)], [1, 3], server, 3.0)["q"])
+    found = dense(partition_mean([Term(1.0, one)], [1, 3], server, 3.0)["q"])
     b, a = server[B].double().numpy(), server[A].double().numpy()
     np.testing.assert_allclose(found, dense(lora.factors(one, 3.0)["q"]) + b[:, 1:] @ a[1:], rtol=1e-9)
 

@@ -16,13 +16,24 @@ from fedfm.models.model import Model
 from fedfm.runtime.predictions import apply_model, logits
 from fedfm.runtime.run_directory import Run
 
+TEXT_TASKS = ("language_modelling", "instruction", "sequence_to_sequence")
 BATCH = 16  # number of texts that are computed at once
+
+
+def task_of(run: Run) -> str | None:
+    """The name of the run's task; None if neither the experiment nor the model's kind says it."""
+    kind = (run.manifest.get("model") or {}).get("kind")
+    return run.experiment.model.task or (tasks.implied_task(kind).name if kind else None)
+
+
+def writes_texts(run: Run) -> bool:
+    """Whether the run trains a model that writes texts, and an attacker can compare single rows."""
+    return task_of(run) in TEXT_TASKS and unreadable(run) is None
 
 
 def unreadable(run: Run) -> str | None:
     """Why no attacker can compare single rows of this run; None if an attacker can."""
-    method, kind = run.experiment.method, (run.manifest.get("model") or {}).get("kind")
-    task = run.experiment.model.task or (tasks.implied_task(kind).name if kind else None)
+    method, task = run.experiment.method, task_of(run)
     if method.needs.model == "server":
         return "the model stays at the server, and only clients read their rows"
     if task is not None and not tasks.find(task).compared_by_row:

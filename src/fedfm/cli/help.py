@@ -81,6 +81,8 @@ the lost lines.
 attacks, and the runs that they fit (without --attack, all that fit and take seconds are run):
   model_membership     recognises training rows by the final model; every method whose clients have the model
   update_membership    recognises training rows by the updates, or by their sums; methods with [method.local]
+  text_canaries        random texts that a client trains on once; language models, also with an encoder and a decoder
+  regurgitation        training rows that the final model writes from their first half; the same models
   label_counts         clients' label counts from a head's update; classifiers that send their head in the clear
   head_rows            features of rows from a head's update; classifiers that send their head in the clear
   membership, epsilon, reconstruction, single_holder, inversion       fedpft; inversion needs images

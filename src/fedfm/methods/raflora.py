@@ -35,13 +35,13 @@ class RaFLoRA(FlexLoRA):
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
 
     def aggregate(self, found: Sequence[Term], ranks: Sequence[int], w: Params, alpha: float) -> dict[str, Factors]:
-        return partitioned(found, ranks, w, alpha)
+        return partition_mean(found, ranks, w, alpha)
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
         return []
 
 
-def partitioned(found: Sequence[Term], ranks: Sequence[int], w: Params, alpha: float) -> dict[str, Factors]:
+def partition_mean(found: Sequence[Term], ranks: Sequence[int], w: Params, alpha: float) -> dict[str, Factors]:
     """For each module, factors of Delta W = sum_h sum_{k in M_h} (p_k / sum_{j in M_h} p_j) s_k B_k^h A_k^h.
 
     A partition that nobody in the cohort holds keeps the server's value. The abstract does not say what becomes of it.

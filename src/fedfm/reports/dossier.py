@@ -39,7 +39,7 @@ _KINDS = {
     ),
     "attribute inference": ("label_counts", "task_vector.labels", "task_vector.shares", "task_vector.neighbours"),
     "exfiltration": (),
-    "regurgitation of training data": (),
+    "regurgitation of training data": ("regurgitation", "text_canaries"),
     "model inversion": ("inversion",),
     "reconstruction": ("reconstruction", "single_holder", "head_rows"),
 }
