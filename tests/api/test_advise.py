@@ -234,6 +234,7 @@ def test_rows_that_do_not_fit_are_the_experiment_s_fault(tmp_path):
         advise(path, progress=QUIET)
 
 
+@pytest.mark.proof
 def test_cohorts_by_coins_count_with_their_mean(tmp_path):
     privacy = {"unit": "client", "noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0}
     tables = experiment(tmp_path, method={"rounds": 40, "fraction": 0.5}, privacy=privacy)
