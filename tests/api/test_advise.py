@@ -228,6 +228,25 @@ def test_what_it_refuses(tmp_path, changes, words):
         advise(file(tmp_path), changes=changes, progress=QUIET)
 
 
+def test_rows_that_do_not_fit_are_the_experiment_s_fault(tmp_path):
+    path = file(tmp_path, data={"partition": {"name": "iid", "clients": 10_000}})
+    with pytest.raises(InputError, match=r"data.partition.clients = 10000"):
+        advise(path, progress=QUIET)
+
+
+@pytest.mark.proof
+def test_cohorts_by_coins_count_with_their_mean(tmp_path):
+    privacy = {"unit": "client", "noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0}
+    tables = experiment(tmp_path, method={"rounds": 40, "fraction": 0.5}, privacy=privacy)
+    tables["data"]["partition"] = {"name": "iid", "clients": 20}
+    made = Experiment.from_dict(tables)
+    found = rehearse(made, populate(made), 2.0)
+    result = fedfm.run(made, tmp_path / "run", progress=QUIET)
+    sent = result["bytes_up"] + result["bytes_down"]
+    # 800 coins of the run have a deviation of 3.5 % of their mean.
+    assert abs(found.bytes_up + found.bytes_down - sent) < 0.2 * sent
+
+
 def test_it_starts_from_a_method_whose_clients_have_the_model(tmp_path):
     tables = {
         "data": {"name": "digits"},

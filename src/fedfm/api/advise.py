@@ -71,6 +71,7 @@ def advise(
 
     Raises:
         InputError: the experiment is not valid, or its rows or model are not on this machine.
+        RunError: its clients fail.
     """
     progress, changes = progress or Bar(), changes or {}
     given = _tables_of(experiment, changes)
@@ -102,6 +103,8 @@ def advise(
             seen.append(like)
             option = about | _price(protection, made, seconds, progress)
         except FedfmError as error:
+            if protection is PROTECTIONS[0]:  # not this option is impossible, but the experiment
+                raise
             refused.append(about | {"reason": str(error)})
             continue
         source = experiment if isinstance(experiment, str | Path) else None
@@ -114,7 +117,10 @@ def advise(
 def _tables_of(experiment: str | Path | Mapping[str, Any], changes: Mapping[str, Any]) -> Tables:
     """The user's tables, with absolute paths, so that a file in another folder means the same."""
     if isinstance(experiment, Mapping):
-        tables = {key: dict(value) if isinstance(value, Mapping) else value for key, value in experiment.items()}
+        Experiment.from_dict(experiment, imports=True)
+        tables: Tables = {
+            key: dict(value) if isinstance(value, Mapping) else value for key, value in experiment.items()
+        }
         for key, value in changes.items():
             put(tables, key, value)
     else:
@@ -123,12 +129,10 @@ def _tables_of(experiment: str | Path | Mapping[str, Any], changes: Mapping[str,
         if "method.name" in changes:
             tables = without_former_keys(tables, former, changes, lambda text: None)
     for section, keys in KEYS.items():
-        table = tables.get(section)
-        for key in keys if isinstance(table, dict) else ():
-            if key in table:
-                table[key] = _absolute(table[key])
-    data = tables.get("data")
-    if isinstance(data, dict) and isinstance(data.get("clients"), Mapping):
+        table: Tables = tables.get(section, {})
+        table |= {key: _absolute(table[key]) for key in keys if key in table}
+    data: Tables = tables["data"]
+    if isinstance(data.get("clients"), Mapping):
         data["clients"] = {name: _absolute(path) for name, path in data["clients"].items()}
     return tables
 
@@ -191,8 +195,8 @@ def _price(protection: Protection, made: Experiment, seconds: float, progress: P
     progress.notice(f"{protection.name}: {protection.what}")
     population = populate(made)
     enough(made, population.clients)
-    found = _encrypted(made, population, seconds) if isinstance(made.method, HiddenModel) else None
-    found = found or _rehearsed(made, population, seconds)
+    found = _plan_price(made, population, seconds) if isinstance(made.method, HiddenModel) else None
+    found = found or _rehearsal_price(made, population, seconds)
     sizes = list(population.sizes().values())
     spent = spending(made, sizes)
     privacy = made.privacy
@@ -208,7 +212,7 @@ def _price(protection: Protection, made: Experiment, seconds: float, progress: P
     return found
 
 
-def _rehearsed(made: Experiment, population: Partitioned, seconds: float) -> dict[str, Any]:
+def _rehearsal_price(made: Experiment, population: Partitioned, seconds: float) -> dict[str, Any]:
     found = rehearse(made, population, seconds)
     halves = (getattr(made.method, name) for name in (*made.method.means, *made.method.asks))
     weights = any(Params in get_type_hints(half).values() for half in halves)
@@ -226,7 +230,7 @@ def _costs(found: Rehearsal, seconds: float) -> dict[str, Any]:
     }
 
 
-def _encrypted(made: Experiment, population: Partitioned, seconds: float) -> dict[str, Any] | None:
+def _plan_price(made: Experiment, population: Partitioned, seconds: float) -> dict[str, Any] | None:
     """The price of a run on encrypted rows: the plan's costs, and those of the rounds after it."""
     method = made.method
     plan = method.plan(population.model, counts_of(population)) if isinstance(method, Planned) else None

@@ -36,8 +36,22 @@ _FEW = 4  # rows of a class at a client in the first run
 _MORE = 4  # how many times as many the second run has
 _LONGEST = 4  # a first run that takes longer than so many times the limit is the only one
 # Settings of [run] that a rehearsal on this machine keeps: the others name machines, files or observers.
-_KEPT = ("seed", "min_clients", "timeout", "extend_timeout", "kernels", "workers", "deterministic", "transport")
-_KEPT += ("asynchronous", "evaluate_every", "evaluate_fraction", "local_scores")
+_KEPT = frozenset(
+    [
+        "seed",
+        "min_clients",
+        "timeout",
+        "extend_timeout",
+        "kernels",
+        "workers",
+        "deterministic",
+        "transport",
+        "asynchronous",
+        "evaluate_every",
+        "evaluate_fraction",
+        "local_scores",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -204,8 +218,10 @@ def _of_usual_round(run: RunFiles, experiment: Experiment, clients: int) -> np.n
     cohorts = [len(r.cohort) for r in run.rounds[1:]]
     if len(set(cohorts)) == 1:
         return np.asarray(marks[2] - marks[1])
-    each = (marks[-1] - marks[0]) / max(sum(cohorts), 1)
-    return np.asarray(each * fraction_of(experiment.method) * clients)
+    # The first round also loads compiled loops, so only its bytes count.
+    each = np.array([*(marks[-1] - marks[0])[:2] / max(sum(cohorts), 1), 0.0])
+    each[2] = (marks[-1] - marks[1])[2] / max(sum(cohorts[1:]), 1)
+    return each * fraction_of(experiment.method) * clients
 
 
 def counts_of(population: Partitioned) -> list[Sequence[int]]:

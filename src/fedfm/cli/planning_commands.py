@@ -34,12 +34,12 @@ def _lines(result: Mapping[str, Any], args: Namespace) -> list[str]:
     """The options as a table, and a paragraph about each."""
     from fedfm.reports.text import NBSP, duration, size
 
-    lines = [f"{'option':<19}  {'seconds':>9}  {'bytes':>9}  {'epsilon':>7}  {'unit':<6}  the server reads"]
+    lines = [f"{'option':<19}  {'seconds':>11}  {'bytes':>9}  {'epsilon':>7}  {'unit':<6}  the server reads"]
     for o in result["options"]:
         data = (">" if o["at_least"] else "") + size(o["bytes"])
         epsilon = "none" if o["epsilon"] is None else f"{o['epsilon']:.3g}"
-        cells = f"{o['name']:<19}  {duration(o['seconds']):>9}  {data:>9}  {epsilon:>7}  {o['unit'] or '':<6}  "
-        read = textwrap.wrap(visible(o["readable"]["server"]), max(_WIDTH - len(cells), 20))
+        cells = f"{o['name']:<19}  {duration(o['seconds']):>11}  {data:>9}  {epsilon:>7}  {o['unit'] or '':<6}  "
+        read = textwrap.wrap(visible(o["readable"]["server"]), max(_WIDTH - len(cells), 16))
         lines += [cells + read[0], *(" " * len(cells) + line for line in read[1:])]
     lines.append("")
     for o in result["options"]:
@@ -59,7 +59,7 @@ def _paragraph(o: Mapping[str, Any], args: Namespace) -> list[str]:
         half = "" if found["half"] is None else f" ± {found['half']}"
         clear = "" if found["clear"] is None else f", {found['clear']} % in the clear"
         where = f"{found['of']}, {found['clients']} clients, {found['page']}, row {found['row']}"
-        lines += _wrap(f"accuracy measured on {where}: {found['accuracy']}{half} %{clear}", 2)
+        lines += _wrap(f"accuracy there, no forecast for your rows: {found['accuracy']}{half} %{clear} ({where})", 2)
     lines += [line for note in o["notes"] for line in _wrap(note, 2)]
     if o["file"] is not None:
         lines += _wrap(f"fedfm run {shlex.quote(o['file'])}", 2)

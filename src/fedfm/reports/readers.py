@@ -19,7 +19,9 @@ def readers(run: RunFiles, weights: bool) -> list[Reader]:
     claim = run.guarantee
     at_clients = claim is not None and _BY_SERVER not in str(claim["mechanism"])
     up = [t for t in run.exposure.traffic if t.direction == "up"]
-    server = list(dict.fromkeys(text for t in up if (text := _received(t, run.exposure.smallest_sum, at_clients))))
+    server = list(
+        dict.fromkeys(text for t in up if (text := _describe_reply(t, run.exposure.smallest_sum, at_clients)))
+    )
     clients = ["the start model", "the shared weights of every round" if weights else "the result"]
     clients += ["other clients' messages"] * any(t.direction == "across" for t in run.exposure.traffic)
     if claim is None:
@@ -35,7 +37,7 @@ def readers(run: RunFiles, weights: bool) -> list[Reader]:
     ]
 
 
-def _received(t: Traffic, smallest: int | None, noisy: bool) -> str:
+def _describe_reply(t: Traffic, smallest: int | None, noisy: bool) -> str:
     """What the server reads of the replies of one handler; "" if they say nothing about rows."""
     kind, _, handler = t.handler.partition(".")
     name, noise = handler.partition("_")[2] or handler, " with noise" if noisy else ""
