@@ -16,7 +16,7 @@ from typing import Any
 from cached_runs import finished
 
 from fedfm.config.experiment import Experiment
-from fedfm.errors import E_NONFINITE, RunError
+from fedfm.errors import E_NONFINITE, InputError, RunError
 from fedfm.runtime.run_directory import Run
 
 TUNED, BORROWED, PAPER, HAND, NONE = "tuned", "borrowed", "paper", "by hand", "no rate"
@@ -105,7 +105,10 @@ def _loss(path: Path, out: Path, tune: Mapping[str, Any], changes: Mapping[str, 
     are training rows of the set. This also serves runs whose clients report no scores.
     """
     if tune.get("by") == "accuracy":
-        rows = Path(Experiment.load(path, dict(changes)).data.path or "")
+        try:
+            rows = Path(Experiment.load(path, dict(changes)).data.path or "")
+        except InputError:  # a grid was widened beyond what its key can be
+            return float("inf")
         change = {**changes, "data.path": str(rows.with_name(f"{rows.stem}.tuning.npz"))}
         runs = [finished(path, out.with_name(f"{out.name}-seed{s}"), {**change, "run.seed": s}) for s in tune["seeds"]]
         return -statistics.fmean(run["accuracy"] for run in runs)

@@ -344,6 +344,24 @@ def test_two_newcomers_give_the_solution_of_all_rows(place, task, method, tmp_pa
     np.testing.assert_allclose(b, pooled.intercept_, atol=1e-8)
 
 
+def test_a_newcomers_numbers_are_scaled_as_those_of_the_run(tmp_path):
+    """The scale of the targets is that of the first silo, and the predictions are those of all rows."""
+    for name, part in {"a": slice(0, 50), "b": slice(50, 90)}.items():
+        np.savez(
+            tmp_path / f"{name}.npz", x=X[part], y=NUMBERS[part] ** 2, split=np.full(part.stop - part.start, "train")
+        )
+    files = {name: str(tmp_path / f"{name}.npz") for name in "ab"}
+    base = tables(tmp_path, "regression")
+    fedfm.run(base | {"data": {"clients": {"a": files["a"]}}}, tmp_path / "run")
+    fedfm.run(base | {"data": {"clients": files}}, tmp_path / "all")
+    fedfm.join(tmp_path / "run", files["b"], "b")
+    joined, whole = (
+        fedfm.predict(path, files["a"], client=client)["values"]
+        for path, client in ((tmp_path / "run", "b"), (tmp_path / "all", None))
+    )
+    np.testing.assert_allclose(np.array(joined, float), np.array(whole, float), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
