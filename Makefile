@@ -9,7 +9,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo wheel image test test-proofs test-engines test-release test-models test-outages test-gpu campaign lint type bench docs site clean
+.PHONY: help setup demo wheel wheel-runs sbom image test test-proofs test-engines test-release test-models test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ demo: $(VENV)/.stamp-run ## the built-in example and its baselines
 wheel: $(VENV)/.stamp-run ## the file in dist/ that other machines install
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+wheel-runs: ## build sdist and wheel, install the wheel alone in a new environment, run it
+	PYTHON=$(PYTHON) release/wheel_runs.sh
+
+sbom: $(VENV)/.stamp-run ## what an installation has, with licences, as CycloneDX, into dist/
+	@$(BIN)/python release/sbom.py
 
 image: ## a container image for the machines of a federation, where Docker is
 	docker build --tag fedfm:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
@@ -74,7 +80,7 @@ campaign: $(VENV)/.stamp-engines ## kills, damage and attacks at full size, some
 lint: $(STAMP) ## style, spelling, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs examples benchmarks reproduce README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src tests docs examples benchmarks reproduce release README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/lint-imports
 
 type: $(STAMP) ## static types

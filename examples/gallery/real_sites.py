@@ -1,4 +1,4 @@
-"""The engine of real sites on one machine: a SuperLink and three SuperNodes on loopback, over TLS, each with its own key.
+"""The engine of real sites on one machine: a SuperLink and three SuperNodes on loopback, over TLS, with a key each.
 
 It needs pip install "fedfm[flower]". The bits are those of a local run.
 
