@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+LATEST := .venv-latest
 STAMP := $(VENV)/.stamp
 export HF_HUB_OFFLINE ?= 1
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo wheel image test test-proofs test-engines test-release test-models test-outages test-gpu campaign lint type bench docs site clean
+.PHONY: help setup demo wheel wheel-runs sbom image test test-proofs test-engines test-release test-models test-latest test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,12 @@ wheel: $(VENV)/.stamp-run ## the file in dist/ that other machines install
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
+wheel-runs: ## build sdist and wheel, install the wheel alone in a new environment, run it
+	PYTHON=$(PYTHON) release/wheel_runs.sh
+
+sbom: $(VENV)/.stamp-run ## what an installation has, with licences, as CycloneDX, into dist/
+	@$(BIN)/python release/sbom.py
+
 image: ## a container image for the machines of a federation, where Docker is
 	docker build --tag fedfm:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
 
@@ -62,6 +69,11 @@ test-models: $(STAMP) ## all families of models with all tasks and adaptations, 
 	$(BIN)/python -m pytest -m 'models or not models' tests/zoo -n 2 --dist worksteal --zoo-results tests/zoo/results.json; \
 	found=$$?; $(BIN)/python docs/generate.py && exit $$found
 
+test-latest: ## the test suite with the newest libraries that pyproject.toml admits, in an environment of its own
+	@test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	@$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
+
 test-outages: $(STAMP) ## silos and servers that are killed and come back
 	$(BIN)/python -m pytest -m outage tests/engines tests/sites
 
@@ -74,7 +86,7 @@ campaign: $(VENV)/.stamp-engines ## kills, damage and attacks at full size, some
 lint: $(STAMP) ## style, spelling, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs examples benchmarks reproduce README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src tests docs examples benchmarks reproduce release README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/lint-imports
 
 type: $(STAMP) ## static types
@@ -105,4 +117,4 @@ site: $(VENV)/.stamp-docs ## the documents with the API reference as a site, in 
 	@echo "open site/index.html"
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(BENCH) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) $(LATEST) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,14 +18,14 @@ _POLL = 0.5  # seconds between two looks at the run
 _LAST = 3.0 * REFRESH  # seconds for which the finished run's report is served to a browser that has not yet loaded it
 
 
-def watch(path: Path, port: int, begun: Callable[[str], None]) -> bool:
+def watch(path: Path, port: int, tell: Callable[[str], None]) -> bool:
     """Serve a run's report on 127.0.0.1 until the run ends, its process ends, or the user presses Ctrl-C.
 
     Nothing in the run directory is changed.
 
     Args:
         port: 0 for a free port.
-        begun: called with the page's address.
+        tell: called with the page's address.
 
     Returns:
         Whether the run has finished.
@@ -34,26 +34,26 @@ def watch(path: Path, port: int, begun: Callable[[str], None]) -> bool:
         InputError: the folder has no run, no process is running it, or the port is in use.
     """
     path = path.resolve()
-    if _finished(path):
+    if _is_finished(path):
         raise InputError(f"{path}: the run has finished; `fedfm report {path}` writes its report")
     if not is_locked(path / "private" / LOCK):
         raise InputError(f"{path}: no process of this machine is running it; `fedfm resume {path}` continues it")
     with WatchServer(path, port) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
-        begun(server.url)
+        tell(server.url)
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 while is_locked(path / "private" / LOCK):
                     time.sleep(_POLL)
                 end = time.monotonic() + _LAST
-                while _finished(path) and time.monotonic() < end:
+                while _is_finished(path) and time.monotonic() < end:
                     if server.showed_end:
                         break
                     time.sleep(_POLL)
         finally:
             server.shutdown()
-    return _finished(path)
+    return _is_finished(path)
 
 
-def _finished(path: Path) -> bool:
+def _is_finished(path: Path) -> bool:
     return read(path, messages=False).is_finished

@@ -253,8 +253,13 @@ def doctor(args: Namespace) -> int:
     """Run ``fedfm doctor``; return the exit code."""
     from fedfm.cli.doctor import examine
 
-    lines = examine()
+    lines = []
+    for line in examine():
+        lines.append(line)
+        if args.format == "text":
+            tell(f"{line['status']:<5} {line['what']}: {line['found']}")
+            sys.stdout.flush()  # a check may take seconds; what is known is shown
     bad = [line for line in lines if line["status"] == "bad"]
-    text = "\n".join(f"{line['status']:<5} {line['what']}: {line['found']}" for line in lines)
-    say(args, {"ok": not bad, "checks": lines}, text)
+    if args.format == "json":
+        say(args, {"ok": not bad, "checks": lines}, "")
     return 1 if bad else 0

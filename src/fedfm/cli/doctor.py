@@ -17,9 +17,9 @@ _EXTRA = re.compile(r"\bextra\s*==\s*[\"']([^\"']+)[\"']")
 _WIDTH = 768  # number of inputs, and of outputs, of the linear maps that are timed
 
 
-def examine() -> list[dict[str, Any]]:
-    """Run all checks; return each as {what, status: ok | note | bad, found}."""
-    return [{"what": what, "status": status, "found": found} for what, status, found in _checks()]
+def examine() -> Iterator[dict[str, Any]]:
+    """Run all checks; yield each when it is done, as {what, status: ok | note | bad, found}."""
+    return ({"what": what, "status": status, "found": found} for what, status, found in _checks())
 
 
 def _checks() -> Iterator[tuple[str, str, str]]:

@@ -68,10 +68,10 @@ def watch(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.watch import watch
 
-    def begun(url: str) -> None:
+    def tell_address(url: str) -> None:
         tell(f"open {url}\nthe page is for this machine alone; Ctrl-C ends it, and the run goes on", sys.stderr)
 
-    finished = watch(args.run, args.port, begun)
+    finished = watch(args.run, args.port, tell_address)
     ended = "the run has finished" if finished else "the page has ended"
     return say(
         args, {"run": str(args.run), "finished": finished}, f"{ended}; `fedfm report {args.run}` writes its report"

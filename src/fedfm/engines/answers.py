@@ -5,6 +5,7 @@ A hello is the first message to a client. It asks for the client's name, version
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from fedfm.errors import (
     ClientFault,
 )
 from fedfm.version import __version__
+
+_VERSION = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:[.a-z+-][0-9A-Za-z.+-]{0,30})?")  # major, minor, the rest
 
 
 class Envelope(NamedTuple):
@@ -66,6 +69,24 @@ def _parse_fault(value: Any) -> ClientFault:
     return ClientFault(code, reason[:400])
 
 
+def works_with(theirs: object, ours: str = __version__) -> bool:
+    """Whether two versions of fedfm run together: those of one major version, at most one minor version apart."""
+    found = [_VERSION.fullmatch(text) if isinstance(text, str) else None for text in (theirs, ours)]
+    major, minor = zip(*((int(m[1]), int(m[2])) for m in found if m), strict=True) if all(found) else ((0, 1), (0, 0))
+    return major[0] == major[1] and abs(minor[0] - minor[1]) <= 1
+
+
+def other_version(client: ClientId, value: Mapping[str, Any]) -> str:
+    """A line on a client that takes part with another version of fedfm; "" if it has the server's."""
+    theirs = value.get("fedfm")
+    if theirs == __version__:
+        return ""
+    return (
+        f"{client} runs fedfm {theirs}, and the server {__version__}: they work together, but the bits of a run are "
+        f"those of one version only; install one version everywhere when you can"
+    )
+
+
 def parse_hello(
     value: Any, identity: str | None, expected: Collection[ClientId] = ()
 ) -> tuple[ClientId, ClientFault | None]:
@@ -85,7 +106,7 @@ def parse_hello(
         raise ClientFault(E_FORMAT, f"its hello has an invalid name; expected {NAME_WORDS}")
     ours = {"fedfm": __version__, "wire": flower_records.WIRE}
     for key, mine in ours.items():
-        if value.get(key) != mine:
+        if value.get(key) != mine and not (key == "fedfm" and works_with(value.get(key))):
             return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, but the server runs {mine}")
     theirs = value.get("model")
     if identity and theirs and theirs != identity:

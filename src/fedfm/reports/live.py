@@ -63,12 +63,12 @@ def _silos(run: RunFiles) -> list[tuple[str, str, str]]:
         return [("Silos connected", NONE, "no silo has been asked yet"), ("Waited for", NONE, "")]
     here = sorted({*waiting.asked} - {*waiting.missing})
     return [
-        ("Silos that answered", count(len(here)), _named(here)),
-        ("Waited for", count(len(waiting.missing)), _named(waiting.missing) if waiting.missing else "no silo"),
+        ("Silos that answered", count(len(here)), _names(here)),
+        ("Waited for", count(len(waiting.missing)), _names(waiting.missing) if waiting.missing else "no silo"),
     ]
 
 
-def _named(names: Sequence[str]) -> str:
+def _names(names: Sequence[str]) -> str:
     more = f" and {count(len(names) - _NAMED)} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

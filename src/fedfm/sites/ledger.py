@@ -32,6 +32,7 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_l
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
+VERSION = 1  # newest version of a line that this module reads
 OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure for which an answer counts as a round
 ONCE = ("scores", "reveal")  # words for which a silo answers one question per (run, round, handler, part)
 
@@ -75,6 +76,7 @@ class Entry:
         fault: code of a failure that may depend on rows; "" if there was none. The answer is then a refusal with this
             code, or an empty part of a masked sum.
         epsilon: the epsilon of this release alone, at the budget's delta; None if nothing bounds it.
+        version: version of the line; a line without it has version 1.
     """
 
     time: str
@@ -93,6 +95,7 @@ class Entry:
     asked: str = ""
     part: str = ""
     fault: str = ""
+    version: int = VERSION
 
 
 class Totals:
@@ -371,7 +374,15 @@ def entries(path: Path) -> list[Entry]:
 def _entries(lines: bytes, path: Path) -> Iterator[Entry]:
     for number, line in enumerate(lines.splitlines(), 1):
         try:
-            yield conform(json.loads(line), Entry, "")
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(theirs := found.get("version"), int) and theirs > VERSION:
+                raise InputError(
+                    f"{path}: line {number} has version {theirs}, and this fedfm reads up to {VERSION}; install the "
+                    f"version that wrote it"
+                )
+            yield conform(found, Entry, "")
+        except InputError:
+            raise
         except (ValueError, RecursionError, ClientFault) as error:
             raise InputError(f"{path}: line {number} is damaged: {first_line(error)}; put the file back") from None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply
-from fedfm.engines.answers import parse_hello
+from fedfm.engines.answers import other_version, parse_hello
 from fedfm.engines.flower.registry import Registry, node_of
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault
 
@@ -51,6 +51,7 @@ class Members:
         self.own_data = self.gathered = False
         self.connected: set[ClientId] = set()
         self._again = again
+        self._said = set[str]()  # a node answers several hellos
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -126,9 +127,13 @@ class Members:
         if reply.fault is not None:
             return None, reply.fault
         try:
-            return parse_hello(reply.value, self._identity, self._expected)
+            name, fault = parse_hello(reply.value, self._identity, self._expected)
         except ClientFault as fault:
             return None, fault
+        if fault is None and (text := other_version(name, reply.value)) and text not in self._said:
+            self._said.add(text)
+            self._notice(text)
+        return name, fault
 
     def _is_stranger(self, reply: Reply, name: ClientId | None) -> bool:
         """Whether a node has no rows of this experiment, neither its own nor a part of the server's table."""

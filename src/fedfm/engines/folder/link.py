@@ -13,7 +13,7 @@ from fedfm.core.crossing import Crossing
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, payload
 from fedfm.core.wire.limits import MAX_HEAD
-from fedfm.engines.answers import parse_envelope, parse_hello
+from fedfm.engines.answers import other_version, parse_envelope, parse_hello
 from fedfm.engines.folder.letters import Content, digest
 from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamp_of
 from fedfm.engines.folder.request_record import RequestRecord
@@ -287,6 +287,8 @@ class FolderLink:
                     )
             except ClientFault as bad:
                 fault = bad
+        if fault is None and (text := other_version(name, reply.value)):
+            self._notice(text)
         if fault is not None:
             self._posts[name].sent.close()  # so that a resumed run sends a new hello
             self._barred[name] = fault
