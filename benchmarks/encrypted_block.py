@@ -401,7 +401,7 @@ def profiled_block(quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
         "rescale": [(server, "rescale")],
         "rotate": [(server, name) for name in ("rotate", "rotations") if hasattr(server, name)],
         "refresh: encryptions of zero": [(server, "zeros")],
-        "refresh: masks": [(Mask, "residues")],
+        "refresh: masks": [(Mask, "coefficients")],
         "refresh: messages": [(Channel, "pack"), (Channel, "unpack")],
         "refresh: rest": [(RemoteRefresh, "__call__")],
         "the client": [(session.refresh, "_exchange")],

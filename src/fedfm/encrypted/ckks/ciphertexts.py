@@ -45,8 +45,8 @@ class KeyOperations(Protocol):
     def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
         """Rotate the slots by each of the steps: the value of slot i + step moves to slot i."""
 
-    def zeros(self, count: int, limbs: int) -> Residues:
-        """Return fresh encryptions of zero, (count, 2, limbs, N)."""
+    def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
+        """Return fresh encryptions of zero, or of coefficients ``plus`` (count, limbs, N): (count, 2, limbs, N)."""
 
 
 class Ciphertexts:

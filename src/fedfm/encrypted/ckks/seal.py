@@ -33,7 +33,6 @@ _MAGIC, _HEADER = (
     0xA15E,
     "<HBBBBHQ",
 )  # header of SEAL's streams: mark, size of the header, version (2), compression, 0, length
-_AT_A_TIME = 64  # number of ciphertexts that are processed at a time, so that temporary arrays take little memory
 _KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
 
 
@@ -153,20 +152,18 @@ class ServerKeys:
             {element: library.read_key(parts) for element, parts in rotated.items()},
         )
 
-    def zeros(self, count: int, limbs: int) -> Residues:
-        """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
-        out = np.empty((count, 2, limbs, self.parameters.degree), np.int64)
-        for start in range(0, count, _AT_A_TIME):
-            piece = slice(start, min(start + _AT_A_TIME, count))
-            out[piece] = zero_encryptions.public_zeros(self._public, piece.stop - piece.start, limbs, self.ring)
-        return out
+    def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
+        """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N).
+
+        With coefficients ``plus`` (count, limbs, N) they are encryptions of these.
+        """
+        return zero_encryptions.public_encryptions(self._public, count, limbs, self.ring, plus)
 
     def encrypt(self, values: NDArray[np.floating[Any]], limbs: int | None = None) -> Ciphertexts:
         """Encrypt real slots (count, N / 2) under the public key."""
         limbs = self.parameters.limbs if limbs is None else limbs
         plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
-        out = self.zeros(len(plain), limbs)
-        out[:, 0] = self.ring.add(np.ascontiguousarray(out[:, 0]), encoding.to_residues(plain, limbs, self.ring))
+        out = self.zeros(len(plain), limbs, encoding.modulo(plain, limbs, self.ring))
         return Ciphertexts(out.view(np.uint64), self.parameters.scale, self)
 
     def relinearise(self, x: Ciphertexts) -> Ciphertexts:

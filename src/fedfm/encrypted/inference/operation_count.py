@@ -60,7 +60,7 @@ class Count:
         self.operations["rotate", x.level + 1] += len(x) * moved
         return self.ones(len(x) * len(steps), x.level + 1, x.scale)
 
-    def zeros(self, count: int, limbs: int) -> Residues:
+    def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
         """Return placeholder residues; their values do not matter."""
         return np.ones((count, 2, limbs, self.ring.degree), np.int64)
 
