@@ -396,10 +396,10 @@ def profiled_block(quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
     server, kernels = seal.ServerKeys, modular_kernels
     places: dict[str, list[tuple[Any, str]]] = {
         "linear maps": [(matrices, "matrix_product")],
-        "products of ciphertexts": [(kernels, name) for name in ("tensor", "outer") if hasattr(kernels, name)],
-        "relinearise": [(server, "relinearise")],
-        "rescale": [(server, "rescale")],
-        "rotate": [(server, name) for name in ("rotate", "rotations") if hasattr(server, name)],
+        "products of ciphertexts": [(kernels, "tensor"), (kernels, "outer")],
+        "relinearise and rescale": [(server, "relinearise_and_rescale")],
+        "rescale alone": [(server, "rescale")],
+        "rotate": [(server, "rotations")],
         "refresh: encryptions of zero": [(server, "zeros")],
         "refresh: masks": [(Mask, "coefficients")],
         "refresh: messages": [(Channel, "pack"), (Channel, "unpack")],

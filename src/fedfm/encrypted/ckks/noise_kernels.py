@@ -80,4 +80,43 @@ def _encrypt(factor, noise, plus, public, out, primes, roots):  # type: ignore[n
                     o[i] = remainder(times(k[i], x[i], _FLOAT(x[i]) * inverse, q) + y[i], q, inverse)
 
 
-errors, ternary, encrypt = (compile_cached(f, _PLAIN) for f in (_errors, _ternary, _encrypt))
+def _encrypt_with_secret(plain, noise, second, key, out, primes, roots):  # type: ignore[no-untyped-def]
+    """Encrypt polynomials under a secret key.
+
+    Args:
+        plain: coefficients (rows, limbs, N).
+        noise: (rows, N), small errors.
+        second: (rows, limbs, N), uniform; the second polynomials.
+        key: (primes, N), the secret.
+        out: (rows, 2, limbs, N).
+    """
+    forth, ratios, last, last_ratios = roots
+    y = np.empty(plain.shape[2], _INT)
+    for row in range(plain.shape[0]):
+        e = noise[row]
+        for limb in range(plain.shape[1]):
+            q = primes[limb]
+            inverse = 1.0 / _FLOAT(q)
+            x, a, k = plain[row, limb], second[row, limb], key[limb]
+            o0, o1 = out[row, 0, limb], out[row, 1, limb]
+            for i in range(y.shape[0]):
+                y[i] = x[i] + e[i]
+            forward_row(y, forth[limb], ratios[limb], last[limb], last_ratios[limb], q)
+            for i in range(y.shape[0]):
+                o0[i] = remainder(y[i] - times(k[i], a[i], _FLOAT(a[i]) * inverse, q), q, inverse)
+                o1[i] = a[i]
+
+
+def _keep_below(words, mask, limit, out, found):  # type: ignore[no-untyped-def]
+    """Append the words, each after ``mask``, that are below a limit to out; return the new number of entries."""
+    for i in range(words.shape[0]):
+        v = _INT(words[i] & mask)
+        out[found] = v
+        found += v < limit
+        if found == out.shape[0]:
+            break
+    return found
+
+
+errors, ternary, keep_below = (compile_cached(f, _PLAIN) for f in (_errors, _ternary, _keep_below))
+encrypt, encrypt_with_secret = compile_cached(_encrypt, _PLAIN), compile_cached(_encrypt_with_secret, _PLAIN)

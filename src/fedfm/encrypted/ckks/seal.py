@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks import encoding, zero_encryptions
+from fedfm.encrypted.ckks import encoding, noise_kernels, zero_encryptions
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, Refresh
 from fedfm.encrypted.ckks.key_switching import KeySwitching
 from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
@@ -172,6 +172,13 @@ class ServerKeys:
             return x
         return Ciphertexts(self._switching.relinearise(x.residues).view(np.uint64), x.scale, self)
 
+    def relinearise_and_rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """Do both for each ciphertext in turn, which gives the same residues in less time."""
+        if x.limbs.shape[1] == 2:
+            return self.rescale(x)
+        scale = x.scale / self.parameters.primes[x.level]
+        return Ciphertexts(self._switching.relinearise(x.residues, drop=True).view(np.uint64), scale, self)
+
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime, and drop this prime."""
         if not x.level:
@@ -253,9 +260,11 @@ class ClientKeys:
         if second is None:
             second = zero_encryptions.uniform(keys.entropy(keys.KEY), count, limbs, self.parameters)
         error = zero_encryptions.errors(count, degree)
-        plain = self.ring.forward(zero_encryptions.add_errors(coefficients, error, self.ring))
-        masked = self.ring.dyadic(second, self._key_like(second), np.zeros_like(plain))
-        return np.ascontiguousarray(np.stack([self.ring.add(plain, masked, -1), second], axis=1))
+        out = np.empty((count, 2, limbs, degree), np.int64)
+        noise_kernels.encrypt_with_secret(
+            coefficients, error, second, self._key, out, self.ring.primes, self.ring.roots
+        )
+        return out
 
     def encrypt(self, values: NDArray[np.floating[Any]]) -> Residues:
         """Encrypt real slots (count, N / 2) as fresh ciphertexts (count, 2, limbs, N)."""

@@ -57,15 +57,6 @@ def public_encryptions(public: Residues, count: int, limbs: int, ring: Ring, plu
     return out
 
 
-def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> Residues:
-    """Add small errors (count, N) to coefficients (count, limbs, N)."""
-    out = np.empty_like(coefficients)
-    for limb, q in enumerate(ring.primes[: coefficients.shape[1]]):
-        x = coefficients[:, limb] + error
-        out[:, limb] = np.where(x < 0, x + q, np.where(x >= q, x - q, x))
-    return out
-
-
 def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
     """Make uniform residues (count, limbs, N) from a public seed of 32 bytes, at the sender and at the receiver.
 
@@ -73,14 +64,14 @@ def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Resi
     skipped. Use a seed only once.
     """
     out = np.empty((count, limbs, parameters.degree), np.int64)
+    zeros, drawn = bytes(8 * parameters.degree), bytearray(8 * parameters.degree + 15)  # room that CTR asks for
+    found = np.frombuffer(drawn, "<u8", parameters.degree)
     for i in range(count):
         for limb in range(limbs):
             prime, bits = parameters.primes[limb], parameters.bits[limb]
             counter = (i * limbs + limb).to_bytes(8, "big") + bytes(8)
-            stream = Cipher(AES256(seed), CTR(counter)).encryptor()
-            found = np.empty(0, np.uint64)
-            while len(found) < parameters.degree:
-                words = np.frombuffer(stream.update(bytes(8 * parameters.degree)), "<u8") & np.uint64((1 << bits) - 1)
-                found = np.concatenate([found, words[words < prime]])
-            out[i, limb] = found[: parameters.degree]
+            stream, kept, mask = Cipher(AES256(seed), CTR(counter)).encryptor(), 0, np.uint64((1 << bits) - 1)
+            while kept < parameters.degree:
+                stream.update_into(zeros, drawn)
+                kept = noise_kernels.keep_below(found.astype(np.uint64, copy=False), mask, prime, out[i, limb], kept)
     return out
