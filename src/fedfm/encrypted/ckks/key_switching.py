@@ -1,7 +1,8 @@
 """Relinearisation, rotations and rescaling on residues, with the keys that SEAL made.
 
 The results of :meth:`KeySwitching.relinearise` and :meth:`KeySwitching.rescale` are those of SEAL, bit for bit. A
-rotation gives another rounding of the same value, because its digits are those of the ciphertext before the rotation.
+rotation gives the same value with less noise, because its digits are centred; they are those of the ciphertext before
+the rotation.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _INT, _FLOAT = np.int64, np.float64
 
 
 def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
-    """Cut c (l, N) into digits modulo all primes: out (l, l + 1, N)."""
+    """Cut c (l, N) into digits modulo all primes: out (l, l + 1, N). Centred digits halve the noise of their sums."""
     forth, forth_ratios, last, last_ratios = roots
     back, back_ratios, back_last, back_last_ratios = inverse_roots
     digit = np.empty(c.shape[1], _INT)
@@ -30,6 +30,9 @@ def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: i
         k = moduli[i]
         digit[:] = c[i]
         backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k])
+        half = primes[k] // 2
+        for n in range(digit.shape[0]):
+            digit[n] = digit[n] - primes[k] if digit[n] > half else digit[n]
         for j in range(out.shape[1]):
             m, target = moduli[j], out[i, j]
             q = primes[m]
