@@ -1,4 +1,4 @@
-"""CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``. Only this module imports TenSEAL.
+"""CKKS with keys that SEAL makes, through ``tenseal.sealapi``. Only this module imports TenSEAL.
 
 The client makes all keys, and only the client has the secret key (:class:`ClientKeys`). The server gets the other keys
 as bytes and computes with them (:class:`ServerKeys`). Both classes represent ciphertexts as residues
