@@ -33,15 +33,24 @@ def test_a_run_does_what_was_planned(parameters):
     holder = KeyHolder.new(TOKENS, parameters)
     public, session, key, ledger = holder.public(), keys.entropy(16), keys.entropy(32), DistanceLedger()
     owner, found, done = ModelOwner(model, "class", public, session, key, ledger), Counter(), []
-    for name in ("relinearise", "rescale", "rotate"):
+    for name in ("relinearise_and_rescale", "rescale"):
         call = getattr(owner.keys, name)
 
-        def count(x, *more, name=name, call=call):
-            if not done and not (name == "relinearise" and x.limbs.shape[1] == 2):
-                found[name, x.level + 1] += len(x)
-            return call(x, *more)
+        def count(x, name=name, call=call):
+            if not done:
+                found[name.split("_")[0], x.level + 1] += len(x)
+            return call(x)
 
         setattr(owner.keys, name, count)
+    turn = owner.keys.rotations
+
+    def rotations(x, steps):
+        if not done:
+            found["decompose", x.level + 1] += len(x)
+            found["rotate", x.level + 1] += len(x) * sum(step % (parameters.degree // 2) != 0 for step in steps)
+        return turn(x, steps)
+
+    owner.keys.rotations = rotations
     holder.begin(session, key)
     crossed, messages = [], []
 

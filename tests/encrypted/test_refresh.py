@@ -42,7 +42,7 @@ def test_a_refresh_gives_the_same_whole_numbers_with_all_primes():
     masking = Masking(8.0)
     hidden, mask = masking.hide(x)
     answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER)
-    fresh = masking.reveal(answer, mask)
+    fresh = masking.reveal(Ciphertexts(answer.limbs.copy(), answer.scale, SERVER), mask)
     assert fresh.level == 4
     np.testing.assert_allclose(CLIENT.decrypt(fresh.residues, fresh.scale), X, atol=1e-5)
     # Beyond the noise of the two encryptions not one unit is lost.

@@ -47,8 +47,8 @@ def test_orders_with_the_largest_shifts(order):
 
 
 def test_what_is_computed_does_not_depend_on_the_order(monkeypatch):
-    found, rotate = [], SERVER.rotate
-    monkeypatch.setattr(SERVER, "rotate", lambda x, steps: found.append((len(x), steps)) or rotate(x, steps))
+    found, turn = [], SERVER.rotations
+    monkeypatch.setattr(SERVER, "rotations", lambda x, steps: found.append((len(x), steps)) or turn(x, steps))
     x = np.ones((20, 16, 1))
     routed(x, np.arange(20), 1)
     first = found.copy()

@@ -36,8 +36,8 @@ class KeyOperations(Protocol):
     floor: int
     refresh: Refresh | None
 
-    def relinearise(self, x: Ciphertexts) -> Ciphertexts:
-        """Reduce three polynomials to two."""
+    def relinearise_and_rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """Reduce three polynomials to two, then rescale."""
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime, and drop this prime."""
@@ -45,8 +45,8 @@ class KeyOperations(Protocol):
     def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
         """Rotate the slots by each of the steps: the value of slot i + step moves to slot i."""
 
-    def zeros(self, count: int, limbs: int) -> Residues:
-        """Return fresh encryptions of zero, (count, 2, limbs, N)."""
+    def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
+        """Return fresh encryptions of zero, or of coefficients ``plus`` (count, limbs, N): (count, 2, limbs, N)."""
 
 
 class Ciphertexts:
@@ -359,7 +359,7 @@ def outer(a: Ciphertexts, b: Ciphertexts, terms: int, *, first: bool = True, las
 
 def relinearise_and_rescale(product: Ciphertexts) -> Ciphertexts:
     """Relinearise a product, then rescale it."""
-    return product.evaluator.rescale(product.evaluator.relinearise(product))
+    return product.evaluator.relinearise_and_rescale(product)
 
 
 def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:

@@ -1,7 +1,8 @@
 """Relinearisation, rotations and rescaling on residues, with the keys that SEAL made.
 
 The results of :meth:`KeySwitching.relinearise` and :meth:`KeySwitching.rescale` are those of SEAL, bit for bit. A
-rotation gives another rounding of the same value, because its digits are those of the ciphertext before the rotation.
+rotation gives the same value with less noise, because its digits are centred; they are those of the ciphertext before
+the rotation.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class KeySwitching:
     """
 
     def __init__(self, ring: Ring, relinearisation: Residues, rotations: Mapping[int, Residues]) -> None:
-        self._ring = ring
         primes = [int(q) for q in ring.primes]
         inverses = [[0 if p == q else pow(q, -1, p) for p in primes] for q in primes]
-        self._inverses = np.array(inverses, np.int64)
-        self._relinearisation = np.ascontiguousarray(relinearisation[None])
+        self._special = len(primes) - 1
+        self._tables = (ring.primes, np.array(inverses, np.int64), ring.roots, ring.inverse_roots, ring.shrink)
+        self._relinearisation = relinearisation
         self._places = {element: _places(element, ring.degree) for element in rotations}
         self._index = {element: number for number, element in enumerate(rotations)}
         # Sums of digits times a key are rotated at the end. So the keys are rotated back before.
@@ -41,12 +42,15 @@ class KeySwitching:
         """Whether there is a key for this Galois element; the identity needs none."""
         return element == 1 or element in self._index
 
-    def relinearise(self, x: Residues) -> Residues:
-        """Reduce three polynomials to two: (rows, 3, limbs, N) -> (rows, 2, limbs, N)."""
-        out = np.empty((1, len(x), *x[0, :2].shape), np.int64)
-        one = np.zeros(1, np.int64)
-        self._switch(x, self._relinearisation, one, np.empty((0, 0), np.int64), one, out)
-        return out[0]
+    def relinearise(self, x: Residues, drop: bool = False) -> Residues:
+        """Reduce three polynomials to two: (rows, 3, limbs, N) -> (rows, 2, limbs, N).
+
+        With ``drop``, the result is also divided by its last prime, as by :meth:`rescale`.
+        """
+        rows, _, limbs, degree = x.shape
+        out = np.empty((rows, 2, limbs - drop, degree), np.int64)
+        switch_kernels.relinearise(x, self._relinearisation, self._moduli(limbs), out, int(drop), *self._tables)
+        return out
 
     def rotations(self, x: Residues, elements: Sequence[int]) -> Residues:
         """Apply several automorphisms to each ciphertext: (rows, 2, limbs, N) -> (elements, rows, 2, limbs, N).
@@ -60,27 +64,19 @@ class KeySwitching:
                 out[k] = x
         which = np.array([self._index[elements[k]] for k in moved], np.int64)
         places = np.stack([self._places[elements[k]] for k in moved])
-        self._switch(x, self._rotations, which, places, moved, out)
+        switch_kernels.rotate(x, self._rotations, which, places, moved, self._moduli(x.shape[2]), out, *self._tables)
         return out
 
     def rescale(self, x: Residues) -> Residues:
         """Divide by the last prime, with rounding, and drop this prime."""
         rows, polynomials, limbs, degree = x.shape
         out = np.empty((rows, polynomials, limbs - 1, degree), np.int64)
-        ring = self._ring
-        moduli = np.arange(limbs)
-        switch_kernels.rescale(x, moduli, out, ring.primes, self._inverses, ring.roots, ring.inverse_roots, ring.shrink)
+        switch_kernels.rescale(x, np.arange(limbs), out, *self._tables)
         return out
 
-    def _switch(
-        self, x: Residues, keys: Residues, which: Residues, places: Residues, at: Residues, out: Residues
-    ) -> None:
-        ring = self._ring
-        moduli = np.array([*range(x.shape[2]), len(ring.primes) - 1])
-        switch_kernels.switch(
-            x, keys, which, places, at, moduli, out,
-            ring.primes, self._inverses, ring.roots, ring.inverse_roots, ring.shrink,
-        )  # fmt: skip
+    def _moduli(self, limbs: int) -> Residues:
+        """Return the indexes of the first primes and of the special prime."""
+        return np.array([*range(limbs), self._special], np.int64)
 
 
 def _places(element: int, degree: int) -> Residues:

@@ -52,6 +52,16 @@ def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
                     o[i] = r + q if r < 0 else r
 
 
+def _subtract_from(a, b, primes):  # type: ignore[no-untyped-def]
+    """Subtract b (rows, primes, N) from the first polynomials of a (rows, 2, primes, N), in place."""
+    for row in range(a.shape[0]):
+        for limb in range(b.shape[1]):
+            q, x, y = primes[limb], a[row, 0, limb], b[row, limb]
+            for i in range(x.shape[0]):
+                r = x[i] - y[i]
+                x[i] = r + q if r < 0 else r
+
+
 def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
     """Multiply each of the N coefficients of a by ``factor`` (rows, primes), and add ``shift`` (rows, primes)."""
     for row in range(a.shape[0]):
@@ -198,16 +208,15 @@ def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
             inverse = 1.0 / _FLOAT(q)
             step = (_INT(1) << bits) % q
             ratio = _FLOAT(step) * inverse
+            top = words[row, words.shape[1] - 1]
             for i in range(o.shape[0]):
-                o[i] = 0
-            for word in range(words.shape[1] - 1, -1, -1):
+                o[i] = top[i]
+            for word in range(words.shape[1] - 2, -1, -1):
                 w = words[row, word]
                 for i in range(o.shape[0]):
-                    r = reduce(times(o[i], step, ratio, q), q) + remainder(w[i], q, inverse)
-                    o[i] = r - q if r >= q else r
+                    o[i] = times(o[i], step, ratio, q) + w[i]  # below 1.3 q + 2^bits
             for i in range(o.shape[0]):
-                r = o[i] - shift[limb]
-                o[i] = r + q if r < 0 else r
+                o[i] = remainder(o[i] - shift[limb], q, inverse)
 
 
 def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def]
@@ -281,9 +290,32 @@ def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
             bit += width
 
 
-add, affine, dyadic = (compile_cached(f, _PLAIN) for f in (_add, _affine, _dyadic))
+add, subtract_from, affine, dyadic = (compile_cached(f, _PLAIN) for f in (_add, _subtract_from, _affine, _dyadic))
 tensor, outer, weave = (compile_cached(f, _PLAIN) for f in (_tensor, _outer, _weave))
 split, join, residues, digits, from_digits = (
     compile_cached(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)
 )
 pack, unpack = compile_cached(_pack, _PLAIN), compile_cached(_unpack, _PLAIN)
+
+
+def _pack_rows(x, bits, out):  # type: ignore[no-untyped-def]
+    """Pack the first polynomials of x (rows, polynomials, primes, N) into out (rows, sent, words)."""
+    for row in range(out.shape[0]):
+        for polynomial in range(out.shape[1]):
+            pack(x[row, polynomial], bits, out[row, polynomial])
+
+
+def _unpack_rows(words, bits, out, primes):  # type: ignore[no-untyped-def]
+    """Invert :func:`pack_rows`; return whether all residues are below their primes."""
+    excess = _INT(0)
+    for row in range(words.shape[0]):
+        for polynomial in range(words.shape[1]):
+            unpack(words[row, polynomial], bits, out[row, polynomial])
+            for limb in range(out.shape[2]):
+                q, x = primes[limb], out[row, polynomial, limb]
+                for i in range(x.shape[0]):
+                    excess |= q - 1 - x[i]  # negative if x[i] >= q
+    return excess >= 0
+
+
+pack_rows, unpack_rows = compile_cached(_pack_rows, _PLAIN), compile_cached(_unpack_rows, _PLAIN)

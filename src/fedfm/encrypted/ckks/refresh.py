@@ -35,7 +35,7 @@ from fedfm.privacy.crypto import keys
 MOST = 2.0**-40  # largest total statistical distance for the ciphertexts that one client decrypts in a run
 # The condition is printed with each distance. No code can check it, since the server cannot read a ciphertext's slots.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
-_AT_A_TIME = 64  # number of ciphertexts that are masked at a time, so that masks take little memory
+_AT_A_TIME = 8  # number of ciphertexts that are processed at a time, so that their masks stay in the cache
 
 
 def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:
@@ -130,8 +130,8 @@ class Mask:
     scale: float
     used: bool = False
 
-    def residues(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
-        """Return the mask for the ciphertexts from start to stop, in evaluation form: (stop - start, limbs, N)."""
+    def coefficients(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
+        """Return the coefficients of the mask for the ciphertexts from start to stop: (stop - start, limbs, N)."""
         words, degree = -(-self.bits // WORD), ring.degree
         size = 4 * words * degree
         counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4, so each mask begins at a block
@@ -139,7 +139,7 @@ class Mask:
         numbers = np.frombuffer(stream, "<u4").reshape(stop - start, words, degree).astype(np.int64)
         numbers &= (1 << WORD) - 1
         numbers[:, -1] &= (1 << (self.bits - WORD * (words - 1))) - 1
-        return ring.forward(ring.whole(numbers, 1 << (self.bits - 1), limbs))
+        return ring.whole(numbers, 1 << (self.bits - 1), limbs)
 
 
 class Masking:
@@ -164,12 +164,14 @@ class Masking:
         ring, limbs = x.evaluator.ring, x.level + 1
         self.ledger.spend(len(x), distance(ring.parameters, limbs, x.scale, self.bound))
         mask = Mask(keys.entropy(32), mask_bits(ring.parameters, limbs, x.scale, self.bound), len(x), x.scale)
-        out = ring.add(x.residues, x.evaluator.zeros(len(x), limbs))
-        _apply(mask, out, 1, ring)
+        out = np.empty_like(x.residues)
+        for piece in _pieces(len(x)):
+            noise = mask.coefficients(piece.start, piece.stop, limbs, ring)
+            out[piece] = ring.add(x.residues[piece], x.evaluator.zeros(len(noise), limbs, noise))
         return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator), mask
 
     def reveal(self, fresh: Ciphertexts, mask: Mask) -> Ciphertexts:
-        """Remove the mask from the client's answer.
+        """Remove the mask from the client's answer, in place.
 
         Raises:
             InputError: the number of ciphertexts or the scale is wrong, or the mask was removed before.
@@ -177,9 +179,11 @@ class Masking:
         if mask.used or len(fresh) != mask.count or fresh.scale != mask.scale:
             raise InputError(f"{len(fresh)} ciphertexts came for a mask of {mask.count}, or the mask was used before")
         mask.used = True
-        out = fresh.residues.copy()
-        _apply(mask, out, -1, fresh.evaluator.ring)
-        return Ciphertexts(out.view(np.uint64), fresh.scale, fresh.evaluator)
+        ring, out = fresh.evaluator.ring, fresh.residues
+        for piece in _pieces(len(fresh)):
+            noise = ring.forward(mask.coefficients(piece.start, piece.stop, out.shape[2], ring))
+            ring.subtract_from(out[piece], noise)
+        return fresh
 
 
 def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
@@ -191,17 +195,12 @@ def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) 
     """
     limbs = client.parameters.limbs
     out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)
-    for start in range(0, len(masked), _AT_A_TIME):
-        piece = slice(start, start + _AT_A_TIME)
+    for piece in _pieces(len(masked)):
         known = client.ring.backward(client.decrypt_polynomials(masked[piece]))
         whole = np.concatenate([known, client.ring.lift(known, limbs)], axis=1)
         out[piece] = client.encrypt_polynomials(whole, None if second is None else second[piece])
     return out
 
 
-def _apply(mask: Mask, residues: Residues, sign: int, ring: Ring) -> None:
-    """Add the mask to the first polynomials in place; ``sign`` -1 subtracts it."""
-    for start in range(0, len(residues), _AT_A_TIME):
-        piece = slice(start, min(start + _AT_A_TIME, len(residues)))
-        noise = mask.residues(piece.start, piece.stop, residues.shape[2], ring)
-        residues[piece, 0] = ring.add(np.ascontiguousarray(residues[piece, 0]), noise, sign)
+def _pieces(count: int) -> list[slice]:
+    return [slice(start, min(start + _AT_A_TIME, count)) for start in range(0, count, _AT_A_TIME)]

@@ -170,6 +170,10 @@ class Ring:
         modular_kernels.add(self._rows(a), self._rows(b), sign, self._rows(out), self.primes)
         return out
 
+    def subtract_from(self, a: Residues, b: Residues) -> None:
+        """Subtract b (rows, primes, N) from the first polynomials of a (rows, 2, primes, N), in place."""
+        modular_kernels.subtract_from(a, b, self.primes)
+
     def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
         """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes).
 

@@ -1,4 +1,4 @@
-"""CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``. Only this module imports TenSEAL.
+"""CKKS with keys that SEAL makes, through ``tenseal.sealapi``. Only this module imports TenSEAL.
 
 The client makes all keys, and only the client has the secret key (:class:`ClientKeys`). The server gets the other keys
 as bytes and computes with them (:class:`ServerKeys`). Both classes represent ciphertexts as residues
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks import encoding, zero_encryptions
+from fedfm.encrypted.ckks import encoding, noise_kernels, zero_encryptions
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, Refresh
 from fedfm.encrypted.ckks.key_switching import KeySwitching
 from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
@@ -33,7 +33,6 @@ _MAGIC, _HEADER = (
     0xA15E,
     "<HBBBBHQ",
 )  # header of SEAL's streams: mark, size of the header, version (2), compression, 0, length
-_AT_A_TIME = 64  # number of ciphertexts that are processed at a time, so that temporary arrays take little memory
 _KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
 
 
@@ -153,20 +152,18 @@ class ServerKeys:
             {element: library.read_key(parts) for element, parts in rotated.items()},
         )
 
-    def zeros(self, count: int, limbs: int) -> Residues:
-        """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
-        out = np.empty((count, 2, limbs, self.parameters.degree), np.int64)
-        for start in range(0, count, _AT_A_TIME):
-            piece = slice(start, min(start + _AT_A_TIME, count))
-            out[piece] = zero_encryptions.public_zeros(self._public, piece.stop - piece.start, limbs, self.ring)
-        return out
+    def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
+        """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N).
+
+        With coefficients ``plus`` (count, limbs, N) they are encryptions of these.
+        """
+        return zero_encryptions.public_encryptions(self._public, count, limbs, self.ring, plus)
 
     def encrypt(self, values: NDArray[np.floating[Any]], limbs: int | None = None) -> Ciphertexts:
         """Encrypt real slots (count, N / 2) under the public key."""
         limbs = self.parameters.limbs if limbs is None else limbs
         plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
-        out = self.zeros(len(plain), limbs)
-        out[:, 0] = self.ring.add(np.ascontiguousarray(out[:, 0]), encoding.to_residues(plain, limbs, self.ring))
+        out = self.zeros(len(plain), limbs, encoding.modulo(plain, limbs, self.ring))
         return Ciphertexts(out.view(np.uint64), self.parameters.scale, self)
 
     def relinearise(self, x: Ciphertexts) -> Ciphertexts:
@@ -174,6 +171,13 @@ class ServerKeys:
         if x.limbs.shape[1] == 2:
             return x
         return Ciphertexts(self._switching.relinearise(x.residues).view(np.uint64), x.scale, self)
+
+    def relinearise_and_rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """Do both for each ciphertext in turn, which gives the same residues in less time."""
+        if x.limbs.shape[1] == 2:
+            return self.rescale(x)
+        scale = x.scale / self.parameters.primes[x.level]
+        return Ciphertexts(self._switching.relinearise(x.residues, drop=True).view(np.uint64), scale, self)
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime, and drop this prime."""
@@ -256,9 +260,11 @@ class ClientKeys:
         if second is None:
             second = zero_encryptions.uniform(keys.entropy(keys.KEY), count, limbs, self.parameters)
         error = zero_encryptions.errors(count, degree)
-        plain = self.ring.forward(zero_encryptions.add_errors(coefficients, error, self.ring))
-        masked = self.ring.dyadic(second, self._key_like(second), np.zeros_like(plain))
-        return np.ascontiguousarray(np.stack([self.ring.add(plain, masked, -1), second], axis=1))
+        out = np.empty((count, 2, limbs, degree), np.int64)
+        noise_kernels.encrypt_with_secret(
+            coefficients, error, second, self._key, out, self.ring.primes, self.ring.roots
+        )
+        return out
 
     def encrypt(self, values: NDArray[np.floating[Any]]) -> Residues:
         """Encrypt real slots (count, N / 2) as fresh ciphertexts (count, 2, limbs, N)."""

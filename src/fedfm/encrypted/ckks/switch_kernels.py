@@ -22,7 +22,7 @@ _INT, _FLOAT = np.int64, np.float64
 
 
 def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
-    """Cut c (l, N) into digits modulo all primes: out (l, l + 1, N)."""
+    """Cut c (l, N) into digits modulo all primes: out (l, l + 1, N). Centred digits halve the noise of their sums."""
     forth, forth_ratios, last, last_ratios = roots
     back, back_ratios, back_last, back_last_ratios = inverse_roots
     digit = np.empty(c.shape[1], _INT)
@@ -30,6 +30,9 @@ def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: i
         k = moduli[i]
         digit[:] = c[i]
         backward_row(digit, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k])
+        half = primes[k] // 2
+        for n in range(digit.shape[0]):
+            digit[n] = digit[n] - primes[k] if digit[n] > half else digit[n]
         for j in range(out.shape[1]):
             m, target = moduli[j], out[i, j]
             q = primes[m]
@@ -46,7 +49,7 @@ def _decompose(c, moduli, out, primes, roots, inverse_roots, shrink):  # type: i
 
 
 def _weigh_digits(digits, key, moduli, limb, out, primes):  # type: ignore[no-untyped-def]
-    """Sum the digits times a key modulo the prime ``limb``: digits (l, l + 1, N), key (l, 2, primes, N) -> (2, N)."""
+    """Sum the digits times a key modulo one prime: digits (l, l + 1, N), key (l, 2, primes, N) -> out[:, limb]."""
     width = min(1024, digits.shape[2])
     s0, s1 = np.empty(width, _INT), np.empty(width, _INT)
     m = moduli[limb]
@@ -61,7 +64,7 @@ def _weigh_digits(digits, key, moduli, limb, out, primes):  # type: ignore[no-un
                 ratio = _FLOAT(d[n]) * inverse
                 s0[n] += times(k0[n], d[n], ratio, q)
                 s1[n] += times(k1[n], d[n], ratio, q)
-        o0, o1 = out[0, start : start + width], out[1, start : start + width]
+        o0, o1 = out[0, limb, start : start + width], out[1, limb, start : start + width]
         for n in range(width):
             o0[n] = remainder(s0[n], q, inverse)
             o1[n] = remainder(s1[n], q, inverse)
@@ -117,53 +120,103 @@ def _rescale(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  #
             )
 
 
-def _switch(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     x, keys, which, places, at, moduli, out, primes, inverses, roots, inverse_roots, shrink
 ):
-    """Switch the last polynomial of each ciphertext to the secret key, with several keys; add the other polynomials.
+    """Apply several automorphisms to each ciphertext.
 
     Args:
-        x: (rows, 2 or 3, l, N).
+        x: (rows, 2, l, N).
         keys: (all keys, digits, 2, primes, N).
         which: (S,), the keys to use.
-        places: (S, N), the place of each entry of the result in the sum; or (0, 0) for the same places.
+        places: (S, N), the place of each entry of the result in the sum.
         at: (S,), the indexes of the results in ``out``.
         moduli: the indexes of the l primes and of the special prime.
         out: (S or more, rows, 2, l, N).
     """
-    rows, polynomials, limbs, size = x.shape
-    done = np.empty((limbs, size), _INT)
-    together = min(_TOGETHER, rows) if which.shape[0] > 1 else 1
+    rows, _, limbs, size = x.shape
+    together = min(_TOGETHER, rows)
     digits = np.empty((together, limbs, limbs + 1, size), _INT)
-    sums = np.empty((together, limbs + 1, 2, size), _INT)
-    one = np.empty((limbs + 1, size), _INT)
+    sums = np.empty((together, 2, limbs + 1, size), _INT)
+    done = np.empty((limbs, size), _INT)
     for start in range(0, rows, together):
         count = min(together, rows - start)
         for r in range(count):
-            decompose(x[start + r, polynomials - 1], moduli, digits[r], primes, roots, inverse_roots, shrink)
+            decompose(x[start + r, 1], moduli, digits[r], primes, roots, inverse_roots, shrink)
         for s in range(which.shape[0]):
+            place = places[s]
             for limb in range(limbs + 1):
                 for r in range(count):
-                    weigh_digits(digits[r], keys[which[s]], moduli, limb, sums[r, limb], primes)
+                    weigh_digits(digits[r], keys[which[s]], moduli, limb, sums[r], primes)
             for r in range(count):
                 for polynomial in range(2):
-                    one[:] = sums[r, :, polynomial]
-                    divide(one, moduli, done, primes, inverses, roots, inverse_roots, shrink)
-                    if polynomial < polynomials - 1:
-                        for j in range(limbs):
-                            q, a, b = primes[moduli[j]], done[j], x[start + r, polynomial, j]
+                    divide(sums[r, polynomial], moduli, done, primes, inverses, roots, inverse_roots, shrink)
+                    for j in range(limbs):
+                        q, a, o = primes[moduli[j]], done[j], out[at[s], start + r, polynomial, j]
+                        if polynomial == 0:
+                            b = x[start + r, 0, j]
                             for n in range(size):
                                 v = a[n] + b[n]
                                 a[n] = v - q if v >= q else v
-                    target = out[at[s], start + r, polynomial]
-                    if places.shape[0]:
-                        place = places[s]
-                        for j in range(limbs):
-                            a, o = done[j], target[j]
-                            for n in range(size):
-                                o[n] = a[place[n]]
-                    else:
-                        target[:] = done
+                        for n in range(size):
+                            o[n] = a[place[n]]
 
 
-rescale, switch = compile_cached(_rescale, _PLAIN), compile_cached(_switch, _PLAIN)
+def _digit_sums(c, key, moduli, sums, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Sum the digits of c (l, N) times one key: sums (2, l + 1, N). Each digit is used as soon as it is transformed."""
+    forth, forth_ratios, last, last_ratios = roots
+    back, back_ratios, back_last, back_last_ratios = inverse_roots
+    limbs, size = c.shape
+    digits, digit = c.copy(), np.empty(size, _INT)
+    for i in range(limbs):
+        k = moduli[i]
+        backward_row(digits[i], back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k])
+    for j in range(limbs + 1):
+        m = moduli[j]
+        q = primes[m]
+        inverse = 1.0 / _FLOAT(q)
+        s0, s1 = sums[0, j], sums[1, j]
+        s0[:], s1[:] = 0, 0
+        for i in range(limbs):
+            if i == j:
+                digit[:] = c[i]
+            else:
+                source = digits[i]
+                for n in range(size):
+                    digit[n] = remainder(source[n], q, inverse)
+                forward_row(digit, forth[m], forth_ratios[m], last[m], last_ratios[m], q)
+            k0, k1 = key[i, 0, m], key[i, 1, m]
+            for n in range(size):
+                ratio = _FLOAT(digit[n]) * inverse
+                s0[n] += times(k0[n], digit[n], ratio, q)
+                s1[n] += times(k1[n], digit[n], ratio, q)
+        for n in range(size):
+            s0[n], s1[n] = remainder(s0[n], q, inverse), remainder(s1[n], q, inverse)
+
+
+digit_sums = compile_cached(_digit_sums, _PLAIN)
+
+
+def _relinearise(x, key, moduli, out, drop, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Reduce three polynomials to two: x (rows, 3, l, N), key (digits, 2, primes, N) -> out (rows, 2, l, N).
+
+    If ``drop`` is 1, divide the result by its last prime as well: out (rows, 2, l - 1, N).
+    """
+    limbs, size = x.shape[2:]
+    sums, done = np.empty((2, limbs + 1, size), _INT), np.empty((limbs, size), _INT)
+    for row in range(x.shape[0]):
+        digit_sums(x[row, 2], key, moduli, sums, primes, roots, inverse_roots, shrink)
+        for polynomial in range(2):
+            divide(sums[polynomial], moduli, done, primes, inverses, roots, inverse_roots, shrink)
+            target = out[row, polynomial]
+            for j in range(limbs):
+                q, a, b = primes[moduli[j]], done[j], x[row, polynomial, j]
+                o = a if drop else target[j]
+                for n in range(size):
+                    v = a[n] + b[n]
+                    o[n] = v - q if v >= q else v
+            if drop:
+                divide(done, moduli[:limbs], target, primes, inverses, roots, inverse_roots, shrink)
+
+
+rescale, rotate, relinearise = (compile_cached(f, _PLAIN) for f in (_rescale, _rotate, _relinearise))

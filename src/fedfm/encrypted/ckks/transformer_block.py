@@ -62,11 +62,8 @@ class Packing:
 
     @property
     def baby(self) -> int:
-        """Number of baby steps; the number of giant steps is ``tokens`` divided by this number.
-
-        A ciphertext takes its baby steps together, which costs a third of a giant step with its relinearisation.
-        """
-        return min(self.tokens, 1 << (self.tokens.bit_length() + 1) // 2)
+        """Number of baby steps; the number of giant steps is ``tokens`` divided by this number."""
+        return 1 << (self.tokens.bit_length() - 1) // 2
 
     @property
     def rotations(self) -> set[int]:

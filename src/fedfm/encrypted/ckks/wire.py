@@ -64,11 +64,10 @@ class Channel:
         sent = 1 if seed else 2
         words = np.empty((count, sent, self._bytes(limbs) // 8), np.uint64)
         bits = np.array(self.parameters.bits[:limbs], np.int64)
-        for i in range(count):
-            for polynomial in range(sent):
-                modular_kernels.pack(residues[i, polynomial], bits, words[i, polynomial])
+        modular_kernels.pack_rows(np.ascontiguousarray(residues), bits, words)
         kind = _SEEDED if seed else _FULL
-        return self._seal(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
+        words = words.astype("<u8", copy=False)
+        return self._seal(kind, count, limbs, scale, seed or bytes(32), memoryview(words).cast("B"), note)
 
     def pack_keys(self, data: bytes) -> bytes:
         """Pack public keys as the next message."""
@@ -110,19 +109,16 @@ class Channel:
         sent = 1 if kind == _SEEDED else 2
         if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + note + _TAG:
             raise ClientFault(E_SIZE, f"a message of {len(data)} bytes cannot have {got_count} ciphertexts")
-        words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - note - _TAG) // 8, _HEADER.size).astype(
-            np.uint64
-        )
-        words = words.reshape(got_count, sent, -1)
+        count = (len(data) - _HEADER.size - note - _TAG) // 8
+        words = np.empty((got_count, sent, self._bytes(limbs) // 8), np.uint64)  # aligned, unlike those in the message
+        words.reshape(-1)[:] = np.frombuffer(data, "<u8", count, _HEADER.size)
         bits = np.array(self.parameters.bits[:limbs], np.int64)
         out = np.empty((got_count, 2, limbs, self.parameters.degree), np.int64)
-        for i in range(got_count):
-            for polynomial in range(sent):
-                modular_kernels.unpack(words[i, polynomial], bits, out[i, polynomial])
+        primes = np.array(self.parameters.primes[:limbs], np.int64)
+        fits = modular_kernels.unpack_rows(words, bits, out, primes)
         if kind == _SEEDED:
             out[:, 1] = zero_encryptions.uniform(seed, got_count, limbs, self.parameters)
-        primes = np.array(self.parameters.primes[:limbs], np.int64)[:, None]
-        if not (out < primes).all():
+        if not fits:
             raise ClientFault(E_FORMAT, "a residue is not below its prime")
         if not out[:, 1].any(axis=(1, 2)).all():
             raise ClientFault(E_FORMAT, "a ciphertext is readable without a key")
@@ -133,14 +129,25 @@ class Channel:
         """Return the length of a packed polynomial in bytes; N is a multiple of 64."""
         return sum(self.parameters.bits[:limbs]) * self.parameters.degree // 8
 
-    def _seal(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
+    def _seal(
+        self,
+        kind: int,
+        count: int,
+        limbs: int,
+        scale: float,
+        seed: bytes,
+        content: bytes | memoryview,
+        note: bytes = b"",
+    ) -> bytes:
         self.sent += 1
         header = _HEADER.pack(
             _MARK, _VERSION, kind, self._side, self._session, self.sent, count, limbs, 2, scale, self.parameters.digest,
             seed,
         )  # fmt: skip
-        body = header + content
-        return body + hmac.digest(self._key, body, "sha256")
+        tag = hmac.new(self._key, header, "sha256")
+        tag.update(content)
+        tag.update(note)
+        return b"".join((header, content, note, tag.digest()))
 
     def _unseal(self, data: bytes) -> tuple[int, int, int, float, bytes]:
         """Check that a message is the next one, and return its kind, count, limbs, scale and seed."""
@@ -153,7 +160,7 @@ class Channel:
             raise ClientFault(E_FORMAT, "this is not a message with ciphertexts")
         if version != _VERSION:
             raise ClientFault(E_VERSION, f"a message of version {version} came, {_VERSION} was expected")
-        if not hmac.compare_digest(hmac.digest(self._key, data[:-_TAG], "sha256"), data[-_TAG:]):
+        if not hmac.compare_digest(hmac.digest(self._key, memoryview(data)[:-_TAG], "sha256"), data[-_TAG:]):
             raise ClientFault(E_FORMAT, "a message was altered, cut off, or made with another key")
         if digest != self.parameters.digest:
             raise ClientFault(E_VERSION, "the other side uses other encryption parameters")

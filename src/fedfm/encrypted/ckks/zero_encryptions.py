@@ -13,56 +13,47 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
+from fedfm.encrypted.ckks import noise_kernels
 from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
 from fedfm.privacy.crypto import keys
 
-_HALF = 21  # number of bits in each of the two sums
+_AT_A_TIME = 8  # number of encryptions whose random numbers are drawn at a time, so that they stay in the cache
 
 
 def words(count: int, degree: int) -> NDArray[np.uint64]:
     """Draw uniform words of 64 bits, (count, N)."""
     stream = Cipher(AES256(keys.entropy(32)), CTR(bytes(16))).encryptor().update(bytes(8 * count * degree))
-    return np.frombuffer(stream, "<u8").astype(np.uint64, copy=False).reshape(count, degree)
+    return np.frombuffer(bytearray(stream), "<u8").astype(np.uint64, copy=False).reshape(count, degree)
 
 
 def errors(count: int, degree: int) -> NDArray[np.int64]:
     """Draw the coefficients of the errors, (count, N)."""
-    found, mask = words(count, degree), np.uint64((1 << _HALF) - 1)
-    plus = np.bitwise_count(found & mask).astype(np.int64)
-    minus = np.bitwise_count((found >> np.uint64(_HALF)) & mask).astype(np.int64)
-    out: NDArray[np.int64] = plus - minus
+    out = np.empty((count, degree), np.int64)
+    noise_kernels.errors(words(count, degree), out)
     return out
 
 
 def ternary(count: int, degree: int) -> NDArray[np.int64]:
     """Draw coefficients -1, 0 and 1, (count, N); their bias is 2^-64, since 2^64 is not a multiple of three."""
-    return (words(count, degree) % np.uint64(3)).astype(np.int64) - 1
-
-
-def spread(small: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Transform small integer coefficients (count, N) to evaluation form, (count, limbs, N)."""
-    negative = small < 0
-    rows = [np.where(negative, small + q, small) for q in ring.primes[:limbs]]
-    return ring.forward(np.stack(rows, axis=1))
-
-
-def public_zeros(public: Residues, count: int, limbs: int, ring: Ring) -> Residues:
-    """Make encryptions of zero (count, 2, limbs, N) under a public key (2, primes, N)."""
-    degree = ring.degree
-    out = np.empty((count, 2, limbs, degree), np.int64)
-    factor = spread(ternary(count, degree), limbs, ring)
-    for polynomial in range(2):
-        key = np.ascontiguousarray(np.broadcast_to(public[polynomial, :limbs], factor.shape))
-        out[:, polynomial] = ring.dyadic(factor, key, spread(errors(count, degree), limbs, ring))
+    out = np.empty((count, degree), np.int64)
+    noise_kernels.ternary(words(count, degree), out)
     return out
 
 
-def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> Residues:
-    """Add small errors (count, N) to coefficients (count, limbs, N)."""
-    out = np.empty_like(coefficients)
-    for limb, q in enumerate(ring.primes[: coefficients.shape[1]]):
-        x = coefficients[:, limb] + error
-        out[:, limb] = np.where(x < 0, x + q, np.where(x >= q, x - q, x))
+def public_encryptions(public: Residues, count: int, limbs: int, ring: Ring, plus: Residues | None = None) -> Residues:
+    """Make encryptions (count, 2, limbs, N) under a public key (2, primes, N): of zero, or of coefficients ``plus``.
+
+    ``plus`` is (count, limbs, N).
+    """
+    degree = ring.degree
+    out = np.empty((count, 2, limbs, degree), np.int64)
+    nothing = np.empty((0, limbs, degree), np.int64)
+    for start in range(0, count, _AT_A_TIME):
+        piece = slice(start, min(start + _AT_A_TIME, count))
+        rows = piece.stop - start
+        noise = np.stack([errors(rows, degree), errors(rows, degree)])
+        added = nothing if plus is None else plus[piece]
+        noise_kernels.encrypt(ternary(rows, degree), noise, added, public, out[piece], ring.primes, ring.roots)
     return out
 
 
@@ -73,14 +64,14 @@ def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Resi
     skipped. Use a seed only once.
     """
     out = np.empty((count, limbs, parameters.degree), np.int64)
+    zeros, drawn = bytes(8 * parameters.degree), bytearray(8 * parameters.degree + 15)  # room that CTR asks for
+    found = np.frombuffer(drawn, "<u8", parameters.degree)
     for i in range(count):
         for limb in range(limbs):
             prime, bits = parameters.primes[limb], parameters.bits[limb]
             counter = (i * limbs + limb).to_bytes(8, "big") + bytes(8)
-            stream = Cipher(AES256(seed), CTR(counter)).encryptor()
-            found = np.empty(0, np.uint64)
-            while len(found) < parameters.degree:
-                words = np.frombuffer(stream.update(bytes(8 * parameters.degree)), "<u8") & np.uint64((1 << bits) - 1)
-                found = np.concatenate([found, words[words < prime]])
-            out[i, limb] = found[: parameters.degree]
+            stream, kept, mask = Cipher(AES256(seed), CTR(counter)).encryptor(), 0, np.uint64((1 << bits) - 1)
+            while kept < parameters.degree:
+                stream.update_into(zeros, drawn)
+                kept = noise_kernels.keep_below(found.astype(np.uint64, copy=False), mask, prime, out[i, limb], kept)
     return out

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.encrypted.ckks import seal, slot_permutation
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, products
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, outer, products
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, Masking, distance
 from fedfm.encrypted.ckks.remote_refresh import answer_refresh, encrypt_message
@@ -28,6 +28,8 @@ from fedfm.errors import InputError
 
 _AGAIN = 4  # number of ciphertexts in a timed operation, and number of its repetitions
 _WIDE = 32  # number of ciphertexts in a timed product; a refresh of more ciphertexts is timed once only
+_STEPS = 8  # number of rotations of one ciphertext that are timed together
+_TERMS = 8  # number of terms in timed sums of products
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
@@ -203,31 +205,37 @@ def _seconds(
     x = Ciphertexts(client.encrypt(np.ones((_AGAIN, parameters.slots))).view(np.uint64), parameters.scale, server)
     each: dict[tuple[str, int], float] = {}
     operations: Counter[tuple[str, int]] = sum((c.operations for c in counts), Counter())
+    steps = sorted(layout.rotations)[:_STEPS]
     for name, limbs in operations:
         y = x.at(limbs)
         if name == "relinearise":
             wide = Ciphertexts(np.repeat(y.limbs, 2, axis=1)[:, :3].copy(), y.scale, server)
-            each[name, limbs] = _measure_seconds(lambda wide=wide: server.relinearise(wide))  # type: ignore[misc]
+            each[name, limbs] = _measure_seconds(lambda wide=wide: server.relinearise_and_rescale(wide))  # type: ignore[misc]
         elif name == "weigh":
             plains = np.ones((len(y), limbs, parameters.degree), np.int64)
             each[name, limbs] = _measure_seconds(lambda y=y, plains=plains: weighted_sum(y, plains, 1.0))  # type: ignore[misc]
         elif name == "rescale":
             each[name, limbs] = _measure_seconds(lambda y=y: server.rescale(y))  # type: ignore[misc]
-        else:
-            step = min(layout.rotations)
-            each[name, limbs] = _measure_seconds(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
+        elif name == "rotate":
+            one = _measure_seconds(lambda y=y: server.rotations(y, steps[:1]))  # type: ignore[misc]
+            more = _measure_seconds(lambda y=y: server.rotations(y, steps)) if steps[1:] else 2 * one  # type: ignore[misc]
+            each[name, limbs] = (more - one) / max(len(steps) - 1, 1)
+            each["decompose", limbs] = max(one - each[name, limbs], 0.0)
     many = Ciphertexts(np.repeat(x.limbs, _WIDE // _AGAIN, axis=0), x.scale, server)
     sizes = Counter(size for c in counts for size in c.refreshes)
     theirs, ours = _refreshes(client, x, floor, folded.bound, sizes)
     returned, taken = _returns(client) if again else (0.0, 0.0)
-    term = _measure_seconds(lambda: products(x, x))
-    matrix = _measure_seconds(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
+    product = _measure_seconds(lambda: products(many, many), _WIDE)
+    term = _measure_seconds(lambda: outer(many, many, _TERMS), _WIDE**2 // _TERMS)
+    matrix = _measure_seconds(lambda: linear(np.ones((4 * _WIDE, _WIDE)), many), 4 * _WIDE**2)
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
     refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
-    terms = 2 * d * tokens + 4 * d + m
+    pairs = [layer.heads * tokens + d * (tokens // layout.baby) for layer in folded.blocks]  # sums of many products
+    alone = sum(n for (name, _), n in operations.items() if name == "relinearise") - sum(pairs)
+    multiplied = 2 * d * tokens * term + (alone / len(counts) + 2 * d) * product
     return (
-        float(fixed + refreshed * ours + again_each * taken + terms * term + (4 * d * d + 2 * d * m) * matrix),
+        float(fixed + refreshed * ours + again_each * taken + multiplied + (4 * d * d + 2 * d * m) * matrix),
         float(refreshed * theirs + again_each * returned),
     ), len(public)
 

@@ -89,9 +89,7 @@ class Checkpoint:
         count, _, limbs, _ = self.residues.shape
         bits = np.array(self.parameters.bits[:limbs], np.int64)
         words = np.empty((count, 2, int(bits.sum()) * self.parameters.degree // 64), np.uint64)
-        for i in range(count):
-            for polynomial in range(2):
-                modular_kernels.pack(self.residues[i, polynomial], bits, words[i, polynomial])
+        modular_kernels.pack_rows(np.ascontiguousarray(self.residues), bits, words)
         number = number_of(self.parameters)
         head = _CHECKPOINT.pack(b"FFBC", number, self.blocks, count, limbs, self.scale)
         body = head + words.astype("<u8").tobytes()
@@ -114,7 +112,7 @@ class Checkpoint:
         bits = np.array(parameters.bits[:limbs], np.int64)
         words = np.frombuffer(body, "<u8", -1, _CHECKPOINT.size).astype(np.uint64).reshape(count, 2, -1)
         out = np.empty((count, 2, limbs, parameters.degree), np.int64)
-        for i in range(count):
-            for polynomial in range(2):
-                modular_kernels.unpack(words[i, polynomial], bits, out[i, polynomial])
+        primes = np.array(parameters.primes[:limbs], np.int64)
+        if not modular_kernels.unpack_rows(words, bits, out, primes):
+            raise Lost("a checkpoint of encrypted states is damaged; remove it, and its batch starts again")
         return cls(blocks, scale, out, parameters)

@@ -32,7 +32,8 @@ class Count:
     """An evaluator that only counts operations. It takes the place of ``ServerKeys``.
 
     Attributes:
-        operations: count for each (name, number of primes). Names are ``relinearise``, ``rescale``, ``decompose`` (the
+        operations: count for each (name, number of primes). Names are ``relinearise`` (with its
+            rescaling), ``rescale`` alone, ``decompose`` (the
             digits of a ciphertext before its rotations), ``rotate`` (each rotation), and ``weigh``: the product of a
             ciphertext and a plaintext, as one term of a sum.
         refreshes: for each refresh in order, the number of its ciphertexts.
@@ -43,11 +44,9 @@ class Count:
     operations: Counter[tuple[str, int]] = field(default_factory=Counter)
     refreshes: list[int] = field(default_factory=list)
 
-    def relinearise(self, x: Ciphertexts) -> Ciphertexts:
-        """Count a relinearisation for each ciphertext."""
-        if x.limbs.shape[1] == 2:
-            return x
-        return self._like("relinearise", x, x.level + 1, x.scale)
+    def relinearise_and_rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """Count a relinearisation with its rescaling for each ciphertext, and drop a prime."""
+        return self._like("relinearise", x, x.level, x.scale / self.ring.parameters.primes[x.level])
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Count a rescaling for each ciphertext, and drop a prime."""
@@ -60,7 +59,7 @@ class Count:
         self.operations["rotate", x.level + 1] += len(x) * moved
         return self.ones(len(x) * len(steps), x.level + 1, x.scale)
 
-    def zeros(self, count: int, limbs: int) -> Residues:
+    def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
         """Return placeholder residues; their values do not matter."""
         return np.ones((count, 2, limbs, self.ring.degree), np.int64)
 

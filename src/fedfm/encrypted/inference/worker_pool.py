@@ -1,4 +1,4 @@
-"""The owner's encrypted computation in several processes: threads do not help, since SEAL's binding holds the GIL.
+"""The owner's encrypted computation in several processes, since Python holds the GIL between compiled loops.
 
 Each job, one batch of one client, runs in a process of its own (:mod:`~fedfm.encrypted.inference.worker`). Worker
 processes are started as new programs, never forked, and exchange bytes with the parent process over pipes. Only the

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 LANES = 8
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def transpose8(typingctx, source, start, stride, target, begin, step):  # type: ignore[no-untyped-def]
     """Write the transpose of an 8 x 8 matrix of int64.
 
