@@ -195,7 +195,7 @@ def _seconds(
 
     ``again`` is the number of ciphertexts of states that a client returns, over all blocks; 0 in the masked protocol.
     """
-    parameters, (tokens, d) = layout.parameters, folded.positions.shape
+    parameters, d = layout.parameters, folded.positions.shape[1]
     floor = messages.floor_of(parameters)
     client = seal.ClientKeys(parameters)
     public = client.public(rotations)
@@ -225,7 +225,7 @@ def _seconds(
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
     refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
-    terms = 2 * d * tokens + 4 * d + m
+    terms = 2 * d * layout.places + 4 * d + m
     return (
         float(fixed + refreshed * ours + again_each * taken + terms * term + (4 * d * d + 2 * d * m) * matrix),
         float(refreshed * theirs + again_each * returned),

@@ -143,8 +143,8 @@ class ModelOwner:
             rows, limbs=limbs, count=folded.embedding.shape[1], scale=parameters.scale
         )
         x = Ciphertexts(residues.view(np.uint64), scale, self.keys)
-        added = (folded.positions + folded.bias).T
-        return plus_slots(linear(folded.embedding, x), np.repeat(added, self.layout.samples, axis=1))
+        added = self.layout.pack((folded.positions + folded.bias)[None])
+        return plus_slots(linear(folded.embedding, x), added)
 
     def _resume(self, start: Checkpoint) -> Ciphertexts:
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
@@ -182,11 +182,11 @@ class ModelOwner:
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """Rotate each ciphertext in ``sums`` by its key, which is a number of tokens, and add the results.
+        """Rotate each ciphertext in ``sums`` by its key, which is a number of places, and add the results.
 
         Rotations by a power of two are applied to sums, so that several ciphertexts share one rotation.
         """
-        for bit in range(self.layout.tokens.bit_length() - 1):
+        for bit in range(self.layout.places.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}
             for j, x in sorted(sums.items()):
                 moved = x.rotate(self.layout.samples << bit) if j & 1 else x

@@ -27,6 +27,7 @@ from fedfm.encrypted.student.modules import (
     Replaced,
     register,
 )
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
 
@@ -88,6 +89,11 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
         raise InputError(f"model.name: fedfm does not know the blocks of a model of type {inner.config.model_type!r}")
     register()
     made = tuple(_prepare_block(block, inner.config.model_type) for _, block in blocks)
+    if pre_norm(inner):
+        embedding: Any = families.find(inner, inner.config.model_type).embedding
+        tokens = embedding.position_embeddings.shape[1]
+        for functions in made:
+            functions.softmax.copies = places_of(tokens) - tokens
     inner.config._attn_implementation = ATTENTION
     return made
 

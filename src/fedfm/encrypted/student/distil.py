@@ -27,7 +27,6 @@ from fedfm.encrypted.student import conversion, token_grid
 from fedfm.encrypted.student.distil_rows import AT_ONCE, Lessons
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, TAME, Distiller, save
-from fedfm.encrypted.student.folding import check_tokens
 from fedfm.encrypted.student.interval_table import finish
 from fedfm.encrypted.student.recalibrate import measure_again, widen
 from fedfm.encrypted.student.scores import PROBED, Outputs, RowSource, compare, outputs, quick
@@ -88,8 +87,6 @@ class _DistilWork(CentralWork[Distillation]):
         if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
         student = self._student(table)
-        if conversion.pre_norm(student.module):  # students of other types cannot compute on encrypted rows
-            check_tokens(student.parts.embedding)
         if spec.views > 1 and table.kind != "image":
             raise InputError(f"distil.views = {spec.views}: {table.source} contains no images")
         distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)

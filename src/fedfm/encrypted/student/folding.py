@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedfm.encrypted.student.modules import Functions
+from fedfm.encrypted.student.modules import Functions, mean_over_places
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
 
@@ -42,7 +43,7 @@ class FoldedBlock:
         exponential, inverse, gelu: the polynomials for exp, for 1 / x of the row sums of exp, and for GELU.
         inverse_scales: (heads,), factors that multiply the row sums before ``inverse`` is applied, and then the
             results of ``inverse``.
-        centred_keys: whether the mean over the tokens is subtracted from the keys.
+        centred_keys: whether the mean over the places is subtracted from the keys.
     """
 
     weights: Mapping[str, Matrix]
@@ -97,27 +98,6 @@ class Patches:
         return F.pad(x, (0, 0, self.extra, 0))
 
 
-def check_tokens(embedding: Any) -> None:
-    """Raise an error for an image embedding whose number of tokens does not allow encrypted rotations.
-
-    Raises:
-        InputError: the number is not a power of two; the error names settings of `fedfm distil` that help.
-    """
-    tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
-    if not tokens & (tokens - 1):
-        return
-    count = patches.num_patches
-    extra = tokens - count
-    cure = ["distil.class_token = false"] if extra else []
-    if count & (count - 1):
-        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches per side, rounded down to a power of two
-        cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
-    raise InputError(
-        f"{tokens} tokens, {extra} of them class tokens, but encrypted rotations need a power of two; distil with "
-        f"{' and '.join(cure)}"
-    )
-
-
 def fold(module: nn.Module) -> Folded:
     """Return the matrices and polynomials of a polynomial student, in float64.
 
@@ -142,7 +122,6 @@ def fold(module: nn.Module) -> Folded:
     embedding: Any = parts.embedding
     projection = embedding.patch_embeddings.projection
     positions = _array(embedding.position_embeddings[0])
-    check_tokens(embedding)
     weight = _array(projection.weight).reshape(len(projection.weight), -1)
     bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
@@ -292,7 +271,7 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
     y = norm(observe(x), block.norms[0])
     q, k, v = (heads(linear(name, y)) for name in ("query", "key", "value"))
     if block.centred_keys:
-        k = observe(k - k.mean(-2, keepdim=True))
+        k = observe(k - mean_over_places(k, places_of(tokens) - tokens))
     powers = block.exponential(q @ k.transpose(-1, -2))
     c = torch.from_numpy(block.inverse_scales)[:, None, None]
     weights = observe(powers * (block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * c))

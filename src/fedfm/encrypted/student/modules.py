@@ -78,11 +78,13 @@ def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
 class PolynomialSoftmax(Replaced):
     """Computes attention weights: by softmax, or by polynomials for exp / sum(exp).
 
-    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
+    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax. Of a model
+    that computes on encrypted tokens, they are centred over the places, where the first ``copies`` tokens count twice.
 
     Attributes:
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
+        copies: number of places that hold a copy of a token.
         scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
 
@@ -92,6 +94,7 @@ class PolynomialSoftmax(Replaced):
         super().__init__()
         self.exponential: Exponential | None = None
         self.inverse: Inverse | None = None
+        self.copies = 0
         self.register_buffer("scales", torch.ones(heads), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -100,7 +103,7 @@ class PolynomialSoftmax(Replaced):
         ``mask`` (n, 1, T or 1, T) is true for the keys that count; None if all keys count.
         """
         if mask is None:
-            key = key - key.mean(-2, keepdim=True)
+            key = key - mean_over_places(key, self.copies)
         else:
             real = mask[:, :, -1, :, None].to(key.dtype)
             key = key - (key * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
@@ -124,6 +127,12 @@ class PolynomialSoftmax(Replaced):
         c = self.scales.to(powers.dtype)[:, None, None]
         sums = self._take(self.inverse, sums * c)
         return (powers * (self.inverse.evaluate_folded(sums) * c)).to(query.dtype)
+
+
+def mean_over_places(key: Tensor, copies: int) -> Tensor:
+    """Return the mean (..., 1, d) of keys (..., T, d) over the tokens, of which the first ``copies`` count twice."""
+    total = key.sum(-2, keepdim=True) + key[..., :copies, :].sum(-2, keepdim=True)
+    return total / (key.shape[-2] + copies)
 
 
 class PolynomialNorm(Replaced):
