@@ -18,6 +18,7 @@ from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.saved_modules import as_saved
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from folded_blocks import states_by_definition
 from tiny_twins import make_twin, tiny
 
 
@@ -246,42 +247,6 @@ def test_other_models_are_refused():
 
 
 # --- folding ----------------------------------------------------------------------------------------------------------
-def by_definition(block, x):
-    """One block in NumPy, from its matrices and the recipes alone: (n, T, d) -> (n, T, d)."""
-
-    def value(polynomial, v):
-        a, b = polynomial.fold
-        return polynomial.evaluate_folded(torch.from_numpy(a * v + b)).numpy()
-
-    def norm(v, polynomial):
-        return v * value(polynomial, (v * v).mean(-1, keepdims=True))
-
-    def linear(name, v):
-        return v @ block.weights[name].T + block.weights[f"{name}_bias"]
-
-    y = norm(x, block.norms[0])
-    q, k, v = (linear(name, y) for name in ("query", "key", "value"))
-    size, heads = x.shape[-1] // block.heads, []
-    for h in range(block.heads):
-        at = slice(h * size, (h + 1) * size)
-        keys = k[..., at] - k[..., at].mean(1, keepdims=True) if block.centred_keys else k[..., at]
-        powers = value(block.exponential, np.einsum("ntd,nsd->nts", q[..., at], keys))
-        c = block.inverse_scales[h]
-        inverses = block.inverse.evaluate_folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy() * c
-        heads.append((powers * inverses) @ v[..., at])
-    z = x + linear("output", np.concatenate(heads, -1))
-    return z + linear("down", value(block.gelu, linear("up", norm(z, block.norms[1]))))
-
-
-def states_by_definition(folded, x):
-    tokens = folded.patch(x).numpy() @ folded.embedding.T + folded.bias + folded.positions
-    out = []
-    for block in folded.blocks:
-        tokens = by_definition(block, tokens)
-        out.append(tokens)
-    return np.stack(out, 1)
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("polynomials", ["scaled", "paper"])
 def test_the_folded_model_by_its_definition(tmp_path, polynomials):

@@ -106,7 +106,9 @@ class EncryptedBlock:
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m); and biases, named
             ``*_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
-            and shifts of the norms; output and down subtract the mean over the features.
+            and shifts of the norms; output and down subtract the mean over the features. There may be ``key_offset``
+            (d,), which is added to the centred keys, and ``skip`` (d, d) with its bias, which maps the MLP's input to
+            what is added to its output.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.
         inverse: polynomial for 1 / x, where x is the sum of a row times ``inverse_scales``.
@@ -163,7 +165,8 @@ class EncryptedBlock:
         """Return W_2 gelu(W_1 y + b_1) + b_2."""
         a, b = self.gelu.fold
         hidden = linear(self.weights["up"] * a, y, self.weights["up_bias"] * a + b)
-        return linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
+        out = linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
+        return out + linear(self.weights["skip"], y, self.weights["skip_bias"]) if "skip" in self.weights else out
 
     def attention(self, y: Ciphertexts) -> Ciphertexts:
         """Return the outputs of all heads, concatenated: (d,) -> (d,)."""
@@ -179,6 +182,8 @@ class EncryptedBlock:
             key = _times_whole(part, places) - total
         else:
             key = linear(self.weights["key"], y, self.weights["key_bias"])
+        if "key_offset" in self.weights:
+            key = key.plus(self.weights["key_offset"])
         query, key, value = (x.refresh() for x in (query, key, value))
         powers = self.exponential.evaluate_folded(self._scores(query, key) + b)
         sums = self._scaled_row_sums(powers)

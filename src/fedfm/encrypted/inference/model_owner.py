@@ -169,7 +169,10 @@ class ModelOwner:
         out = []
         for start in range(0, len(x), self.kind.together):
             part = x[start : start + self.kind.together]
-            sums = {j: weighted_sum(part, p[: len(part)], factor) for j, p in plains.items()}
+            used = {
+                j: p[: len(part)] for j, p in plains.items() if p[: len(part)].any()
+            }  # SEAL refuses to rotate zeros
+            sums = {j: weighted_sum(part, p, factor) for j, p in used.items()}
             out.append(self._rotate_and_sum(sums).residues)
         released = np.concatenate(out).view(np.uint64)
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))

@@ -113,7 +113,8 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
             f"all "
             "tokens, two LayerNorms and one GELU"
         )
-    attentions[0].softmax = PolynomialSoftmax(attentions[0].num_attention_heads)
+    heads = attentions[0].num_attention_heads
+    attentions[0].softmax = PolynomialSoftmax(heads, attentions[0].k_proj.out_features // heads)
     for parent, name, norm in norms:
         setattr(parent, name, PolynomialNorm(norm))
     parent, name, exact = gelus[0]
@@ -170,12 +171,12 @@ def depth(block: Functions) -> int:
     """Return the number of levels that one block takes.
 
     Levels are needed for two norms (each with its square and its product), the projections to queries, keys and values,
-    the scores, exp, the inverse, the two products after it, and three steps of the MLP.
+    the scores, exp, the inverse, the two products after it, the MLP's two maps, and its polynomial.
 
     Raises:
         ValueError: a function is exact.
     """
-    s, norms = block.softmax, [norm.inverse for norm in block.norms]
-    if s.exponential is None or s.inverse is None or None in norms:
+    s, norms, gelu = block.softmax, [norm.inverse for norm in block.norms], block.gelu.quadratic
+    if s.exponential is None or s.inverse is None or None in norms or gelu is None:
         raise ValueError("a block still has exact functions")
-    return sum(2 + n.depth for n in norms if n is not None) + 2 + s.exponential.depth + s.inverse.depth + 2 + 3
+    return sum(2 + n.depth for n in norms if n is not None) + 2 + s.exponential.depth + s.inverse.depth + 4 + gelu.depth

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedfm.encrypted.student.modules import Functions, mean_over_places
+from fedfm.encrypted.student.neuron_polynomials import NeuronCore, NeuronGelu
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
@@ -38,7 +39,9 @@ class FoldedBlock:
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and the
-            same names with ``_bias``, all in float64. The query includes the factor of the scores.
+            same names with ``_bias``, all in float64. The query includes the factor of the scores. ``key_offset``
+            (d,), if it is there, is added to the centred keys; ``skip`` (d, d) maps the MLP's input to what is added
+            to its output.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential, inverse, gelu: the polynomials for exp, for 1 / x of the row sums of exp, and for GELU.
         inverse_scales: (heads,), factors that multiply the row sums before ``inverse`` is applied, and then the
@@ -52,7 +55,7 @@ class FoldedBlock:
     exponential: Exponential
     inverse: Inverse
     inverse_scales: Matrix
-    gelu: Quadratic
+    gelu: Quadratic | NeuronCore
     centred_keys: bool = True
 
 
@@ -171,6 +174,12 @@ def fold_block(block: Any) -> FoldedBlock:
             w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
         factor = attention.scaling if name == "query" else 1.0
         weights[name], weights[f"{name}_bias"] = w * factor, b * factor
+    if bool(softmax.offset.any()):
+        weights["key_offset"] = _array(softmax.offset).reshape(-1)
+    core = quadratic
+    if isinstance(quadratic, NeuronGelu):
+        _fold_neurons(weights, quadratic)
+        core = quadratic.core
     return FoldedBlock(
         weights=weights,
         heads=int(attention.num_attention_heads),
@@ -178,8 +187,17 @@ def fold_block(block: Any) -> FoldedBlock:
         exponential=exponential,
         inverse=inverse,
         inverse_scales=_array(softmax.scales),
-        gelu=quadratic,
+        gelu=core,
     )
+
+
+def _fold_neurons(weights: dict[str, Matrix], gelu: NeuronGelu) -> None:
+    """Fold centres, scales and factors of the neurons into the MLP's maps, and their linear terms into one map."""
+    up, bias, down = weights["up"], weights["up_bias"], weights["down"]
+    weights["skip"] = (down * gelu.slopes) @ up
+    weights["skip_bias"] = down @ (gelu.slopes * bias + gelu.constants)
+    weights["up"], weights["up_bias"] = up / gelu.scales[:, None], (bias - gelu.centres) / gelu.scales
+    weights["down"] = down * gelu.factors
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
@@ -232,7 +250,8 @@ def _inside(polynomial: Polynomial) -> float:
     """Return the largest magnitude of an intermediate value of a polynomial on its interval."""
     most = [0.0]
     a, b = polynomial.fold
-    polynomial.evaluate_folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
+    points = a * np.linspace(*polynomial.interval, _GRID) + b
+    polynomial.evaluate_folded(_Watched(points[:, None] if isinstance(polynomial, NeuronCore) else points, most))
     return most[0]
 
 
@@ -272,12 +291,15 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
     q, k, v = (heads(linear(name, y)) for name in ("query", "key", "value"))
     if block.centred_keys:
         k = observe(k - mean_over_places(k, places_of(tokens) - tokens))
+    if "key_offset" in w:
+        k = observe(k + w["key_offset"].reshape(block.heads, 1, -1))
     powers = block.exponential(q @ k.transpose(-1, -2))
     c = torch.from_numpy(block.inverse_scales)[:, None, None]
     weights = observe(powers * (block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * c))
     z = observe(x + linear("output", observe(weights @ v).transpose(1, 2).reshape(n, tokens, d)))
-    hidden = observe(block.gelu(linear("up", norm(z, block.norms[1]))))
-    observe(z + linear("down", hidden))
+    y = norm(z, block.norms[1])
+    hidden = observe(block.gelu(linear("up", y)))
+    observe(z + linear("down", hidden) + (linear("skip", y) if "skip" in w else 0.0))
     return most if math.isfinite(most) else math.inf
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedfm.encrypted.student.neuron_polynomials import NeuronGelu
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 from fedfm.models.derived_modules import Bounded
 
@@ -85,17 +86,21 @@ class PolynomialSoftmax(Replaced):
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
         copies: number of places that hold a copy of a token.
+        offset: (heads, d / heads), added to the centred keys. It adds a linear function of the query to all scores of a
+            row, which does not change the softmax, but brings the row sums closer together.
         scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
 
     scales: Tensor
+    offset: Tensor
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, size: int) -> None:
         super().__init__()
         self.exponential: Exponential | None = None
         self.inverse: Inverse | None = None
         self.copies = 0
         self.register_buffer("scales", torch.ones(heads), persistent=False)
+        self.register_buffer("offset", torch.zeros(heads, size), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Compute attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
@@ -107,8 +112,10 @@ class PolynomialSoftmax(Replaced):
         else:
             real = mask[:, :, -1, :, None].to(key.dtype)
             key = key - (key * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+        key = key + self.offset.to(key.dtype)[:, None]
         scores = wide((query * scaling) @ key.transpose(-1, -2))
         self._record("scores", scores)
+        self._record("query", query * scaling)
         masked = scores if mask is None else scores.masked_fill(~mask, NO_KEY)
         if self.exponential is None:
             if self.recording:
@@ -162,15 +169,19 @@ class PolynomialNorm(Replaced):
 
 
 class PolynomialGelu(Replaced):
-    """GELU, exact or as a quadratic."""
+    """GELU, exact, as a quadratic, or as a polynomial for each neuron."""
 
     def __init__(self, exact: nn.Module) -> None:
         super().__init__()
         self.exact = exact
-        self.quadratic: Quadratic | None = None
+        self.quadratic: Quadratic | NeuronGelu | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply GELU, or the quadratic, to each entry."""
+        """Apply GELU, or the polynomial, to each entry."""
+        if isinstance(self.quadratic, NeuronGelu):
+            t = self.quadratic.places(wide(x))
+            self._record("hidden", t)
+            return self.quadratic.values(self._take(self.quadratic.core, t)).to(x.dtype)
         self._record("hidden", x)
         if self.quadratic is None:
             return self.exact(x)  # type: ignore[no-any-return]
