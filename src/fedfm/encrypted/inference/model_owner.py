@@ -169,9 +169,8 @@ class ModelOwner:
         out = []
         for start in range(0, len(x), self.kind.together):
             part = x[start : start + self.kind.together]
-            used = {
-                j: p[: len(part)] for j, p in plains.items() if p[: len(part)].any()
-            }  # SEAL refuses to rotate zeros
+            # The last ciphertext may lack features. SEAL refuses to rotate a product with zeros.
+            used = {j: p[: len(part)] for j, p in plains.items() if p[: len(part)].any()}
             sums = {j: weighted_sum(part, p, factor) for j, p in used.items()}
             out.append(self._rotate_and_sum(sums).residues)
         released = np.concatenate(out).view(np.uint64)
