@@ -7,7 +7,8 @@ The polynomials of a trained ViT's functions fail for four reasons. Each has a c
   that weighs large residuals (p = 8).
 - Scores reach 20. The polynomial of exp is squared more often, as far as the block's scores need it.
 - Variances and row sums keep ratios above 64. A larger ratio takes more steps on one ciphertext for the variances, and
-  on one for each head for the row sums: few among the hundreds of the other steps.
+  on one for each head for the row sums: few among the hundreds of the other steps. Where a block needs more than
+  :data:`WIDEST_DIRECT`, its rare small arguments are left below the interval, where iterations only fall short.
 - GELU is no quadratic there. Each neuron gets a polynomial of degree 8
   (:mod:`fedfm.encrypted.student.neuron_polynomials`), and ridge regression fits the map after it again.
 
@@ -38,7 +39,8 @@ WIDEST_DIRECT = 4096.0  # largest ratio of an interval of 1 / x or 1 / sqrt(x)
 _PEAK = 12.0  # largest output of one neuron, in multiples of the root mean square of the median token
 _POWER, _TURNS = 8, 12  # the norm of the offsets' residuals, and the turns of its reweighted least squares
 _RIDGE = 1e-3
-_SAMPLE = 16384  # number of tokens to which a block's neurons are fitted
+_SAMPLE = 16384  # number of tokens to which the map after GELU is fitted
+_FEW = 1024  # number of tokens to which a neuron's polynomial is fitted
 _CLOSE = 0.03  # largest relative error of exp at the largest score
 _MOST_SQUARINGS = 7
 
@@ -84,14 +86,27 @@ def _convert_block(
     finally:
         hook.remove()
     typical = torch.cat([x.var(-1, correction=0).flatten() for x in states]).median().sqrt()
+    _leave_room(measured)
     entry = fit_polynomials.entry(measured, "scaled", softmax.exponential, where, WIDEST_DIRECT)
     x = torch.cat(hidden.sample)
-    neurons = fit_neurons(x, hidden.low, hidden.high)
+    neurons = fit_neurons(x[:: max(1, len(x) // _FEW)], hidden.low, hidden.high)
     entry |= {"gelu": neurons.to_entry(), "offset": softmax.offset.tolist()}
     _fit_down(block.mlp.fc2, x, neurons.values(neurons.places(x)), typical)
     fit_polynomials.apply(functions, entry)
     _, states = run_block(taps, block, functions, calls)
     return entry, states
+
+
+def _leave_room(measured: Measured) -> None:
+    """Raise the largest positive arguments by a margin, and cut the smallest ones at the widest ratio.
+
+    Above its interval an iteration diverges; below, it only gives less than 1 / x or 1 / sqrt(x).
+    """
+    for name in ("sums", "first", "second"):
+        low, high = measured.extremes[name]
+        high = high * fit_polynomials.WIDER
+        low = torch.maximum(low, high * fit_polynomials.WIDER**2 / WIDEST_DIRECT)
+        measured.extremes[name] = torch.stack([low, high])
 
 
 class _Hidden:

@@ -204,7 +204,7 @@ class _DistilWork(CentralWork[Distillation]):
     def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
         """Set the intervals after a stage: measure them now, or read them if a killed process has measured them."""
         spec = self.what.spec
-        if not spec.widen:
+        if not spec.widen or spec.direct:  # a conversion has measured block by block already
             return
         known = self.state.setdefault("widened", {})
         if STAGES[stage] not in known:
