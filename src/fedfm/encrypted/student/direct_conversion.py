@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch
 from fedfm.encrypted.student import conversion, fit_polynomials
 from fedfm.encrypted.student.distillation_loss import Taps
+from fedfm.encrypted.student.fit_polynomials import Measured
 from fedfm.encrypted.student.modules import Functions
 from fedfm.encrypted.student.neuron_polynomials import fit_neurons
 from fedfm.encrypted.student.polynomials import Exponential
