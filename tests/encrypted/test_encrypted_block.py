@@ -96,7 +96,7 @@ def weights(seed=0):
     return made
 
 
-def clear(x, w, centred=True):
+def clear(x, w, centred=True, tokens=TOKENS):
     """The block by its definition, with softmax weights of polynomials: (samples, tokens, d) -> the same, scales."""
 
     def norm(v):
@@ -108,7 +108,7 @@ def clear(x, w, centred=True):
     y = norm(x)
     q, k, v = (heads(y @ w[name].T + w[f"{name}_bias"]) for name in ("query", "key", "value"))
     if centred:
-        k = k - np.concatenate([k, k[:, :, : TOKENS - x.shape[1]]], 2).mean(axis=2, keepdims=True)  # over the places
+        k = k - np.concatenate([k, k[:, :, : tokens - x.shape[1]]], 2).mean(axis=2, keepdims=True)  # over the places
     e = apply(EXP, q @ k.transpose(0, 1, 3, 2))
     sums = e.sum(-1, keepdims=True)
     scales = 2 / (sums.min((0, 2, 3)) + sums.max((0, 2, 3)))
@@ -128,10 +128,10 @@ def rows(samples=LAYOUT.samples, tokens=TOKENS):
 class Session:
     """Client and server of one session, connected by bytes."""
 
-    def __init__(self, bound=BOUND, layout=LAYOUT):
+    def __init__(self, bound=BOUND, layout=LAYOUT, public=PUBLIC):
         self.layout = layout
         self.here, self.there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
-        self.server = seal.ServerKeys(PARAMETERS, PUBLIC, floor=FLOOR)
+        self.server = seal.ServerKeys(PARAMETERS, public, floor=FLOOR)
         self.server.refresh = self.refresh = RemoteRefresh(Masking(bound), self.there, self.answer)
 
     def answer(self, message):
@@ -179,6 +179,16 @@ def test_copies_of_tokens_fill_the_places_and_change_nothing(centred):
     block(inverse_scales=scales)(four.send(rows(700)))
     spent = [s.refresh.masking.ledger.ciphertexts for s in (session, four)]
     assert spent[0] == spent[1]  # the mask takes no refresh
+
+
+@pytest.mark.proof
+def test_the_tokens_of_a_vit_at_224_pixels():
+    """197 tokens in 256 places, 16 samples in a ciphertext."""
+    layout = Packing(PARAMETERS, 197)
+    session, x = Session(layout=layout, public=CLIENT.public(layout.rotations)), rows(16, 197)
+    want, scales = clear(x, weights(), tokens=256)
+    got = block(layout=layout, inverse_scales=scales)(session.send(x))
+    np.testing.assert_allclose(layout.unpack(CLIENT.decrypt(got.residues, got.scale), 16), want, atol=1e-3)
 
 
 def test_any_number_of_tokens_has_places():
