@@ -113,8 +113,7 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
             f"all "
             "tokens, two LayerNorms and one GELU"
         )
-    heads = attentions[0].num_attention_heads
-    attentions[0].softmax = PolynomialSoftmax(heads, attentions[0].k_proj.out_features // heads)
+    attentions[0].softmax = PolynomialSoftmax(attentions[0].num_attention_heads)
     for parent, name, norm in norms:
         setattr(parent, name, PolynomialNorm(norm))
     parent, name, exact = gelus[0]

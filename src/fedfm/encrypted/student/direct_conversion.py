@@ -78,7 +78,7 @@ def _convert_block(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     softmax = functions.softmax
     queries, log_sums = _rows_of_scores(taps, block, functions, calls)
-    softmax.offset.copy_(torch.stack([-_offset(q, s) for q, s in zip(queries, log_sums, strict=True)]))
+    softmax.offset = torch.stack([-_offset(q, s) for q, s in zip(queries, log_sums, strict=True)]).to(softmax.scales)
     softmax.exponential = _exponential(taps, block, functions, calls)
     hidden = _Hidden(block.mlp.fc1.out_features, sum(args[0].shape[0] * args[0].shape[1] for args, _ in calls))
     hook = block.mlp.fc1.register_forward_hook(hidden)

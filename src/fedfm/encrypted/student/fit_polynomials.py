@@ -210,7 +210,7 @@ def apply(block: Functions, entry: Mapping[str, Any]) -> None:
     block.softmax.inverse = Inverse(inverse["steps"], _pair(inverse["interval"]), 1.0)
     block.softmax.scales.copy_(scales)
     if "offset" in entry:
-        block.softmax.offset.copy_(torch.tensor(entry["offset"], dtype=torch.float64))
+        block.softmax.offset = torch.tensor(entry["offset"]).to(block.softmax.scales)
     for norm, spec in zip(block.norms, entry["norms"], strict=True):
         interval = _pair(spec["interval"])
         check_ratio(interval, "variances", widest)

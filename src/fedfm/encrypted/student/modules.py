@@ -86,7 +86,7 @@ class PolynomialSoftmax(Replaced):
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
         copies: number of places that hold a copy of a token.
-        offset: (heads, d / heads), added to the centred keys. It adds a linear function of the query to all scores of a
+        offset: (heads, d / heads), or zeros (heads, 1), added to the centred keys. It adds a linear function of the query to all scores of a
             row, which does not change the softmax, but brings the row sums closer together.
         scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
@@ -94,13 +94,13 @@ class PolynomialSoftmax(Replaced):
     scales: Tensor
     offset: Tensor
 
-    def __init__(self, heads: int, size: int) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
         self.exponential: Exponential | None = None
         self.inverse: Inverse | None = None
         self.copies = 0
         self.register_buffer("scales", torch.ones(heads), persistent=False)
-        self.register_buffer("offset", torch.zeros(heads, size), persistent=False)
+        self.register_buffer("offset", torch.zeros(heads, 1), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Compute attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
