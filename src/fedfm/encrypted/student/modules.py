@@ -86,8 +86,8 @@ class PolynomialSoftmax(Replaced):
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
         copies: number of places that hold a copy of a token.
-        offset: (heads, d / heads), or zeros (heads, 1), added to the centred keys. It adds a linear function of the query to all scores of a
-            row, which does not change the softmax, but brings the row sums closer together.
+        offset: (heads, d / heads), or zeros (heads, 1), added to the centred keys. It adds a linear function of the
+            query to all scores of a row, which does not change the softmax, but brings the row sums closer together.
         scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
 
