@@ -35,6 +35,7 @@ from fedfm.encrypted.student.modules import Functions
 from fedfm.encrypted.student.neuron_polynomials import fit_neurons
 from fedfm.encrypted.student.polynomials import Exponential
 from fedfm.encrypted.student.recalibrate import Call, first_inputs, run_block
+from fedfm.errors import InputError
 
 WIDEST_DIRECT = 4096.0  # largest ratio of an interval of 1 / x or 1 / sqrt(x)
 _PEAK = 12.0  # largest output of one neuron, in multiples of the root mean square of the median token
@@ -79,7 +80,7 @@ def _convert_block(
     softmax = functions.softmax
     queries, log_sums = _rows_of_scores(taps, block, functions, calls)
     softmax.offset = torch.stack([-_offset(q, s) for q, s in zip(queries, log_sums, strict=True)]).to(softmax.scales)
-    softmax.exponential = _exponential(taps, block, functions, calls)
+    softmax.exponential = _exponential(taps, block, functions, calls, where)
     hidden = _Hidden(block.mlp.fc1.out_features, sum(args[0].shape[0] * args[0].shape[1] for args, _ in calls))
     hook = block.mlp.fc1.register_forward_hook(hidden)
     try:
@@ -151,21 +152,26 @@ def _offset(query: Tensor, log_sums: Tensor) -> Tensor:
     return found[:-1].float()
 
 
-def _exponential(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> Exponential:
-    """Return the polynomial of exp with the fewest squarings that is close to exp at the largest score."""
-    lows, highs = [], []
+def _exponential(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call], where: str) -> Exponential:
+    """Return the polynomial of exp with the fewest squarings that is close to exp at the largest score.
+
+    Raises:
+        InputError: the most squarings are too few.
+    """
+    ends: list[Tensor] = []
     with taps.recording():
         for args, named in calls:
             block(*args, **named)
-            scores = functions.softmax.seen["scores"]
-            lows.append(float(scores.min())), highs.append(float(scores.max()))
+            ends.append(torch.stack(functions.softmax.seen["scores"].aminmax()))
             taps.states.clear()
-    low, high = min(lows), max(highs)
+    low, high = float(torch.stack(ends).min()), float(torch.stack(ends).max())
     for squarings in range(3, _MOST_SQUARINGS + 1):
-        found = Exponential(2, squarings, (low, high))
         if low > -1.5 * 2**squarings and high**3 / (6 * 4**squarings) <= _CLOSE:
-            return found
-    return found
+            return Exponential(2, squarings, (low, high))
+    raise InputError(
+        f"{where}: scores from {low:.3g} to {high:.3g} are too large for {_MOST_SQUARINGS} squarings; a student with "
+        "distil.direct = false can be trained to have smaller ones"
+    )
 
 
 def _fit_down(down: nn.Linear, hidden: Tensor, features: Tensor, typical: Tensor) -> None:

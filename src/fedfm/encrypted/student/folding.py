@@ -176,10 +176,12 @@ def fold_block(block: Any) -> FoldedBlock:
         weights[name], weights[f"{name}_bias"] = w * factor, b * factor
     if bool(softmax.offset.any()):
         weights["key_offset"] = _array(softmax.offset).reshape(-1)
-    core = quadratic
+    core: Quadratic | NeuronCore
     if isinstance(quadratic, NeuronGelu):
         _fold_neurons(weights, quadratic)
         core = quadratic.core
+    else:
+        core = quadratic
     return FoldedBlock(
         weights=weights,
         heads=int(attention.num_attention_heads),

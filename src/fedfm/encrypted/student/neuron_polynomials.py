@@ -75,7 +75,7 @@ class NeuronGelu:
     factors: Numbers
     slopes: Numbers
     constants: Numbers
-    _tensors: dict[Any, list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    _tensors: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -95,7 +95,8 @@ class NeuronGelu:
     def values(self, t: Tensor) -> Tensor:
         """Return f_j(m_j + s_j t_j)."""
         centres, scales, factors, slopes, constants = self._as(t)
-        return self.core.evaluate_folded(t) * factors + (t * scales + centres) * slopes + constants
+        even: Tensor = self.core.evaluate_folded(t)
+        return even * factors + (t * scales + centres) * slopes + constants
 
     def _as(self, x: Tensor) -> list[Tensor]:
         key = (x.dtype, x.device)
@@ -194,4 +195,5 @@ def _solve(terms: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     weighted = (terms * weights[:, None]).permute(2, 0, 1)  # (neurons, terms, points)
     gram, right = weighted @ terms.permute(2, 1, 0), weighted @ target.T[..., None]
     ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    return torch.linalg.solve(gram + ridge[:, None, None] * torch.eye(len(terms), dtype=gram.dtype), right)[..., 0]
+    found: Tensor = torch.linalg.solve(gram + ridge[:, None, None] * torch.eye(len(terms), dtype=gram.dtype), right)
+    return found[..., 0]
