@@ -27,7 +27,8 @@ def by_definition(block, x):
         if block.centred_keys:  # over the places, where the first tokens count twice
             keys = keys - np.concatenate([keys, keys[:, : places - keys.shape[1]]], 1).mean(1, keepdims=True)
         keys = keys + (block.weights["key_offset"][at] if "key_offset" in block.weights else 0.0)
-        powers = value(block.exponential, np.einsum("ntd,nsd->nts", q[..., at], keys))
+        shift = block.weights["score_shift"][h] if "score_shift" in block.weights else 0.0
+        powers = value(block.exponential, np.einsum("ntd,nsd->nts", q[..., at], keys) + shift)
         c = block.inverse_scales[h]
         inverses = block.inverse.evaluate_folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy() * c
         heads.append((powers * inverses) @ v[..., at])

@@ -89,7 +89,7 @@ def test_the_offset_changes_no_exact_softmax(student):
     softmax = PolynomialSoftmax(2)
     q, k = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
     before = softmax(q, k, None, 0.5)
-    softmax.offset = torch.randn(2, 4)
+    softmax.offset, softmax.shift = torch.randn(2, 4), torch.randn(2)
     torch.testing.assert_close(softmax(q, k, None, 0.5), before)
     torch.testing.assert_close(before, (0.5 * q @ k.mT).softmax(-1))
 
@@ -99,7 +99,7 @@ def test_the_folded_student_is_the_module(student):
     spec = ModelSpec(str(folder), adaptation=AdaptationSpec("full"))
     module = load_model(spec, classes=("a", "b"), kind="image").module.double()
     folded = conversion.fold(module)
-    assert {"key_offset", "skip"} <= set(folded.blocks[0].weights)
+    assert {"key_offset", "score_shift", "skip"} <= set(folded.blocks[0].weights)
     with torch.no_grad():
         want = conversion.block_states(module, x.double())
     np.testing.assert_allclose(states_by_definition(folded, x.double()), want, atol=1e-9)

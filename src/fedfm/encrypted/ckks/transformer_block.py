@@ -107,8 +107,8 @@ class EncryptedBlock:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m); and biases, named
             ``*_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
             and shifts of the norms; output and down subtract the mean over the features. There may be ``key_offset``
-            (d,), which is added to the centred keys, and ``skip`` (d, d) with its bias, which maps the MLP's input to
-            what is added to its output.
+            (d,), which is added to the centred keys, ``score_shift`` (heads,), which is added to the scores, and
+            ``skip`` (d, d) with its bias, which maps the MLP's input to what is added to its output.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.
         inverse: polynomial for 1 / x, where x is the sum of a row times ``inverse_scales``.
@@ -185,11 +185,17 @@ class EncryptedBlock:
         if "key_offset" in self.weights:
             key = key.plus(self.weights["key_offset"])
         query, key, value = (x.refresh() for x in (query, key, value))
-        powers = self.exponential.evaluate_folded(self._scores(query, key) + b)
+        powers = self.exponential.evaluate_folded(self._shifted(self._scores(query, key), a, b))
         sums = self._scaled_row_sums(powers)
         inverses = self.inverse.evaluate_folded(sums).times(self.inverse_scales)
         # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
+
+    def _shifted(self, scores: Ciphertexts, a: float, b: float) -> Ciphertexts:
+        """Add the constant of the polynomial of exp, and the heads' own."""
+        if "score_shift" not in self.weights:
+            return scores + b
+        return scores.plus(np.repeat(a * self.weights["score_shift"] + b, self.layout.places))
 
     # Diagonal g b + i of head k has the index k T + g b + i. It stays rotated by -g b places until the rows are summed.
     # So its slot t has the key of place t + i, for every g.

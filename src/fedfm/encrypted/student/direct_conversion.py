@@ -3,8 +3,8 @@
 The polynomials of a trained ViT's functions fail for four reasons. Each has a cure in closed form:
 
 - Row sums of exp spread over a factor of e^13. A row's scores may be shifted by any linear function of the row's query,
-  which does not change the softmax: an offset of the keys. It is fitted to the logarithms of the row sums, in a norm
-  that weighs large residuals (p = 8).
+  which does not change the softmax: an offset of the keys, and a number a head. It is fitted to the logarithms of the
+  row sums, in a norm that weighs large residuals (p = 8).
 - Scores reach 20. The polynomial of exp is squared more often, as far as the block's scores need it.
 - Variances and row sums keep ratios above 64. A larger ratio takes more steps on one ciphertext for the variances, and
   on one for each head for the row sums: few among the hundreds of the other steps. Where a block needs more than
@@ -79,7 +79,8 @@ def _convert_block(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     softmax = functions.softmax
     queries, log_sums = _rows_of_scores(taps, block, functions, calls)
-    softmax.offset = torch.stack([-_offset(q, s) for q, s in zip(queries, log_sums, strict=True)]).to(softmax.scales)
+    found = torch.stack([-_offset(q, s) for q, s in zip(queries, log_sums, strict=True)]).to(softmax.scales)
+    softmax.offset, softmax.shift = found[:, :-1].contiguous(), found[:, -1].contiguous()
     softmax.exponential = _exponential(taps, block, functions, calls, where)
     hidden = _Hidden(block.mlp.fc1.out_features, sum(args[0].shape[0] * args[0].shape[1] for args, _ in calls))
     hook = block.mlp.fc1.register_forward_hook(hidden)
@@ -92,7 +93,7 @@ def _convert_block(
     entry = fit_polynomials.entry(measured, "scaled", softmax.exponential, where, WIDEST_DIRECT)
     x = torch.cat(hidden.sample)
     neurons = fit_neurons(x[:: max(1, len(x) // _FEW)], hidden.low, hidden.high)
-    entry |= {"gelu": neurons.to_entry(), "offset": softmax.offset.tolist()}
+    entry |= {"gelu": neurons.to_entry(), "offset": softmax.offset.tolist(), "shift": softmax.shift.tolist()}
     _fit_down(block.mlp.fc2, x, neurons.values(neurons.places(x)), typical)
     fit_polynomials.apply(functions, entry)
     _, states = run_block(taps, block, functions, calls)
@@ -139,7 +140,7 @@ def _rows_of_scores(taps: Taps, block: nn.Module, functions: Functions, calls: l
 
 
 def _offset(query: Tensor, log_sums: Tensor) -> Tensor:
-    """Return the vector c for which query @ c is closest to the log sums, up to a constant, in the norm of p = 8."""
+    """Return (c, b) for which query @ c + b is closest to the log sums, in the norm of p = 8."""
     x = torch.cat([query, torch.ones(len(query), 1)], 1).double()
     y, weight = log_sums.double(), torch.ones(len(query), dtype=torch.float64)
     found = torch.zeros(x.shape[1], dtype=torch.float64)
@@ -149,7 +150,7 @@ def _offset(query: Tensor, log_sums: Tensor) -> Tensor:
         found = torch.linalg.solve(gram, (x * weight[:, None]).T @ y)
         away = (y - x @ found).abs()
         weight = (weight + (away / away.max().clamp_min(1e-12)).clamp_min(1e-2) ** (_POWER - 2)) / 2
-    return found[:-1].float()
+    return found.float()
 
 
 def _exponential(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call], where: str) -> Exponential:

@@ -211,6 +211,7 @@ def apply(block: Functions, entry: Mapping[str, Any]) -> None:
     block.softmax.scales.copy_(scales)
     if "offset" in entry:
         block.softmax.offset = torch.tensor(entry["offset"]).to(block.softmax.scales)
+        block.softmax.shift = torch.tensor(entry["shift"]).to(block.softmax.scales)
     for norm, spec in zip(block.norms, entry["norms"], strict=True):
         interval = _pair(spec["interval"])
         check_ratio(interval, "variances", widest)

@@ -39,9 +39,9 @@ class FoldedBlock:
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and the
-            same names with ``_bias``, all in float64. The query includes the factor of the scores. ``key_offset``
-            (d,), if it is there, is added to the centred keys; ``skip`` (d, d) maps the MLP's input to what is added
-            to its output.
+            same names with ``_bias``, all in float64. The query includes the factor of the scores. If they are there,
+            ``key_offset`` (d,) is added to the centred keys, ``score_shift`` (heads,) to the scores, and ``skip``
+            (d, d) maps the MLP's input to what is added to its output.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential, inverse, gelu: the polynomials for exp, for 1 / x of the row sums of exp, and for GELU.
         inverse_scales: (heads,), factors that multiply the row sums before ``inverse`` is applied, and then the
@@ -175,7 +175,7 @@ def fold_block(block: Any) -> FoldedBlock:
         factor = attention.scaling if name == "query" else 1.0
         weights[name], weights[f"{name}_bias"] = w * factor, b * factor
     if bool(softmax.offset.any()):
-        weights["key_offset"] = _array(softmax.offset).reshape(-1)
+        weights["key_offset"], weights["score_shift"] = _array(softmax.offset).reshape(-1), _array(softmax.shift)
     core: Quadratic | NeuronCore
     if isinstance(quadratic, NeuronGelu):
         _fold_neurons(weights, quadratic)
@@ -295,7 +295,8 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
         k = observe(k - mean_over_places(k, places_of(tokens) - tokens))
     if "key_offset" in w:
         k = observe(k + w["key_offset"].reshape(block.heads, 1, -1))
-    powers = block.exponential(q @ k.transpose(-1, -2))
+    shift = w["score_shift"][:, None, None] if "score_shift" in w else 0.0
+    powers = block.exponential(q @ k.transpose(-1, -2) + shift)
     c = torch.from_numpy(block.inverse_scales)[:, None, None]
     weights = observe(powers * (block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * c))
     z = observe(x + linear("output", observe(weights @ v).transpose(1, 2).reshape(n, tokens, d)))

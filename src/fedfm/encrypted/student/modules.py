@@ -88,11 +88,13 @@ class PolynomialSoftmax(Replaced):
         copies: number of places that hold a copy of a token.
         offset: (heads, d / heads), or zeros (heads, 1), added to the centred keys. It adds a linear function of the
             query to all scores of a row, which does not change the softmax, but brings the row sums closer together.
+        shift: (heads,), added to all scores of a head, which changes no softmax either.
         scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
 
     scales: Tensor
     offset: Tensor
+    shift: Tensor
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -101,6 +103,7 @@ class PolynomialSoftmax(Replaced):
         self.copies = 0
         self.register_buffer("scales", torch.ones(heads), persistent=False)
         self.register_buffer("offset", torch.zeros(heads, 1), persistent=False)
+        self.register_buffer("shift", torch.zeros(heads), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Compute attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
@@ -113,7 +116,7 @@ class PolynomialSoftmax(Replaced):
             real = mask[:, :, -1, :, None].to(key.dtype)
             key = key - (key * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
         key = key + self.offset.to(key.dtype)[:, None]
-        scores = wide((query * scaling) @ key.transpose(-1, -2))
+        scores = wide((query * scaling) @ key.transpose(-1, -2)) + self.shift[:, None, None]
         self._record("scores", scores)
         self._record("query", query * scaling)
         masked = scores if mask is None else scores.masked_fill(~mask, NO_KEY)
