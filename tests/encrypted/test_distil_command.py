@@ -191,15 +191,3 @@ def test_a_twin_outside_its_intervals_says_so(whole):
     assert "encrypted runs refuse this student" in table(whole[1] | {"outside": float("nan")})
     assert "activations overflow" not in table(whole[1])
     assert "activations overflow" in table(whole[1] | {"distance": float("nan")})
-
-
-@pytest.mark.parametrize(
-    ("size", "cure"),
-    [((8, 8), "distil.class_token = false"), ((12, 12), "distil.class_token = false and distil.image_size = 8")],
-)
-def test_a_twin_that_no_rotation_takes_is_refused_with_what_makes_one(tmp_path, size, cure):
-    pictures(tmp_path, n=40)
-    tiny("vit", tmp_path / "vit", size, head=True)
-    tables = {"data": {"path": str(tmp_path / "pictures.npz")}, "model": {"name": str(tmp_path / "vit")}}
-    with pytest.raises(InputError, match=f"power of two; distil with {cure}$"):
-        distil({**tables, "distil": {"epochs": [1, 1, 1], "threads": 1}}, tmp_path / "twin")

@@ -96,19 +96,19 @@ def weights(seed=0):
     return made
 
 
-def clear(x, w, centred=True):
+def clear(x, w, centred=True, tokens=TOKENS):
     """The block by its definition, with softmax weights of polynomials: (samples, tokens, d) -> the same, scales."""
 
     def norm(v):
         return v * apply(NORM, (v**2).mean(-1, keepdims=True))
 
     def heads(v):
-        return v.reshape(len(v), TOKENS, HEADS, -1).transpose(0, 2, 1, 3)
+        return v.reshape(*v.shape[:2], HEADS, -1).transpose(0, 2, 1, 3)
 
     y = norm(x)
     q, k, v = (heads(y @ w[name].T + w[f"{name}_bias"]) for name in ("query", "key", "value"))
     if centred:
-        k = k - k.mean(axis=2, keepdims=True)
+        k = k - np.concatenate([k, k[:, :, : tokens - x.shape[1]]], 2).mean(axis=2, keepdims=True)  # over the places
     e = apply(EXP, q @ k.transpose(0, 1, 3, 2))
     sums = e.sum(-1, keepdims=True)
     scales = 2 / (sums.min((0, 2, 3)) + sums.max((0, 2, 3)))
@@ -118,26 +118,27 @@ def clear(x, w, centred=True):
     return z + apply(GELU, norm(z) @ w["up"].T + w["up_bias"]) @ w["down"].T + w["down_bias"], scales
 
 
-def rows(samples=LAYOUT.samples):
+def rows(samples=LAYOUT.samples, tokens=TOKENS):
     rng = np.random.default_rng(1)
-    x = rng.normal(size=(samples, TOKENS, D))
+    x = rng.normal(size=(samples, tokens, D))
     x -= x.mean(-1, keepdims=True)
-    return x / x.std(-1, keepdims=True) * rng.uniform(0.85, 1.15, (samples, TOKENS, 1))
+    return x / x.std(-1, keepdims=True) * rng.uniform(0.85, 1.15, (samples, tokens, 1))
 
 
 class Session:
     """Client and server of one session, connected by bytes."""
 
-    def __init__(self, bound=BOUND):
+    def __init__(self, bound=BOUND, layout=LAYOUT, public=PUBLIC):
+        self.layout = layout
         self.here, self.there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
-        self.server = seal.ServerKeys(PARAMETERS, PUBLIC, floor=FLOOR)
+        self.server = seal.ServerKeys(PARAMETERS, public, floor=FLOOR)
         self.server.refresh = self.refresh = RemoteRefresh(Masking(bound), self.there, self.answer)
 
     def answer(self, message):
         return answer_refresh(CLIENT, self.here, message, FLOOR)
 
     def send(self, x):
-        message = encrypt_message(CLIENT, self.here, LAYOUT.pack(x))
+        message = encrypt_message(CLIENT, self.here, self.layout.pack(x))
         residues, scale = self.there.unpack(message, limbs=PARAMETERS.limbs, count=D, scale=PARAMETERS.scale)
         return Ciphertexts(residues.view(np.uint64), scale, self.server)
 
@@ -160,6 +161,45 @@ def test_a_block_gives_what_it_gives_in_the_clear(centred):
     assert ledger.spent < 2.0**-40
     assert ledger.ciphertexts > 40
     assert session.refresh.bytes_up / session.refresh.bytes_down == pytest.approx(175 / 230, rel=0.01)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("centred", [True, False])
+def test_copies_of_tokens_fill_the_places_and_change_nothing(centred):
+    """Three tokens in four places; the fourth is a copy of the first and has to weigh nothing."""
+    layout = Packing(PARAMETERS, 3)
+    session, x = Session(layout=layout), rows(700, 3)
+    want, scales = clear(x, weights(), centred)
+    got = block(layout=layout, centred_keys=centred, inverse_scales=scales)(session.send(x))
+    slots = CLIENT.decrypt(got.residues, got.scale)
+    np.testing.assert_allclose(layout.unpack(slots, 700), want, atol=1e-3)
+    whole = Packing(PARAMETERS, 4).unpack(slots, 700)
+    np.testing.assert_allclose(whole[:, 3], whole[:, 0], atol=1e-3)  # the copy stays one
+    four = Session()
+    block(inverse_scales=scales)(four.send(rows(700)))
+    spent = [s.refresh.masking.ledger.ciphertexts for s in (session, four)]
+    assert spent[0] == spent[1]  # the mask takes no refresh
+
+
+@pytest.mark.proof
+def test_the_tokens_of_a_vit_at_224_pixels():
+    """197 tokens in 256 places, 16 samples in a ciphertext."""
+    layout = Packing(PARAMETERS, 197)
+    session, x = Session(layout=layout, public=CLIENT.public(layout.rotations)), rows(16, 197)
+    want, scales = clear(x, weights(), tokens=256)
+    got = block(layout=layout, inverse_scales=scales)(session.send(x))
+    np.testing.assert_allclose(layout.unpack(CLIENT.decrypt(got.residues, got.scale), 16), want, atol=1e-3)
+
+
+def test_any_number_of_tokens_has_places():
+    layout = Packing(PARAMETERS, 197)
+    assert (layout.places, layout.samples, layout.baby) == (256, 16, 16)
+    x = np.random.default_rng(0).normal(size=(2, 197, 3))
+    packed = layout.pack(x)
+    assert np.array_equal(layout.unpack(packed, 2), x)
+    assert packed[1, 197 * 16] == x[0, 0, 1]
+    assert packed[1, 255 * 16 + 1] == x[1, 58, 1]
+    assert layout.rotations == Packing(PARAMETERS, 256).rotations
 
 
 def test_rows_are_packed_by_token_and_sample():
@@ -195,8 +235,8 @@ def test_a_run_beyond_its_distance_ends_before_it_sends():
 
 
 def test_wrong_shapes_are_refused():
-    with pytest.raises(InputError, match="power of two"):
-        Packing(PARAMETERS, 17)
+    with pytest.raises(InputError, match="4097 tokens: expected 1 to 4096"):
+        Packing(PARAMETERS, 4097)
     with pytest.raises(InputError, match="up to 1024 samples of 4 tokens"):
         LAYOUT.pack(np.zeros((2, 5, D)))
     with pytest.raises(InputError, match="expected up of shape"):

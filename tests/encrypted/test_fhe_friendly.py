@@ -18,6 +18,7 @@ from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.saved_modules import as_saved
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from folded_blocks import states_by_definition
 from tiny_twins import make_twin, tiny
 
 
@@ -246,42 +247,6 @@ def test_other_models_are_refused():
 
 
 # --- folding ----------------------------------------------------------------------------------------------------------
-def by_definition(block, x):
-    """One block in NumPy, from its matrices and the recipes alone: (n, T, d) -> (n, T, d)."""
-
-    def value(polynomial, v):
-        a, b = polynomial.fold
-        return polynomial.evaluate_folded(torch.from_numpy(a * v + b)).numpy()
-
-    def norm(v, polynomial):
-        return v * value(polynomial, (v * v).mean(-1, keepdims=True))
-
-    def linear(name, v):
-        return v @ block.weights[name].T + block.weights[f"{name}_bias"]
-
-    y = norm(x, block.norms[0])
-    q, k, v = (linear(name, y) for name in ("query", "key", "value"))
-    size, heads = x.shape[-1] // block.heads, []
-    for h in range(block.heads):
-        at = slice(h * size, (h + 1) * size)
-        keys = k[..., at] - k[..., at].mean(1, keepdims=True) if block.centred_keys else k[..., at]
-        powers = value(block.exponential, np.einsum("ntd,nsd->nts", q[..., at], keys))
-        c = block.inverse_scales[h]
-        inverses = block.inverse.evaluate_folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy() * c
-        heads.append((powers * inverses) @ v[..., at])
-    z = x + linear("output", np.concatenate(heads, -1))
-    return z + linear("down", value(block.gelu, linear("up", norm(z, block.norms[1]))))
-
-
-def states_by_definition(folded, x):
-    tokens = folded.patch(x).numpy() @ folded.embedding.T + folded.bias + folded.positions
-    out = []
-    for block in folded.blocks:
-        tokens = by_definition(block, tokens)
-        out.append(tokens)
-    return np.stack(out, 1)
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("polynomials", ["scaled", "paper"])
 def test_the_folded_model_by_its_definition(tmp_path, polynomials):
@@ -300,12 +265,13 @@ def test_the_folded_model_by_its_definition(tmp_path, polynomials):
 
 
 @pytest.mark.proof
-def test_a_class_token_is_a_token_of_zeros(tmp_path):
-    """Three patches and a class token are four tokens."""
-    x = make_twin("vit", tmp_path, size=(4, 12)).double()
+@pytest.mark.parametrize(("size", "tokens"), [((4, 12), 4), ((8, 8), 5)])
+def test_a_class_token_is_a_token_of_zeros(tmp_path, size, tokens):
+    """Three or four patches and a class token."""
+    x = make_twin("vit", tmp_path, size=size).double()
     module = load(tmp_path).module.double()
     got = conversion.fold(module)
-    assert got.patch(x).shape == (len(x), 4, 48)
+    assert got.patch(x).shape == (len(x), tokens, 48)
     with torch.no_grad():
         want = conversion.block_states(module, x)
     np.testing.assert_allclose(states_by_definition(got, x), want, atol=1e-9)
@@ -328,9 +294,6 @@ def test_models_that_cannot_run_encrypted_are_refused(twin, tmp_path):
         conversion.fold(load(tiny("ijepa", tmp_path / "plain")).module)
     with pytest.raises(InputError, match="merge"):
         conversion.fold(load(folder, "lora").module)
-    make_twin("vit", tmp_path / "vit")
-    with pytest.raises(InputError, match=r"5 tokens, 1 of them class tokens.* power of two"):
-        conversion.fold(load(tmp_path / "vit").module)
     module = load(folder).module
     module.config.fedfm_polynomials["outside"] = 0.0011
     with pytest.raises(InputError, match=r"0.11% of the arguments .* train it longer"):

@@ -33,6 +33,18 @@ def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts
     return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator)
 
 
+def times_slots(x: Ciphertexts, plains: Residues, scale: float) -> Ciphertexts:
+    """Multiply slot by slot: ciphertext i by plaintext i modulo k, (count,), (k, primes, N) -> (count,).
+
+    The result is not rescaled: its scale is the scale of x times ``scale``, the scale of the plaintexts.
+
+    Raises:
+        InputError: the shapes do not match.
+    """
+    parts = [weighted_sum(x[[i]], plains[i % len(plains)][None], scale).residues for i in range(len(x))]
+    return Ciphertexts(np.concatenate(parts).view(np.uint64), x.scale * scale, x.evaluator)
+
+
 def weighted_sum(x: Ciphertexts, plains: Residues, scale: float) -> Ciphertexts:
     """Return the sum over i of x_i times plaintext i, slot by slot: (count,), (count, primes, N) -> one ciphertext.
 

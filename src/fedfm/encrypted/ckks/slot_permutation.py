@@ -83,7 +83,7 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
         here = np.flatnonzero(shifts // b == g)
         run[shifts[here] % b, here] = 1
         # The giant step rotates after the product with the mask, so rotate the mask back.
-        out[g] = encode_slots(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
+        out[g] = encode_slots(np.tile(np.roll(run, g * b, axis=1), layout.places), limbs, scale, ring)
     return out
 
 

@@ -5,6 +5,10 @@ product of its matrix with the array of ciphertexts. A rotation by j B slots mov
 since T B is the number of slots. Attention computes the score matrix by its T diagonals. Diagonal j is written as
 j = g b + i, with baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
 
+T is the number of places, a power of two. If a model has fewer tokens, the other places hold copies of its first
+tokens, so that every argument in them is one of a real token. As keys, the copies are multiplied by zero: in the row
+sums, where these are scaled anyway, and in the attention weights, on the level that is left before their refresh.
+
 The block expects centred tokens: the weights before both norms already subtract the means, so no norm subtracts a mean.
 """
 
@@ -20,7 +24,9 @@ from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, outer, relinearise_and_rescale
 from fedfm.encrypted.ckks.matrices import linear
-from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.ring import Parameters, Residues
+from fedfm.encrypted.ckks.slot_constants import encode_slots, times_slots, weighted_sum
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 
 Matrix = NDArray[np.floating[Any]]
@@ -45,31 +51,36 @@ class Packing:
     """The order of tokens and samples in the slots of a ciphertext.
 
     Raises:
-        InputError: the number of tokens is not a power of two, so that rotations would not be cyclic.
+        InputError: there are more tokens than slots.
     """
 
     parameters: Parameters
     tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.tokens & (self.tokens - 1) or self.tokens > self.parameters.slots:
-            raise InputError(f"{self.tokens} tokens: expected a power of two up to {self.parameters.slots}")
+        if not 1 <= self.tokens <= self.parameters.slots:
+            raise InputError(f"{self.tokens} tokens: expected 1 to {self.parameters.slots}")
+
+    @property
+    def places(self) -> int:
+        """T, the number of tokens rounded up to a power of two, because rotations are cyclic."""
+        return places_of(self.tokens)
 
     @property
     def samples(self) -> int:
         """B, the number of samples in a ciphertext."""
-        return self.parameters.slots // self.tokens
+        return self.parameters.slots // self.places
 
     @property
     def baby(self) -> int:
-        """Number of baby steps; the number of giant steps is ``tokens`` divided by this number."""
-        return 1 << (self.tokens.bit_length() - 1) // 2
+        """Number of baby steps; the number of giant steps is ``places`` divided by this number."""
+        return 1 << (self.places.bit_length() - 1) // 2
 
     @property
     def rotations(self) -> set[int]:
         """Rotation steps for which the client has to send keys."""
-        giants = range(self.baby, self.tokens, self.baby)
-        doubles = (1 << k for k in range(self.tokens.bit_length() - 1))
+        giants = range(self.baby, self.places, self.baby)
+        doubles = (1 << k for k in range(self.places.bit_length() - 1))
         steps = {*range(1, self.baby), *giants, *(-g for g in giants), *doubles}
         return {step * self.samples for step in steps}
 
@@ -79,12 +90,13 @@ class Packing:
         if tokens != self.tokens or not 1 <= samples <= self.samples:
             raise InputError(f"rows of shape {x.shape}: expected up to {self.samples} samples of {self.tokens} tokens")
         full = np.concatenate([x, np.repeat(x[:1], self.samples - samples, axis=0)]).astype(np.float64)
+        full = np.concatenate([full, full[:, : self.places - tokens]], axis=1)
         return np.ascontiguousarray(full.transpose(2, 1, 0)).reshape(features, -1)
 
     def unpack(self, slots: Matrix, samples: int) -> NDArray[np.float64]:
         """Invert :meth:`pack` for the first ``samples`` samples."""
-        x = slots.reshape(len(slots), self.tokens, self.samples)
-        return np.ascontiguousarray(x.transpose(2, 1, 0)[:samples].astype(np.float64))
+        x = slots.reshape(len(slots), self.places, self.samples)
+        return np.ascontiguousarray(x.transpose(2, 1, 0)[:samples, : self.tokens].astype(np.float64))
 
 
 @dataclass(frozen=True)
@@ -94,13 +106,15 @@ class EncryptedBlock:
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m); and biases, named
             ``*_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
-            and shifts of the norms; output and down subtract the mean over the features.
+            and shifts of the norms; output and down subtract the mean over the features. There may be ``key_offset``
+            (d,), which is added to the centred keys, ``score_shift`` (heads,), which is added to the scores, and
+            ``skip`` (d, d) with its bias, which maps the MLP's input to what is added to its output.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.
         inverse: polynomial for 1 / x, where x is the sum of a row times ``inverse_scales``.
         inverse_scales: (heads,), the factors of the row sums.
         gelu: polynomial for GELU.
-        centred_keys: whether the mean over the tokens is subtracted from the keys, which does not change the softmax.
+        centred_keys: whether the mean over the places is subtracted from the keys, which does not change the softmax.
 
     Raises:
         InputError: a matrix is missing or has a wrong shape.
@@ -151,34 +165,44 @@ class EncryptedBlock:
         """Return W_2 gelu(W_1 y + b_1) + b_2."""
         a, b = self.gelu.fold
         hidden = linear(self.weights["up"] * a, y, self.weights["up_bias"] * a + b)
-        return linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
+        out = linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
+        return out + linear(self.weights["skip"], y, self.weights["skip_bias"]) if "skip" in self.weights else out
 
     def attention(self, y: Ciphertexts) -> Ciphertexts:
         """Return the outputs of all heads, concatenated: (d,) -> (d,)."""
         a, b = self.exponential.fold
-        tokens = self.layout.tokens
+        places = self.layout.places
         query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
         value = linear(self.weights["value"], y, self.weights["value_bias"])
         if self.centred_keys:
-            part = linear(self.weights["key"] / tokens, y, self.weights["key_bias"] / tokens)
+            part = linear(self.weights["key"] / places, y, self.weights["key_bias"] / places)
             total = part
-            for k in range(tokens.bit_length() - 1):
+            for k in range(places.bit_length() - 1):
                 total = total + total.rotate(self.layout.samples << k)
-            key = _times_whole(part, tokens) - total
+            key = _times_whole(part, places) - total
         else:
             key = linear(self.weights["key"], y, self.weights["key_bias"])
+        if "key_offset" in self.weights:
+            key = key.plus(self.weights["key_offset"])
         query, key, value = (x.refresh() for x in (query, key, value))
-        powers = self.exponential.evaluate_folded(self._scores(query, key) + b)
-        sums = self._row_sums(powers).times(self.inverse_scales)
+        powers = self.exponential.evaluate_folded(self._shifted(self._scores(query, key), a, b))
+        sums = self._scaled_row_sums(powers)
         inverses = self.inverse.evaluate_folded(sums).times(self.inverse_scales)
         # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
 
-    # Diagonal g b + i of head k has the index k T + g b + i. It stays rotated by -g b tokens until the rows are summed.
+    def _shifted(self, scores: Ciphertexts, a: float, b: float) -> Ciphertexts:
+        """Add the constant of the polynomial of exp, and the heads' own."""
+        if "score_shift" not in self.weights:
+            return scores + b
+        return scores.plus(np.repeat(a * self.weights["score_shift"] + b, self.layout.places))
+
+    # Diagonal g b + i of head k has the index k T + g b + i. It stays rotated by -g b places until the rows are summed.
+    # So its slot t has the key of place t + i, for every g.
 
     @property
     def _giants(self) -> range:
-        return range(0, self.layout.tokens, self.layout.baby)
+        return range(0, self.layout.places, self.layout.baby)
 
     def _heads(self, x: Ciphertexts) -> list[Ciphertexts]:
         size = len(x) // self.heads
@@ -192,6 +216,28 @@ class EncryptedBlock:
             out.append(relinearise_and_rescale(outer(turned, babies, len(q))))
         return concatenate(out)
 
+    def _masks(self, x: Ciphertexts, scale: float, factor: float = 1.0) -> Residues:
+        """Encode ``factor`` at the keys of tokens and zero at those of copies, for each baby step: (b, primes, N)."""
+        place = np.arange(self.layout.places)
+        keys = (place + np.arange(self.layout.baby)[:, None]) % self.layout.places
+        values = np.where(keys < self.layout.tokens, factor, 0.0)
+        return encode_slots(np.repeat(values, self.layout.samples, axis=1), x.level + 1, scale, x.evaluator.ring)
+
+    def _scaled_row_sums(self, powers: Ciphertexts) -> Ciphertexts:
+        """Return the sums over the tokens' keys, times ``inverse_scales``: (heads,)."""
+        if self.layout.places == self.layout.tokens:
+            return self._row_sums(powers).times(self.inverse_scales)
+        x = powers.for_plain(float(np.abs(self.inverse_scales).min()))
+        step, b, scale, out = self.layout.samples, self.layout.baby, x.plain_scale(), []
+        for head, factor in zip(self._heads(x), self.inverse_scales, strict=True):
+            masks = self._masks(x, scale, float(factor))
+            parts = [weighted_sum(head[giant : giant + b], masks, scale) for giant in self._giants]
+            total = parts[0]
+            for giant, part in zip(self._giants[1:], parts[1:], strict=True):
+                total = total + part.rotate(giant * step)
+            out.append(total)
+        return x.evaluator.rescale(concatenate(out))
+
     def _row_sums(self, powers: Ciphertexts) -> Ciphertexts:
         step, b, out = self.layout.samples, self.layout.baby, []
         for head in self._heads(powers):
@@ -202,15 +248,16 @@ class EncryptedBlock:
         return concatenate(out)
 
     def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
-        """Return the attention weights: each diagonal times the inverse of its row sums."""
+        """Return the attention weights: each diagonal times the inverse of its row sums, and zero for copies."""
         step, b = self.layout.samples, self.layout.baby
         turned = inverses.rotations([-giant * step for giant in self._giants])
-        return (
-            powers
-            * turned[
-                [g * self.heads + k for k in range(self.heads) for g in range(len(self._giants)) for _ in range(b)]
-            ]
-        )
+        rows = [g * self.heads + k for k in range(self.heads) for g in range(len(self._giants)) for _ in range(b)]
+        weights = powers * turned[rows]
+        if self.layout.places == self.layout.tokens:
+            return weights
+        weights = weights.for_plain()
+        scale = weights.plain_scale()
+        return weights.evaluator.rescale(times_slots(weights, self._masks(weights, scale), scale))
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
         """Return the sums of the values, weighted by the attention weights."""

@@ -197,7 +197,7 @@ def _seconds(
 
     ``again`` is the number of ciphertexts of states that a client returns, over all blocks; 0 in the masked protocol.
     """
-    parameters, (tokens, d) = layout.parameters, folded.positions.shape
+    parameters, d = layout.parameters, folded.positions.shape[1]
     floor = messages.floor_of(parameters)
     client = seal.ClientKeys(parameters)
     public = client.public(rotations)
@@ -231,9 +231,11 @@ def _seconds(
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
     refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
-    pairs = [layer.heads * tokens + d * (tokens // layout.baby) for layer in folded.blocks]  # sums of many products
+    pairs = [
+        layer.heads * layout.places + d * (layout.places // layout.baby) for layer in folded.blocks
+    ]  # sums of many products
     alone = sum(n for (name, _), n in operations.items() if name == "relinearise") - sum(pairs)
-    multiplied = 2 * d * tokens * term + (alone / len(counts) + 2 * d) * product
+    multiplied = 2 * d * layout.places * term + (alone / len(counts) + 2 * d) * product
     return (
         float(fixed + refreshed * ours + again_each * taken + multiplied + (4 * d * d + 2 * d * m) * matrix),
         float(refreshed * theirs + again_each * returned),

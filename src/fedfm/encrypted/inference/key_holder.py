@@ -47,7 +47,7 @@ class KeyHolder:
         """Make a key holder with new keys.
 
         Raises:
-            InputError: the number of tokens is not a power of two.
+            InputError: there are more tokens than slots.
         """
         return cls(tokens, parameters)
 

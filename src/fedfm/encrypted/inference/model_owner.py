@@ -143,8 +143,8 @@ class ModelOwner:
             rows, limbs=limbs, count=folded.embedding.shape[1], scale=parameters.scale
         )
         x = Ciphertexts(residues.view(np.uint64), scale, self.keys)
-        added = (folded.positions + folded.bias).T
-        return plus_slots(linear(folded.embedding, x), np.repeat(added, self.layout.samples, axis=1))
+        added = self.layout.pack((folded.positions + folded.bias)[None])
+        return plus_slots(linear(folded.embedding, x), added)
 
     def _resume(self, start: Checkpoint) -> Ciphertexts:
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
@@ -169,7 +169,9 @@ class ModelOwner:
         out = []
         for start in range(0, len(x), self.kind.together):
             part = x[start : start + self.kind.together]
-            sums = {j: weighted_sum(part, p[: len(part)], factor) for j, p in plains.items()}
+            # The last ciphertext may lack features. SEAL refuses to rotate a product with zeros.
+            used = {j: p[: len(part)] for j, p in plains.items() if p[: len(part)].any()}
+            sums = {j: weighted_sum(part, p, factor) for j, p in used.items()}
             out.append(self._rotate_and_sum(sums).residues)
         released = np.concatenate(out).view(np.uint64)
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
@@ -182,11 +184,11 @@ class ModelOwner:
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """Rotate each ciphertext in ``sums`` by its key, which is a number of tokens, and add the results.
+        """Rotate each ciphertext in ``sums`` by its key, which is a number of places, and add the results.
 
         Rotations by a power of two are applied to sums, so that several ciphertexts share one rotation.
         """
-        for bit in range(self.layout.tokens.bit_length() - 1):
+        for bit in range(self.layout.places.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}
             for j, x in sorted(sums.items()):
                 moved = x.rotate(self.layout.samples << bit) if j & 1 else x

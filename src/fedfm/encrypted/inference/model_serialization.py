@@ -14,10 +14,11 @@ import numpy as np
 from fedfm.encrypted.ckks.transformer_block import Folding
 from fedfm.encrypted.inference.folded_model import FoldedLayer, FoldedModel
 from fedfm.encrypted.inference.released_states import Numbers
+from fedfm.encrypted.student.neuron_polynomials import NeuronCore
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 from fedfm.errors import InputError
 
-_KINDS: dict[str, Any] = {c.__name__: c for c in (Exponential, Inverse, InverseSquareRoot, Quadratic)}
+_KINDS: dict[str, Any] = {c.__name__: c for c in (Exponential, Inverse, InverseSquareRoot, NeuronCore, Quadratic)}
 _ARRAYS = ("embedding", "bias", "positions", "scales", "ranges")
 
 

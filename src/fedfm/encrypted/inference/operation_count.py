@@ -15,13 +15,14 @@ from fedfm.encrypted.ckks.slot_permutation import permute_samples
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.folded_model import FoldedLayer, block_of
+from fedfm.encrypted.token_places import places_of
 
 
 class _Short:
-    """Parameters with one slot for each token."""
+    """Parameters with one slot for each place of a token."""
 
-    def __init__(self, parameters: Parameters, tokens: int) -> None:
-        self._parameters, self.degree, self.slots = parameters, 2 * tokens, tokens
+    def __init__(self, parameters: Parameters, places: int) -> None:
+        self._parameters, self.degree, self.slots = parameters, 2 * places, places
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameters, name)
@@ -89,7 +90,7 @@ def count_operations(
         fresh: whether the protocol is "permuted". If so, inputs of later blocks have all primes, and outputs are
             reordered.
     """
-    short = cast(Parameters, _Short(parameters, tokens))
+    short = cast(Parameters, _Short(parameters, places_of(tokens)))
     ring = Ring.__new__(Ring)
     ring.parameters, ring.degree, ring.primes = short, short.degree, np.array(parameters.primes, np.int64)
     floor = messages.floor_of(parameters)

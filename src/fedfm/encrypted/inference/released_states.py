@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 
 Numbers = NDArray[np.floating[Any]]
@@ -30,7 +31,7 @@ class Released:
 
     Attributes:
         kind: ``class``, ``grid`` or ``tokens``.
-        tokens: T, a power of two.
+        tokens: number of tokens of a sample. A ciphertext has a place for each, and more up to a power of two.
         features: d of the model.
         projection: (p, d), for ``tokens``; otherwise None.
         class_token: whether token 0 is a class token; if so, ``class`` is this token.
@@ -69,6 +70,11 @@ class Released:
         return {"class": 1, "grid": 5, "tokens": self.tokens}[self.kind]
 
     @property
+    def places(self) -> int:
+        """Number of places for tokens in a ciphertext, a power of two."""
+        return places_of(self.tokens)
+
+    @property
     def width(self) -> int:
         """Number of features at one disclosed position."""
         return self.features if self.projection is None else len(self.projection)
@@ -99,7 +105,7 @@ class Released:
         return np.concatenate([first, *parts], axis=-2)
 
     def weights(self) -> dict[int, NDArray[np.float64]]:
-        """Return factors (together, T) for each rotation j: one factor for each feature and token.
+        """Return factors (together, places) for each rotation j: one factor for each feature and place.
 
         For each j, the weighted features are added, and their sum is rotated by j tokens. The ciphertext is the sum of
         the results over j.
@@ -108,13 +114,13 @@ class Released:
         for group, slots in zip(self._groups(), self._targets(), strict=True):
             for feature, slot in enumerate(slots):
                 for token in group:
-                    j = (token - slot) % self.tokens
-                    out.setdefault(j, np.zeros((self.together, self.tokens)))[feature, token] = 1 / len(group)
+                    j = (token - slot) % self.places
+                    out.setdefault(j, np.zeros((self.together, self.places)))[feature, token] = 1 / len(group)
         return out
 
     def from_slots(self, slots: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
         """Arrange slots (ciphertexts, N / 2) as states (samples, P, width)."""
-        x = slots.reshape(len(slots), self.tokens, -1)[..., :samples]
+        x = slots.reshape(len(slots), self.places, -1)[:, : self.tokens, :samples]
         if self.kind == "tokens":
             return np.ascontiguousarray(x.transpose(2, 1, 0))
         parts = [x[:, targets].reshape(-1, samples)[: self.width] for targets in self._targets()]

@@ -17,6 +17,7 @@ from fedfm.core.crossing import Crossing
 from fedfm.core.federation import Federation
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.student.folding import Patches, fold
+from fedfm.encrypted.token_places import places_of
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
 
@@ -68,7 +69,7 @@ class ForwardPass:
     @property
     def batch(self) -> int:
         """The number of rows per batch."""
-        return max(SLOTS * self.ring // 8192 // self.tokens, 1)
+        return max(SLOTS * self.ring // 8192 // places_of(self.tokens), 1)
 
     def hello(self, **more: Any) -> Hello:
         """Make the hello to every client; ``more`` has further fields of the hello."""

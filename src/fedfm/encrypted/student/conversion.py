@@ -27,6 +27,7 @@ from fedfm.encrypted.student.modules import (
     Replaced,
     register,
 )
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
 
@@ -88,6 +89,11 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
         raise InputError(f"model.name: fedfm does not know the blocks of a model of type {inner.config.model_type!r}")
     register()
     made = tuple(_prepare_block(block, inner.config.model_type) for _, block in blocks)
+    if pre_norm(inner):
+        embedding: Any = families.find(inner, inner.config.model_type).embedding
+        tokens = embedding.position_embeddings.shape[1]
+        for functions in made:
+            functions.softmax.copies = places_of(tokens) - tokens
     inner.config._attn_implementation = ATTENTION
     return made
 
@@ -164,12 +170,12 @@ def depth(block: Functions) -> int:
     """Return the number of levels that one block takes.
 
     Levels are needed for two norms (each with its square and its product), the projections to queries, keys and values,
-    the scores, exp, the inverse, the two products after it, and three steps of the MLP.
+    the scores, exp, the inverse, the two products after it, the MLP's two maps, and its polynomial.
 
     Raises:
         ValueError: a function is exact.
     """
-    s, norms = block.softmax, [norm.inverse for norm in block.norms]
-    if s.exponential is None or s.inverse is None or None in norms:
+    s, norms, gelu = block.softmax, [norm.inverse for norm in block.norms], block.gelu.quadratic
+    if s.exponential is None or s.inverse is None or None in norms or gelu is None:
         raise ValueError("a block still has exact functions")
-    return sum(2 + n.depth for n in norms if n is not None) + 2 + s.exponential.depth + s.inverse.depth + 2 + 3
+    return sum(2 + n.depth for n in norms if n is not None) + 2 + s.exponential.depth + s.inverse.depth + 4 + gelu.depth

@@ -24,10 +24,10 @@ from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.table import Table
 from fedfm.encrypted.student import conversion, token_grid
+from fedfm.encrypted.student.direct_conversion import convert
 from fedfm.encrypted.student.distil_rows import AT_ONCE, Lessons
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, TAME, Distiller, save
-from fedfm.encrypted.student.folding import check_tokens
 from fedfm.encrypted.student.interval_table import finish
 from fedfm.encrypted.student.recalibrate import measure_again, widen
 from fedfm.encrypted.student.scores import PROBED, Outputs, RowSource, compare, outputs, quick
@@ -88,10 +88,11 @@ class _DistilWork(CentralWork[Distillation]):
         if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
         student = self._student(table)
-        if conversion.pre_norm(student.module):  # students of other types cannot compute on encrypted rows
-            check_tokens(student.parts.embedding)
-        if spec.views > 1 and table.kind != "image":
-            raise InputError(f"distil.views = {spec.views}: {table.source} contains no images")
+        if (spec.views > 1 or spec.drawn) and table.kind != "image":
+            name, value = ("views", spec.views) if spec.views > 1 else ("drawn", spec.drawn)
+            raise InputError(f"distil.{name} = {value}: {table.source} contains no images", key=f"distil.{name}")
+        if spec.direct and not conversion.pre_norm(student.module):
+            raise InputError("distil.direct = true: expected a ViT, a DeiT or an I-JEPA", key="distil.direct")
         distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
         lessons = Lessons(
             self._temporary,
@@ -102,10 +103,15 @@ class _DistilWork(CentralWork[Distillation]):
             views=spec.views,
             seed=spec.seed,
             low=spec.bfloat16,
+            drawn=spec.drawn,
         )
         theirs = outputs(distiller.teacher, teacher.prepare(table, held), len(held))
         judged = student.prepare(table, held)
-        self._train(table, distiller, lessons, judged, theirs)
+        if spec.direct:
+            self.watcher.started(1, 0, len(distiller.student.functions))
+            distiller.put(convert(distiller.student, lessons.calibration_batches, self.watcher.step))
+        else:
+            self._train(table, distiller, lessons, judged, theirs)
         return self._finish(distiller, lessons, judged, theirs)
 
     @property
@@ -198,7 +204,7 @@ class _DistilWork(CentralWork[Distillation]):
     def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
         """Set the intervals after a stage: measure them now, or read them if a killed process has measured them."""
         spec = self.what.spec
-        if not spec.widen:
+        if not spec.widen or spec.direct:  # a conversion has measured block by block already
             return
         known = self.state.setdefault("widened", {})
         if STAGES[stage] not in known:

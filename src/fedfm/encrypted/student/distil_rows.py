@@ -16,6 +16,7 @@ from fedfm.core import storage
 from fedfm.core.rows import Batch, Rows
 from fedfm.data.table import Table
 from fedfm.encrypted.student.distillation_loss import TAUGHT, Taps
+from fedfm.encrypted.student.drawn_pictures import drawn_pictures
 from fedfm.encrypted.student.scores import Outputs, outputs
 from fedfm.errors import RunError
 from fedfm.models import preprocessing
@@ -107,6 +108,7 @@ class Lessons:
         folder: where the teacher's outputs are stored.
         index: indices of the training rows in the table.
         views: number of views; if it is 1, there are only the unchanged rows.
+        drawn: number of drawn pictures that :meth:`calibration_batches` yields, too.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class Lessons:
         views: int,
         seed: int,
         low: bool,
+        drawn: int = 0,
     ) -> None:
+        self._drawn = drawn
         self._folder, self._table, self._teacher, self._student = folder, table, teacher, student
         self._index, self._views, self._seed, self._low = index, views, seed, low
         self._last: tuple[int, Taught] | None = None
@@ -149,7 +153,11 @@ class Lessons:
         return LazyBoxes(student, table, index, boxes)
 
     def calibration_batches(self) -> Iterator[Batch]:
-        """Yield batches of :data:`MEASURED` rows in all, or of all rows in all views if these are fewer."""
+        """Yield drawn pictures, and :data:`MEASURED` rows in all, or all rows in all views if these are fewer."""
+        image: Any = self._student.tools.image
+        for start in range(0, self._drawn, AT_ONCE):
+            pictures = drawn_pictures(self._seed, min(start + AT_ONCE, self._drawn), start)
+            yield {"pixel_values": image(pictures), "labels": torch.zeros(len(pictures), dtype=torch.long)}
         left = MEASURED
         for number in range(self._views):
             rows = self.view(number)

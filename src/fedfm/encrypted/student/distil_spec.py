@@ -34,6 +34,14 @@ class DistilSpec(Recipe):
         "whether to train with products in bfloat16, which takes half the time on processors with bfloat16; intervals "
         "are measured in full precision",
     )
+    direct: bool = setting(
+        False,
+        "whether to convert without training: by least squares, block by block, with a polynomial of degree 8 for each "
+        "neuron; for a ViT, with epochs = [0, 0, 0]",
+    )
+    drawn: int = setting(
+        0, "for images: number of pictures by formula that intervals are measured on, too; no file is needed", ge=0
+    )
     seed: int = setting(0, "seed for the split and the order of rows", ge=0)
     threads: int = setting(
         0, "number of CPU threads, 0 for one per core; another number of threads may change the last bits", ge=0
@@ -59,6 +67,12 @@ class Distillation(CentralTraining[DistilSpec]):
     def refuse(cls, model: ModelSpec, spec: DistilSpec) -> None:
         """Raise an InputError for an odd degree, or for a model that cannot be distilled."""
         spec.validate()
+        if spec.direct and (any(spec.epochs) or spec.views > 1 or spec.polynomials != "scaled"):
+            raise InputError(
+                "distil.direct = true trains nothing and has its own polynomials; set distil.epochs = [0, 0, 0], and "
+                "drop distil.views and distil.polynomials",
+                key="distil.direct",
+            )
         if model.weights != "pretrained":
             raise InputError(
                 'model.weights = "random": an untrained model has no knowledge to distil', key="model.weights"

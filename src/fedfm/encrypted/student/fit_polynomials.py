@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.encrypted.student.modules import Functions
+from fedfm.encrypted.student.neuron_polynomials import NeuronGelu
 from fedfm.encrypted.student.polynomials import WIDEST, Exponential, Inverse, InverseSquareRoot, Quadratic
 from fedfm.errors import InputError
 
@@ -68,13 +69,13 @@ class Measured:
         middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
 
-    def positive(self, name: str) -> Tensor:
+    def positive(self, name: str, widest: float = WIDEST) -> Tensor:
         """Return extremes (2, ...) of positive values; :data:`WIDER` divides the lower and multiplies the upper one.
 
-        A smaller factor is used if the ratio of the extremes would otherwise be too large for 1 / x and 1 / sqrt(x).
+        A smaller factor is used if the ratio of the extremes would otherwise be above ``widest``.
         """
         low, high = self.extremes[name]
-        factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
+        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
         return torch.stack([low / factor, high * factor])
 
 
@@ -83,16 +84,21 @@ def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
     return Exponential(6, 0) if kind == "paper" else Exponential(degree, squarings)
 
 
-def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -> dict[str, Any]:
+def entry(
+    measured: Measured, kind: str, exponential: Exponential, where: str, widest: float = WIDEST
+) -> dict[str, Any]:
     """Choose the polynomials of one block; return them in the form for :func:`apply` and ``config.json``.
+
+    Args:
+        widest: the largest ratio of the ends of an interval of 1 / x or 1 / sqrt(x).
 
     Raises:
         InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or the fit of GELU has a <= 0.
     """
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
-        inverse = _inverse(measured.positive("sums"), kind)
-        norms = [_norm(measured.positive(name), kind, name) for name in _NORMS]
+        inverse = _inverse(measured.positive("sums", widest), kind, widest)
+        norms = [_norm(measured.positive(name, widest), kind, name, widest) for name in _NORMS]
         exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
@@ -100,6 +106,7 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
             f"{where}: {error}; train longer in the tame stage (the first of distil.epochs), or use a higher rate there"
         ) from None
     return {
+        **({} if widest == WIDEST else {"widest": widest}),
         "exp": {
             "degree": exponential.degree,
             "squarings": exponential.squarings,
@@ -129,21 +136,22 @@ def refit(
         ValueError: the arguments spread too far.
     """
     low, high = measured.extremes[name]
+    widest = entry.get("widest", WIDEST)
     if name in _NORMS:
         place = list(_NORMS).index(name)
         old = torch.tensor(entry["norms"][place]["interval"], dtype=torch.float64)
         if _inside(low, high, old):
             return None
         norms = list(entry["norms"])
-        norms[place] = _norm(_union(measured.positive(name), old if keep else None), kind, name)
+        norms[place] = _norm(_union(measured.positive(name, widest), old if keep else None, widest), kind, name, widest)
         return {**entry, "norms": norms}
     if name == "sums":
         scales = torch.tensor(entry["inverse"]["scales"], dtype=torch.float64)
         old = torch.tensor(entry["inverse"]["interval"], dtype=torch.float64)
         if _inside(low * scales, high * scales, old):
             return None
-        found = _union(measured.positive(name), old[:, None] / scales if keep else None)
-        return {**entry, "inverse": _inverse(found, kind)}
+        found = _union(measured.positive(name, widest), old[:, None] / scales if keep else None, widest)
+        return {**entry, "inverse": _inverse(found, kind, widest)}
     part = {"scores": "exp", "hidden": "gelu"}[name]
     first, last = entry[part]["interval"]
     if first <= low and high <= last:
@@ -153,12 +161,12 @@ def refit(
     return {**entry, part: {**entry[part], "interval": interval}}
 
 
-def _union(found: Tensor, old: Tensor | None) -> Tensor:
+def _union(found: Tensor, old: Tensor | None, widest: float) -> Tensor:
     """Return the union of two ranges of positive arguments (2, ...); if its ratio is too large, cut the lower end."""
     if old is None:
         return found
     low, high = torch.minimum(found[0], old[0]), torch.maximum(found[1], old[1])
-    return torch.stack([torch.maximum(low, high / (WIDEST * (1 - _ROUNDING))), high])
+    return torch.stack([torch.maximum(low, high / (widest * (1 - _ROUNDING))), high])
 
 
 def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
@@ -166,23 +174,23 @@ def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
     return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
 
 
-def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
+def _inverse(found: Tensor, kind: str, widest: float) -> dict[str, Any]:
     """Approximate 1 / x for row sums of exp with these extremes (2, heads); scales bring all heads to one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))
-    check_ratio(interval, "row sums of exp")
+    check_ratio(interval, "row sums of exp", widest)
     steps = 7 if kind == "paper" else next(s for s in range(1, 64) if Inverse(s, interval, 1.0).error() <= ERROR)
     return {"steps": steps, "interval": list(interval), "scales": scales.tolist()}
 
 
-def _norm(found: Tensor, kind: str, name: str) -> dict[str, Any]:
+def _norm(found: Tensor, kind: str, name: str, widest: float) -> dict[str, Any]:
     low, high = found.tolist()
     interval = (low, high)
-    check_ratio(interval, _NORMS[name])
+    check_ratio(interval, _NORMS[name], widest)
     if kind == "paper":
         return {"kind": "inverse", "steps": 7, "scale": 1 / interval[1], "interval": list(interval)}
-    steps = InverseSquareRoot.within(ERROR, interval).steps
+    steps = InverseSquareRoot.within(ERROR, interval, widest).steps
     return {"kind": "inverse_square_root", "steps": steps, "interval": list(interval)}
 
 
@@ -197,17 +205,24 @@ def apply(block: Functions, entry: Mapping[str, Any]) -> None:
     if scales.shape != block.softmax.scales.shape:
         raise ValueError(f"{len(scales)} scales came for {len(block.softmax.scales)} heads")
     block.softmax.exponential = Exponential(exp["degree"], exp["squarings"], _pair(exp["interval"]))
-    check_ratio(_pair(inverse["interval"]), "row sums of exp")
+    widest = float(entry.get("widest", WIDEST))
+    check_ratio(_pair(inverse["interval"]), "row sums of exp", widest)
     block.softmax.inverse = Inverse(inverse["steps"], _pair(inverse["interval"]), 1.0)
     block.softmax.scales.copy_(scales)
+    if "offset" in entry:
+        block.softmax.offset = torch.tensor(entry["offset"]).to(block.softmax.scales)
+        block.softmax.shift = torch.tensor(entry["shift"]).to(block.softmax.scales)
     for norm, spec in zip(block.norms, entry["norms"], strict=True):
         interval = _pair(spec["interval"])
-        check_ratio(interval, "variances")
+        check_ratio(interval, "variances", widest)
         root = spec["kind"] == "inverse_square_root"
         norm.inverse = (
             InverseSquareRoot(spec["steps"], interval) if root else Inverse(spec["steps"], interval, spec["scale"])
         )
-    block.gelu.quadratic = Quadratic(gelu["a"], gelu["b"], gelu["c"], _pair(gelu["interval"]))
+    if gelu.get("kind") == "neurons":
+        block.gelu.quadratic = NeuronGelu.from_entry(gelu)
+    else:
+        block.gelu.quadratic = Quadratic(gelu["a"], gelu["b"], gelu["c"], _pair(gelu["interval"]))
 
 
 def _pair(values: Any) -> tuple[float, float]:
@@ -217,10 +232,10 @@ def _pair(values: Any) -> tuple[float, float]:
     return low, high
 
 
-def check_ratio(interval: tuple[float, float], what: str) -> None:
+def check_ratio(interval: tuple[float, float], what: str, widest: float = WIDEST) -> None:
     """Raise a ValueError if an interval for 1 / x or 1 / sqrt(x) is not positive or is too wide."""
     low, high = interval
-    if not low > 0 or high / low > WIDEST:
+    if not low > 0 or high / low > widest:
         raise ValueError(
-            f"{what} from {low:.3g} to {high:.3g}; expected positive values with a ratio of at most {WIDEST:g}"
+            f"{what} from {low:.3g} to {high:.3g}; expected positive values with a ratio of at most {widest:g}"
         )

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedfm.encrypted.student.modules import Functions
+from fedfm.encrypted.student.modules import Functions, mean_over_places
+from fedfm.encrypted.student.neuron_polynomials import NeuronCore, NeuronGelu
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
 
@@ -37,12 +39,14 @@ class FoldedBlock:
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and the
-            same names with ``_bias``, all in float64. The query includes the factor of the scores.
+            same names with ``_bias``, all in float64. The query includes the factor of the scores. If they are there,
+            ``key_offset`` (d,) is added to the centred keys, ``score_shift`` (heads,) to the scores, and ``skip``
+            (d, d) maps the MLP's input to what is added to its output.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential, inverse, gelu: the polynomials for exp, for 1 / x of the row sums of exp, and for GELU.
         inverse_scales: (heads,), factors that multiply the row sums before ``inverse`` is applied, and then the
             results of ``inverse``.
-        centred_keys: whether the mean over the tokens is subtracted from the keys.
+        centred_keys: whether the mean over the places is subtracted from the keys.
     """
 
     weights: Mapping[str, Matrix]
@@ -51,7 +55,7 @@ class FoldedBlock:
     exponential: Exponential
     inverse: Inverse
     inverse_scales: Matrix
-    gelu: Quadratic
+    gelu: Quadratic | NeuronCore
     centred_keys: bool = True
 
 
@@ -97,27 +101,6 @@ class Patches:
         return F.pad(x, (0, 0, self.extra, 0))
 
 
-def check_tokens(embedding: Any) -> None:
-    """Raise an error for an image embedding whose number of tokens does not allow encrypted rotations.
-
-    Raises:
-        InputError: the number is not a power of two; the error names settings of `fedfm distil` that help.
-    """
-    tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
-    if not tokens & (tokens - 1):
-        return
-    count = patches.num_patches
-    extra = tokens - count
-    cure = ["distil.class_token = false"] if extra else []
-    if count & (count - 1):
-        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches per side, rounded down to a power of two
-        cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
-    raise InputError(
-        f"{tokens} tokens, {extra} of them class tokens, but encrypted rotations need a power of two; distil with "
-        f"{' and '.join(cure)}"
-    )
-
-
 def fold(module: nn.Module) -> Folded:
     """Return the matrices and polynomials of a polynomial student, in float64.
 
@@ -142,7 +125,6 @@ def fold(module: nn.Module) -> Folded:
     embedding: Any = parts.embedding
     projection = embedding.patch_embeddings.projection
     positions = _array(embedding.position_embeddings[0])
-    check_tokens(embedding)
     weight = _array(projection.weight).reshape(len(projection.weight), -1)
     bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
@@ -192,6 +174,14 @@ def fold_block(block: Any) -> FoldedBlock:
             w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
         factor = attention.scaling if name == "query" else 1.0
         weights[name], weights[f"{name}_bias"] = w * factor, b * factor
+    if bool(softmax.offset.any()):
+        weights["key_offset"], weights["score_shift"] = _array(softmax.offset).reshape(-1), _array(softmax.shift)
+    core: Quadratic | NeuronCore
+    if isinstance(quadratic, NeuronGelu):
+        _fold_neurons(weights, quadratic)
+        core = quadratic.core
+    else:
+        core = quadratic
     return FoldedBlock(
         weights=weights,
         heads=int(attention.num_attention_heads),
@@ -199,8 +189,17 @@ def fold_block(block: Any) -> FoldedBlock:
         exponential=exponential,
         inverse=inverse,
         inverse_scales=_array(softmax.scales),
-        gelu=quadratic,
+        gelu=core,
     )
+
+
+def _fold_neurons(weights: dict[str, Matrix], gelu: NeuronGelu) -> None:
+    """Fold centres, scales and factors of the neurons into the MLP's maps, and their linear terms into one map."""
+    up, bias, down = weights["up"], weights["up_bias"], weights["down"]
+    weights["skip"] = (down * gelu.slopes) @ up
+    weights["skip_bias"] = down @ (gelu.slopes * bias + gelu.constants)
+    weights["up"], weights["up_bias"] = up / gelu.scales[:, None], (bias - gelu.centres) / gelu.scales
+    weights["down"] = down * gelu.factors
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
@@ -253,7 +252,8 @@ def _inside(polynomial: Polynomial) -> float:
     """Return the largest magnitude of an intermediate value of a polynomial on its interval."""
     most = [0.0]
     a, b = polynomial.fold
-    polynomial.evaluate_folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
+    points = a * np.linspace(*polynomial.interval, _GRID) + b
+    polynomial.evaluate_folded(_Watched(points[:, None] if isinstance(polynomial, NeuronCore) else points, most))
     return most[0]
 
 
@@ -292,13 +292,17 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
     y = norm(observe(x), block.norms[0])
     q, k, v = (heads(linear(name, y)) for name in ("query", "key", "value"))
     if block.centred_keys:
-        k = observe(k - k.mean(-2, keepdim=True))
-    powers = block.exponential(q @ k.transpose(-1, -2))
+        k = observe(k - mean_over_places(k, places_of(tokens) - tokens))
+    if "key_offset" in w:
+        k = observe(k + w["key_offset"].reshape(block.heads, 1, -1))
+    shift = w["score_shift"][:, None, None] if "score_shift" in w else 0.0
+    powers = block.exponential(q @ k.transpose(-1, -2) + shift)
     c = torch.from_numpy(block.inverse_scales)[:, None, None]
     weights = observe(powers * (block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * c))
     z = observe(x + linear("output", observe(weights @ v).transpose(1, 2).reshape(n, tokens, d)))
-    hidden = observe(block.gelu(linear("up", norm(z, block.norms[1]))))
-    observe(z + linear("down", hidden))
+    y = norm(z, block.norms[1])
+    hidden = observe(block.gelu(linear("up", y)))
+    observe(z + linear("down", hidden) + (linear("skip", y) if "skip" in w else 0.0))
     return most if math.isfinite(most) else math.inf
 
 

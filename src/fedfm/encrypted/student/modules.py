@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedfm.encrypted.student.neuron_polynomials import NeuronGelu
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 from fedfm.models.derived_modules import Bounded
 
@@ -78,21 +79,31 @@ def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
 class PolynomialSoftmax(Replaced):
     """Computes attention weights: by softmax, or by polynomials for exp / sum(exp).
 
-    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
+    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax. Of a model
+    that computes on encrypted tokens, they are centred over the places, where the first ``copies`` tokens count twice.
 
     Attributes:
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
+        copies: number of places that hold a copy of a token.
+        offset: (heads, d / heads), or zeros (heads, 1), added to the centred keys. It adds a linear function of the
+            query to all scores of a row, which does not change the softmax, but brings the row sums closer together.
+        shift: (heads,), added to all scores of a head, which changes no softmax either.
         scales: (heads,), factors that multiply the row sums before ``inverse``, and then the results of ``inverse``.
     """
 
     scales: Tensor
+    offset: Tensor
+    shift: Tensor
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.exponential: Exponential | None = None
         self.inverse: Inverse | None = None
+        self.copies = 0
         self.register_buffer("scales", torch.ones(heads), persistent=False)
+        self.register_buffer("offset", torch.zeros(heads, 1), persistent=False)
+        self.register_buffer("shift", torch.zeros(heads), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Compute attention weights (n, heads, T, T) from query and key (n, heads, T, d / heads).
@@ -100,12 +111,14 @@ class PolynomialSoftmax(Replaced):
         ``mask`` (n, 1, T or 1, T) is true for the keys that count; None if all keys count.
         """
         if mask is None:
-            key = key - key.mean(-2, keepdim=True)
+            key = key - mean_over_places(key, self.copies)
         else:
             real = mask[:, :, -1, :, None].to(key.dtype)
             key = key - (key * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
-        scores = wide((query * scaling) @ key.transpose(-1, -2))
+        key = key + self.offset.to(key.dtype)[:, None]
+        scores = wide((query * scaling) @ key.transpose(-1, -2)) + self.shift[:, None, None]
         self._record("scores", scores)
+        self._record("query", query * scaling)
         masked = scores if mask is None else scores.masked_fill(~mask, NO_KEY)
         if self.exponential is None:
             if self.recording:
@@ -124,6 +137,12 @@ class PolynomialSoftmax(Replaced):
         c = self.scales.to(powers.dtype)[:, None, None]
         sums = self._take(self.inverse, sums * c)
         return (powers * (self.inverse.evaluate_folded(sums) * c)).to(query.dtype)
+
+
+def mean_over_places(key: Tensor, copies: int) -> Tensor:
+    """Return the mean (..., 1, d) of keys (..., T, d) over the tokens, of which the first ``copies`` count twice."""
+    total = key.sum(-2, keepdim=True) + key[..., :copies, :].sum(-2, keepdim=True)
+    return total / (key.shape[-2] + copies)
 
 
 class PolynomialNorm(Replaced):
@@ -153,15 +172,19 @@ class PolynomialNorm(Replaced):
 
 
 class PolynomialGelu(Replaced):
-    """GELU, exact or as a quadratic."""
+    """GELU, exact, as a quadratic, or as a polynomial for each neuron."""
 
     def __init__(self, exact: nn.Module) -> None:
         super().__init__()
         self.exact = exact
-        self.quadratic: Quadratic | None = None
+        self.quadratic: Quadratic | NeuronGelu | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply GELU, or the quadratic, to each entry."""
+        """Apply GELU, or the polynomial, to each entry."""
+        if isinstance(self.quadratic, NeuronGelu):
+            t = self.quadratic.places(wide(x))
+            self._record("hidden", t)
+            return self.quadratic.values(self._take(self.quadratic.core, t)).to(x.dtype)
         self._record("hidden", x)
         if self.quadratic is None:
             return self.exact(x)  # type: ignore[no-any-return]

@@ -144,12 +144,12 @@ class Inverse(Polynomial):
 
     def evaluate_folded(self, u: X) -> X:
         """Return 1 / u for the scaled argument u; the caller multiplies the result, or another factor, by the scale."""
-        _renew(u)
+        renew(u)
         minus = u * -1
         a, b = minus + 2.0, minus + 1.0
         for _ in range(self.steps):
             b = b.square()
-            _renew(a, b)
+            renew(a, b)
             a = a * (b + 1.0)
         return a
 
@@ -212,10 +212,10 @@ class InverseSquareRoot(Polynomial):
         for step in range(self.steps):
             c = last if step == self.steps - 1 else 1.0
             h = half * c if c != 1.0 else half
-            _renew(y, h)
+            renew(y, h)
             # y (3 - z y^2) / 2 = 1.5 y - (z / 2) y y^2: two levels
             left, right = h * y, y.square()
-            _renew(left, right)
+            renew(left, right)
             y = y * (1.5 * c) + left * right
         return y
 
@@ -236,13 +236,13 @@ class InverseSquareRoot(Polynomial):
         return worst
 
     @classmethod
-    def within(cls, error: float, interval: tuple[float, float]) -> InverseSquareRoot:
+    def within(cls, error: float, interval: tuple[float, float], widest: float = WIDEST) -> InverseSquareRoot:
         """Choose the smallest number of steps with an error of at most ``error``.
 
         Raises:
-            ValueError: M / m is above :data:`WIDEST`.
+            ValueError: M / m is above ``widest``.
         """
-        return next(p for p in (cls(k, _narrow(interval)) for k in range(1, 64)) if p.error() <= error)
+        return next(p for p in (cls(k, _narrow(interval, widest)) for k in range(1, 64)) if p.error() <= error)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def power_series(coefficients: list[float], u: X) -> X:
     return part(coefficients)  # type: ignore[no-any-return]
 
 
-def _renew(first: X, *others: X) -> None:
+def renew(first: X, *others: X) -> None:
     """Refresh all ciphertexts of the next product with one message, if one of them has no level left."""
     if (renew := getattr(first, "renew_with", None)) is not None:
         renew(*others)
@@ -323,8 +323,8 @@ def _positive(interval: tuple[float, float]) -> None:
         raise ValueError(f"interval {interval}: expected 0 < low <= high")
 
 
-def _narrow(interval: tuple[float, float]) -> tuple[float, float]:
+def _narrow(interval: tuple[float, float], widest: float = WIDEST) -> tuple[float, float]:
     _positive(interval)
-    if interval[1] / interval[0] > WIDEST:
-        raise ValueError(f"values from {interval[0]:.3g} to {interval[1]:.3g}; their ratio is above {WIDEST:g}")
+    if interval[1] / interval[0] > widest:
+        raise ValueError(f"values from {interval[0]:.3g} to {interval[1]:.3g}; their ratio is above {widest:g}")
     return interval

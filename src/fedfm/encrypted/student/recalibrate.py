@@ -74,11 +74,11 @@ def widen(
     order = _PRE_NORM if conversion.pre_norm(taps.model.module) else _POST_NORM
     found = []
     with taps.model.evaluating():
-        calls = _calls(taps, blocks[0], batches())
+        calls = first_inputs(taps, blocks[0], batches())
         for i, (block, functions, entry) in enumerate(zip(blocks, taps.functions, entries, strict=True), 1):
             left: tuple[str, ...] = order
             while True:
-                measured, states = _pass(taps, block, functions, calls)
+                measured, states = run_block(taps, block, functions, calls)
                 try:
                     entry, left = _refit_next(entry, measured, kind, left, keep)
                 except ValueError as error:
@@ -111,7 +111,7 @@ def _refit_next(
     return entry, ()
 
 
-def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Measured, list[Tensor]]:
+def run_block(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Measured, list[Tensor]]:
     """Run one block on all batches; return the extremes of the block's arguments, and its outputs."""
     measured, states = Measured(), []
     with taps.recording():
@@ -123,7 +123,7 @@ def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call])
     return measured, states
 
 
-def _calls(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]:
+def first_inputs(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]:
     """Return the first block's inputs for each batch, up to the memory limit."""
     calls: list[Call] = []
     held = 0

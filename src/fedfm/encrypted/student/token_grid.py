@@ -1,7 +1,8 @@
 """Change the number of tokens of a vision transformer, by another image size or by dropping its class token.
 
-For encrypted rotations, the number of tokens must be a power of two. A ViT at 224 pixels has 196 patches and a class
-token. The linear maps of a ViT accept any number of tokens. Only the position embeddings depend on the grid.
+Encrypted tokens take as many places as the next power of two. A ViT at 224 pixels has 196 patches and a class token,
+which take 256; with 64 patches four times as many pictures share a ciphertext. The linear maps of a ViT accept any
+number of tokens. Only the position embeddings depend on the grid.
 """
 
 from __future__ import annotations

@@ -1,0 +1,151 @@
+"""A polynomial student without training: what its polynomials and offsets are, and that it computes on ciphertexts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import erf
+
+from fedfm.encrypted.student import conversion, interval_table
+from fedfm.encrypted.student.direct_conversion import convert
+from fedfm.encrypted.student.distil import distil
+from fedfm.encrypted.student.distillation_loss import Distiller, Recipe, save
+from fedfm.encrypted.student.drawn_pictures import SIDE, drawn_pictures
+from fedfm.encrypted.student.modules import PolynomialSoftmax
+from fedfm.encrypted.student.neuron_polynomials import MARGIN, NeuronGelu, fit_neurons
+from fedfm.errors import InputError
+from fedfm.models.load import load_model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from folded_blocks import states_by_definition
+from small import pictures
+from tiny_twins import full, tiny
+
+
+def gelu(x):
+    return x * (1 + erf(x / np.sqrt(2))) / 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(-8, 8), st.floats(0.05, 6), st.integers(0, 2**31))
+def test_a_neuron_is_close_to_gelu_on_its_interval(mean, deviation, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(mean, deviation, (400, 3))
+    sample = torch.from_numpy(x)
+    fitted = fit_neurons(sample, sample.amin(0), sample.amax(0))
+    reach = (x.max() - x.min()) * MARGIN / 2
+    error = np.abs(fitted.values(fitted.places(sample)).numpy() - gelu(x))
+    assert error.max() < 0.05 * reach + 1e-3
+    assert np.sqrt((error**2).mean()) < 0.012 * reach + 1e-3
+    assert float(fitted.places(sample).abs().max()) <= 1  # within the interval
+
+
+def test_the_products_after_the_square_give_the_polynomial():
+    """Knuth's form against the powers that least squares gave, by polynomial arithmetic of NumPy."""
+    x = torch.randn(300, 4, dtype=torch.float64)
+    fitted = fit_neurons(x, x.amin(0), x.amax(0))
+    t = np.linspace(-1, 1, 9)
+    for j in range(4):
+        c0, c1, c2 = (shift[j] for shift in fitted.core.shifts)
+        v = np.polynomial.Polynomial([0, 1])
+        y = (v + c0) * v + c1
+        want = ((y + v + c2) * y)(t**2)
+        np.testing.assert_allclose(
+            fitted.core.evaluate_folded(torch.from_numpy(t)[:, None]).numpy()[:, j], want, rtol=1e-9
+        )
+    again = NeuronGelu.from_entry(json.loads(json.dumps(fitted.to_entry())))
+    assert torch.equal(again.values(x), fitted.values(x))
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """Folder, rows and entries of a converted ViT of five tokens."""
+    folder = tmp_path_factory.mktemp("direct")
+    start = tiny("vit", folder / "start", (8, 8))
+    teacher, made = full(start), full(start)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        batch = {"pixel_values": torch.randn(64, 3, 8, 8)}
+    distiller = Distiller(teacher, made, Recipe(), new_head=True)
+    distiller.put(convert(distiller.student, lambda: [batch]))
+    with torch.no_grad():
+        distiller.teacher(batch)
+        distiller.student(batch)
+    features = distiller.teacher.features, distiller.student.features
+    interval_table.finish(distiller, lambda: [batch], 0.0)
+    save(made, folder / "student", new_head=True)
+    return folder / "student", batch["pixel_values"], features
+
+
+def test_features_stay_near_the_models_without_training(student):
+    _, _, (want, got) = student
+    distance = ((want - got).square().mean(0) / want.var(0)).mean()
+    assert float(distance) < 0.05
+
+
+def test_the_offset_changes_no_exact_softmax(student):
+    softmax = PolynomialSoftmax(2)
+    q, k = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
+    before = softmax(q, k, None, 0.5)
+    softmax.offset, softmax.shift = torch.randn(2, 4), torch.randn(2)
+    torch.testing.assert_close(softmax(q, k, None, 0.5), before)
+    torch.testing.assert_close(before, (0.5 * q @ k.mT).softmax(-1))
+
+
+def test_the_folded_student_is_the_module(student):
+    folder, x, _ = student
+    spec = ModelSpec(str(folder), adaptation=AdaptationSpec("full"))
+    module = load_model(spec, classes=("a", "b"), kind="image").module.double()
+    folded = conversion.fold(module)
+    assert {"key_offset", "score_shift", "skip"} <= set(folded.blocks[0].weights)
+    with torch.no_grad():
+        want = conversion.block_states(module, x.double())
+    np.testing.assert_allclose(states_by_definition(folded, x.double()), want, atol=1e-9)
+
+
+@pytest.mark.proof
+def test_a_converted_block_computes_on_ciphertexts(student):
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    from fedfm.core.rows import Rows
+    from fedfm.encrypted.inference.model_serialization import model_bytes, model_of
+    from fedfm.encrypted.protocol.masked import in_one_place
+
+    folder, x, _ = student
+    spec = ModelSpec(str(folder), adaptation=AdaptationSpec("side_adapter", released="class", projection=3))
+    model = load_model(spec, classes=("a", "b"), kind="image")
+    module = model.backbone.module
+    with torch.no_grad():
+        want = conversion.block_states(module, x[:5])[:, :, 0] / model.scales[:, None]
+    got = in_one_place(model, Rows({"pixel_values": x[:5]})).tensors["states"]
+    np.testing.assert_allclose(got[:, :, 0], want, atol=2e-3)
+    block, again = conversion.fold(module).blocks[1], model_of(model_bytes(conversion.fold(module))).blocks[1]
+    np.testing.assert_array_equal(np.asarray(again.gelu.shifts), np.asarray(block.gelu.shifts))
+
+
+def test_drawn_pictures_come_from_their_seed():
+    first, again, other = drawn_pictures(0, 12), drawn_pictures(0, 12, 6), drawn_pictures(1, 12)
+    assert [p.size for p in first] == [(SIDE, SIDE)] * 12
+    assert all(np.array_equal(a, b) for a, b in zip(first[6:], again, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    assert all(np.asarray(p).std() > 0 for p in first)
+
+
+def test_a_conversion_takes_drawn_pictures_and_writes_a_student(tmp_path):
+    place = tmp_path / "vit"
+    tiny("vit", place, (8, 8), head=True)
+    rows = pictures(tmp_path, n=60, side=8)
+    tables = {"data": {"path": str(rows)}, "model": {"name": str(place)}}
+    result = distil(
+        {**tables, "distil": {"epochs": [0, 0, 0], "direct": True, "drawn": 12, "threads": 1}}, tmp_path / "out"
+    )
+    assert result["epochs"] == 0
+    assert result["distance"] < 0.1
+    assert len(json.loads((tmp_path / "out" / "config.json").read_text())["fedfm_polynomials"]["blocks"]) == 2
+
+
+def test_a_conversion_trains_nothing(tmp_path):
+    tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}}
+    with pytest.raises(InputError, match="trains nothing"):
+        distil({**tables, "distil": {"direct": True}}, tmp_path / "out")
