@@ -235,7 +235,7 @@ def _seconds(
         layer.heads * layout.places + d * (layout.places // layout.baby) for layer in folded.blocks
     ]  # sums of many products
     alone = sum(n for (name, _), n in operations.items() if name == "relinearise") - sum(pairs)
-    multiplied = 2 * d * layout.places * term + (alone / len(counts) + 2 * d) * product
+    multiplied = 2 * d * places * term + (alone / len(counts) + 2 * d) * product
     return (
         float(fixed + refreshed * ours + again_each * taken + multiplied + (4 * d * d + 2 * d * m) * matrix),
         float(refreshed * theirs + again_each * returned),
