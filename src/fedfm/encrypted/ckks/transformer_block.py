@@ -185,13 +185,13 @@ class EncryptedBlock:
         if "key_offset" in self.weights:
             key = key.plus(self.weights["key_offset"])
         query, key, value = (x.refresh() for x in (query, key, value))
-        powers = self.exponential.evaluate_folded(self._shifted(self._scores(query, key), a, b))
+        powers = self.exponential.evaluate_folded(self._add_shifts(self._scores(query, key), a, b))
         sums = self._scaled_row_sums(powers)
         inverses = self.inverse.evaluate_folded(sums).times(self.inverse_scales)
         # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
 
-    def _shifted(self, scores: Ciphertexts, a: float, b: float) -> Ciphertexts:
+    def _add_shifts(self, scores: Ciphertexts, a: float, b: float) -> Ciphertexts:
         """Add the constant of the polynomial of exp, and the heads' own."""
         if "score_shift" not in self.weights:
             return scores + b
