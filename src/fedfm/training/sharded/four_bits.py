@@ -49,6 +49,7 @@ def share_maps(model: Model, device: torch.device, say: Callable[[str], None] = 
     assert slices is not None  # noqa: S101 - its weights are in the files
     out = root.get_output_embeddings()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    linear: Any
     for path, linear in list(root.named_modules()):
         if not isinstance(linear, nn.Linear) or linear.weight not in slices.names or linear.in_features % 64:
             continue
