@@ -50,11 +50,12 @@ def share_maps(model: Model, device: torch.device, say: Callable[[str], None] = 
     out = root.get_output_embeddings()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for path, linear in list(root.named_modules()):
-        if not isinstance(linear, nn.Linear) or linear.weight not in slices.names or linear.in_features % 64:
+        p: Any = getattr(linear, "weight", None)
+        if not isinstance(linear, nn.Linear) or p not in slices.names or linear.in_features % 64:
             continue
         if linear is getattr(out, "base_layer", out):
             continue
-        outputs, p, bias = linear.out_features, linear.weight, linear.bias
+        outputs, bias = linear.out_features, linear.bias
         values = slices.read(p, rows_of(outputs, rank, ranks)).to(device, copy=True)
         root.set_submodule(path, SharedMap(values, outputs, None if bias is None else slices.read(bias).to(device)))
         say(slices.names[p])
