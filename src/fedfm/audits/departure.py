@@ -67,7 +67,7 @@ class Departure(ModelMembership):
 def made_again(replay: Replay, client: ClientId, notice: Callable[[str], None]) -> Finding:
     """The finding on the distance of the stored model from that of the same run, made again.
 
-    The manifest's hash of the model decides nothing, because whoever stored another model can write another hash.
+    The manifest's hash of the model decides nothing: who stored another model can write another hash.
     """
     run, population = replay.run, replay.fresh()
     method, result = run.experiment.method, run.manifest["result"]
