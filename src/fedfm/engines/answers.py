@@ -71,9 +71,11 @@ def _parse_fault(value: Any) -> ClientFault:
 
 def works_with(theirs: object, ours: str = __version__) -> bool:
     """Whether two versions of fedfm run together: those of one major version, at most one minor version apart."""
-    found = [_VERSION.fullmatch(text) if isinstance(text, str) else None for text in (theirs, ours)]
-    major, minor = zip(*((int(m[1]), int(m[2])) for m in found if m), strict=True) if all(found) else ((0, 1), (0, 0))
-    return major[0] == major[1] and abs(minor[0] - minor[1]) <= 1
+    found = [m for text in (theirs, ours) if isinstance(text, str) and (m := _VERSION.fullmatch(text))]
+    if len(found) < 2:
+        return False
+    (major, minor), (other_major, other_minor) = ((int(m[1]), int(m[2])) for m in found)
+    return major == other_major and abs(minor - other_minor) <= 1
 
 
 def other_version(client: ClientId, value: Mapping[str, Any]) -> str:
