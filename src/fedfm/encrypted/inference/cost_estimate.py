@@ -231,9 +231,8 @@ def _seconds(
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
     refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
-    pairs = [
-        layer.heads * layout.places + d * (layout.places // layout.baby) for layer in folded.blocks
-    ]  # sums of many products
+    places, baby = layout.places, layout.baby
+    pairs = [layer.heads * places + d * (places // baby) for layer in folded.blocks]  # sums of many products
     alone = sum(n for (name, _), n in operations.items() if name == "relinearise") - sum(pairs)
     multiplied = 2 * d * places * term + (alone / len(counts) + 2 * d) * product
     return (
