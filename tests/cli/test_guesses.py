@@ -141,8 +141,8 @@ def test_show_of_a_class_by_its_place_is_that_by_its_name(name, monkeypatch):
 CONTRACT = (
     "fedavg fedprox fedadam fedyogi fedavgm scaffold local centralised zero_shot fedpft fedbaf fedbip fedms blindfed "
     "fedncm ccvr fedbe fedkt dsfl fedfed ensemble average kd fedamp fedala fedawa ldawa ditto feddpa fedper fedrep "
-    "flora flexlora fedex_lora raflora promptfl fedclip median trimmed_mean krum multi_krum geometric_median norm_clipping "
-    "label_shuffle sign_flip scaled_update backdoor reversed_weights FFA-LoRA DoRA FedBuff DP-SGD SecAgg"
+    "flora flexlora fedex_lora raflora promptfl fedclip median trimmed_mean krum multi_krum geometric_median "
+    "norm_clipping label_shuffle sign_flip scaled_update backdoor reversed_weights FFA-LoRA DoRA FedBuff DP-SGD SecAgg"
 )
 
 
