@@ -86,6 +86,6 @@ def _places(element: int, degree: int) -> Residues:
     """
     bits = degree.bit_length() - 1
     numbers = np.arange(degree)
-    reverse = sum(((numbers >> i) & 1) << (bits - 1 - i) for i in range(bits))
+    reverse = np.sum([((numbers >> i) & 1) << (bits - 1 - i) for i in range(bits)], axis=0)
     exponent = (2 * reverse + 1) * element % (2 * degree)
     return np.asarray(reverse[(exponent - 1) // 2], np.int64)

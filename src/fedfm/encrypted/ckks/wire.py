@@ -67,7 +67,7 @@ class Channel:
         modular_kernels.pack_rows(np.ascontiguousarray(residues), bits, words)
         kind = _SEEDED if seed else _FULL
         words = words.astype("<u8", copy=False)
-        return self._seal(kind, count, limbs, scale, seed or bytes(32), memoryview(words).cast("B"), note)
+        return self._seal(kind, count, limbs, scale, seed or bytes(32), words.data.cast("B"), note)
 
     def pack_keys(self, data: bytes) -> bytes:
         """Pack public keys as the next message."""
