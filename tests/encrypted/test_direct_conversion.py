@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import erf
 
-from fedfm.encrypted.student import conversion, interval_table
+from fedfm.encrypted.student import conversion, folding, interval_table
 from fedfm.encrypted.student.direct_conversion import convert
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.distillation_loss import Distiller, Recipe, save
@@ -143,6 +143,16 @@ def test_a_conversion_takes_drawn_pictures_and_writes_a_student(tmp_path):
     assert result["epochs"] == 0
     assert result["distance"] < 0.1
     assert len(json.loads((tmp_path / "out" / "config.json").read_text())["fedfm_polynomials"]["blocks"]) == 2
+
+
+def test_a_conversion_outside_its_intervals_asks_for_rows_not_for_training(student):
+    folder, _, _ = student
+    spec = ModelSpec(str(folder), adaptation=AdaptationSpec("full"))
+    module = load_model(spec, classes=("a", "b"), kind="image").module
+    module.config.fedfm_polynomials["outside"] = 0.0011
+    with pytest.raises(InputError, match=r"0.11% of the arguments .* again on more rows .*distil\.drawn"):
+        conversion.fold(module)
+    assert folding.remedy([{"gelu": {"a": 0.1}}]) == "train it longer"
 
 
 def test_a_conversion_trains_nothing(tmp_path):
