@@ -108,7 +108,7 @@ def remedy(blocks: Sequence[Mapping[str, Any]]) -> str:
         blocks: the entries of the student's blocks.
     """
     if blocks and blocks[0]["gelu"].get("kind") == "neurons":
-        return "convert the model again on more rows like these (data.limit), and on more drawn pictures (distil.drawn)"
+        return "convert it again on more rows (data.limit, distil.drawn), or with a wider distil.margin"
     return "train it longer"
 
 
