@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import erf
 
-from fedfm.encrypted.student import conversion, interval_table
+from fedfm.encrypted.student import conversion, folding, interval_table
 from fedfm.encrypted.student.direct_conversion import convert
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.distillation_loss import Distiller, Recipe, save
 from fedfm.encrypted.student.drawn_pictures import SIDE, drawn_pictures
+from fedfm.encrypted.student.fit_polynomials import Measured
 from fedfm.encrypted.student.modules import PolynomialSoftmax
 from fedfm.encrypted.student.neuron_polynomials import MARGIN, NeuronGelu, fit_neurons
 from fedfm.errors import InputError
@@ -143,6 +144,37 @@ def test_a_conversion_takes_drawn_pictures_and_writes_a_student(tmp_path):
     assert result["epochs"] == 0
     assert result["distance"] < 0.1
     assert len(json.loads((tmp_path / "out" / "config.json").read_text())["fedfm_polynomials"]["blocks"]) == 2
+
+
+def test_a_conversion_outside_its_intervals_asks_for_rows_not_for_training(student):
+    folder, _, _ = student
+    spec = ModelSpec(str(folder), adaptation=AdaptationSpec("full"))
+    module = load_model(spec, classes=("a", "b"), kind="image").module
+    module.config.fedfm_polynomials["outside"] = 0.0011
+    with pytest.raises(InputError, match=r"0.11% of the arguments .* again on more rows .* wider distil\.margin"):
+        conversion.fold(module)
+    assert folding.remedy([{"gelu": {"a": 0.1}}]) == "train it longer"
+
+
+def test_a_wider_margin_widens_every_interval():
+    x = torch.randn(300, 4, dtype=torch.float64)
+    narrow, wide = (fit_neurons(x, x.amin(0), x.amax(0), margin) for margin in (1.3, 1.8))
+    reach = (x.amax(0) - x.amin(0)) / 2
+    for fitted, margin in ((narrow, 1.3), (wide, 1.8)):
+        middle = (x.amax(0) + x.amin(0)) / 2
+        for end in (middle - margin * reach, middle + margin * reach):
+            assert float(fitted.places(end[None]).abs().max()) <= 1 + 1e-9
+    found = [Measured(margin) for margin in (1.3, 1.8)]
+    for one in found:
+        one.extremes = {"scores": torch.tensor([-2.0, 4.0]), "first": torch.tensor([1.0, 2.0])}
+    assert [one.around("scores") for one in found] == [pytest.approx((-2.9, 4.9)), pytest.approx((-4.4, 6.4))]
+    assert found[1].positive("first").tolist() == pytest.approx([1 / 1.8, 3.6])
+
+
+def test_a_margin_without_a_conversion_is_refused(tmp_path):
+    tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}}
+    with pytest.raises(InputError, match=r"distil\.margin = 1\.6"):
+        distil({**tables, "distil": {"margin": 1.6}}, tmp_path / "out")
 
 
 def test_a_conversion_trains_nothing(tmp_path):

@@ -32,7 +32,7 @@ from fedfm.encrypted.student import conversion, fit_polynomials
 from fedfm.encrypted.student.distillation_loss import Taps
 from fedfm.encrypted.student.fit_polynomials import Measured
 from fedfm.encrypted.student.modules import Functions
-from fedfm.encrypted.student.neuron_polynomials import fit_neurons
+from fedfm.encrypted.student.neuron_polynomials import MARGIN, fit_neurons
 from fedfm.encrypted.student.polynomials import Exponential
 from fedfm.encrypted.student.recalibrate import Call, first_inputs, run_block
 from fedfm.errors import InputError
@@ -48,13 +48,19 @@ _MOST_SQUARINGS = 7
 
 
 @torch.no_grad()
-def convert(taps: Taps, batches: Callable[[], Iterable[Batch]], tick: Callable[[], None] = lambda: None) -> list[Any]:
+def convert(
+    taps: Taps,
+    batches: Callable[[], Iterable[Batch]],
+    tick: Callable[[], None] = lambda: None,
+    margin: float = MARGIN,
+) -> list[Any]:
     """Fit all polynomials, install them, and fit the maps after GELU again; return the entries of all blocks.
 
     Args:
         taps: the student with exact functions; a pre-norm model.
         batches: the rows.
         tick: called after each block.
+        margin: factor by which measured intervals are widened.
 
     Raises:
         InputError: arguments of a block spread too far.
@@ -65,7 +71,7 @@ def convert(taps: Taps, batches: Callable[[], Iterable[Batch]], tick: Callable[[
     with taps.model.evaluating():
         calls = first_inputs(taps, blocks[0], batches())
         for number, (block, functions) in enumerate(zip(blocks, taps.functions, strict=True), 1):
-            entry, states = _convert_block(taps, block, functions, calls, f"block {number}")
+            entry, states = _convert_block(taps, block, functions, calls, f"block {number}", margin)
             entries.append(entry)
             calls = [((x, *args[1:]), named) for x, (args, named) in zip(states, calls, strict=True)]
             tick()
@@ -75,7 +81,7 @@ def convert(taps: Taps, batches: Callable[[], Iterable[Batch]], tick: Callable[[
 
 
 def _convert_block(
-    taps: Taps, block: Any, functions: Functions, calls: list[Call], where: str
+    taps: Taps, block: Any, functions: Functions, calls: list[Call], where: str, margin: float
 ) -> tuple[dict[str, Any], list[Tensor]]:
     softmax = functions.softmax
     queries, log_sums = _rows_of_scores(taps, block, functions, calls)
@@ -85,14 +91,14 @@ def _convert_block(
     hidden = _Hidden(block.mlp.fc1.out_features, sum(args[0].shape[0] * args[0].shape[1] for args, _ in calls))
     hook = block.mlp.fc1.register_forward_hook(hidden)
     try:
-        measured, states = run_block(taps, block, functions, calls)
+        measured, states = run_block(taps, block, functions, calls, margin)
     finally:
         hook.remove()
     typical = torch.cat([x.var(-1, correction=0).flatten() for x in states]).median().sqrt()
     _leave_room(measured)
     entry = fit_polynomials.entry(measured, "scaled", softmax.exponential, where, WIDEST_DIRECT)
     x = torch.cat(hidden.sample)
-    neurons = fit_neurons(x[:: max(1, len(x) // _FEW)], hidden.low, hidden.high)
+    neurons = fit_neurons(x[:: max(1, len(x) // _FEW)], hidden.low, hidden.high, margin)
     entry |= {"gelu": neurons.to_entry(), "offset": softmax.offset.tolist(), "shift": softmax.shift.tolist()}
     _fit_down(block.mlp.fc2, x, neurons.values(neurons.places(x)), typical)
     fit_polynomials.apply(functions, entry)
@@ -107,8 +113,8 @@ def _leave_room(measured: Measured) -> None:
     """
     for name in ("sums", "first", "second"):
         low, high = measured.extremes[name]
-        high = high * fit_polynomials.WIDER
-        low = torch.maximum(low, high * fit_polynomials.WIDER**2 / WIDEST_DIRECT)
+        high = high * measured.wider
+        low = torch.maximum(low, high * measured.wider**2 / WIDEST_DIRECT)
         measured.extremes[name] = torch.stack([low, high])
 
 

@@ -109,7 +109,8 @@ class _DistilWork(CentralWork[Distillation]):
         judged = student.prepare(table, held)
         if spec.direct:
             self.watcher.started(1, 0, len(distiller.student.functions))
-            distiller.put(convert(distiller.student, lessons.calibration_batches, self.watcher.step))
+            entries = convert(distiller.student, lessons.calibration_batches, self.watcher.step, spec.margin)
+            distiller.put(entries)
         else:
             self._train(table, distiller, lessons, judged, theirs)
         return self._finish(distiller, lessons, judged, theirs)

@@ -8,6 +8,7 @@ from fedfm.api.central_spec import CentralTraining
 from fedfm.core import tasks
 from fedfm.core.fields import setting
 from fedfm.encrypted.student.distillation_loss import Recipe
+from fedfm.encrypted.student.neuron_polynomials import MARGIN
 from fedfm.errors import InputError
 from fedfm.models.spec import ModelSpec
 
@@ -42,6 +43,13 @@ class DistilSpec(Recipe):
     drawn: int = setting(
         0, "for images: number of pictures by formula that intervals are measured on, too; no file is needed", ge=0
     )
+    margin: float = setting(
+        MARGIN,
+        "with direct: factor by which measured intervals are widened; a larger one holds on more kinds of rows, and "
+        "costs accuracy and depth",
+        ge=1,
+        finite=True,
+    )
     seed: int = setting(0, "seed for the split and the order of rows", ge=0)
     threads: int = setting(
         0, "number of CPU threads, 0 for one per core; another number of threads may change the last bits", ge=0
@@ -73,6 +81,8 @@ class Distillation(CentralTraining[DistilSpec]):
                 "drop distil.views and distil.polynomials",
                 key="distil.direct",
             )
+        if spec.margin != MARGIN and not spec.direct:
+            raise InputError(f"distil.margin = {spec.margin}: only distil.direct = true has it", key="distil.margin")
         if model.weights != "pretrained":
             raise InputError(
                 'model.weights = "random": an untrained model has no knowledge to distil', key="model.weights"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedfm.encrypted.student.conversion import MOST_OUTSIDE
+from fedfm.encrypted.student.folding import MOST_OUTSIDE, remedy
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -28,11 +28,11 @@ def table(result: Mapping[str, Any]) -> str:
         lines += [
             "",
             "for some held-out rows the student's activations overflow, since arguments are far outside their "
-            "intervals; train it longer",
+            f"intervals; {remedy(result['blocks'])}",
         ]
     if not result["outside"] <= MOST_OUTSIDE:
         lines += ["", f"more than {MOST_OUTSIDE:.1%} of arguments are outside: encrypted runs refuse this student; "]
-        lines[-1] += "measure it again with more rows of this kind" if again else "train it longer"
+        lines[-1] += "measure it again with more rows of this kind" if again else remedy(result["blocks"])
     return "\n".join(lines)
 
 

@@ -29,10 +29,12 @@ class Measured:
         extremes: smallest and largest values by argument: (2,) for ``scores``, ``hidden`` (inputs of GELU), ``first``
             and ``second`` (the variances before attention and MLP); (2, heads) for ``sums``, the row sums of the
             polynomial of exp.
+        wider: factor by which the extremes are widened to intervals.
         moments, targets: sums of x^0 .. x^4 and of gelu(x) x^0 .. x^2 over the inputs x of GELU, for least squares.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wider: float = WIDER) -> None:
+        self.wider = wider
         self.extremes: dict[str, Tensor] = {}
         self.moments = torch.zeros(5, dtype=torch.float64)
         self.targets = torch.zeros(3, dtype=torch.float64)
@@ -64,18 +66,18 @@ class Measured:
         return a, b, c
 
     def around(self, name: str) -> tuple[float, float]:
-        """Return the extremes, widened around their middle by :data:`WIDER`."""
+        """Return the extremes, widened around their middle by ``wider``."""
         low, high = self.extremes[name].tolist()
-        middle, half = (low + high) / 2, (high - low) / 2 * WIDER
+        middle, half = (low + high) / 2, (high - low) / 2 * self.wider
         return middle - half, middle + half
 
     def positive(self, name: str, widest: float = WIDEST) -> Tensor:
-        """Return extremes (2, ...) of positive values; :data:`WIDER` divides the lower and multiplies the upper one.
+        """Return extremes (2, ...) of positive values; ``wider`` divides the lower and multiplies the upper one.
 
         A smaller factor is used if the ratio of the extremes would otherwise be above ``widest``.
         """
         low, high = self.extremes[name]
-        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
+        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(self.wider)
         return torch.stack([low / factor, high * factor])
 
 

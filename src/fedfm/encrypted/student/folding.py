@@ -8,7 +8,7 @@ subtract the mean over features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,17 @@ class Patches:
         return F.pad(x, (0, 0, self.extra, 0))
 
 
+def remedy(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """Say what keeps more arguments within their intervals; only a conversion has a polynomial for each neuron.
+
+    Args:
+        blocks: the entries of the student's blocks.
+    """
+    if blocks and blocks[0]["gelu"].get("kind") == "neurons":
+        return "convert it again on more rows (data.limit, distil.drawn), or with a wider distil.margin"
+    return "train it longer"
+
+
 def fold(module: nn.Module) -> Folded:
     """Return the matrices and polynomials of a polynomial student, in float64.
 
@@ -119,7 +130,7 @@ def fold(module: nn.Module) -> Folded:
     if not table["outside"] <= MOST_OUTSIDE:
         raise InputError(
             f"{table['outside']:.2%} of the arguments of the model's functions were outside their intervals on "
-            f"held-out rows, more than {MOST_OUTSIDE:.1%}; train it longer"
+            f"held-out rows, more than {MOST_OUTSIDE:.1%}; {remedy(table['blocks'])}"
         )
     parts = families.find(inner, kind)
     embedding: Any = parts.embedding

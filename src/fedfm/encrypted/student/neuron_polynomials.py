@@ -26,7 +26,7 @@ from fedfm.encrypted.student.polynomials import Polynomial, renew
 
 Numbers = NDArray[np.float64]
 DEGREE = 8
-MARGIN = 1.3  # a neuron's interval is wider than its measured pre-activations by this factor
+MARGIN = 1.3  # by default, a neuron's interval is wider than its measured pre-activations by this factor
 _POWERS = DEGREE // 2
 _EVEN = 0.02  # fraction of the weight of the least squares that is spread evenly over the interval
 _POINTS = 41  # number of these even points
@@ -138,7 +138,7 @@ def _plus(x: Any, numbers: tuple[float, ...]) -> Any:
 
 
 @torch.no_grad()
-def fit_neurons(x: Tensor, low: Tensor, high: Tensor) -> NeuronGelu:
+def fit_neurons(x: Tensor, low: Tensor, high: Tensor, margin: float = MARGIN) -> NeuronGelu:
     """Fit the polynomials to GELU at pre-activations x (n, neurons), whose extremes over all rows are low and high.
 
     The centre is 0 or within a standard deviation of the mean, whichever fits best. A fiftieth of the weight is spread
@@ -146,7 +146,7 @@ def fit_neurons(x: Tensor, low: Tensor, high: Tensor) -> NeuronGelu:
     """
     x, low, high = x.double(), low.double(), high.double()
     mean, deviation = x.mean(0), x.std(0)
-    wide = (high - low) * (MARGIN - 1) / 2
+    wide = (high - low) * (margin - 1) / 2
     even = torch.linspace(0, 1, _POINTS, dtype=x.dtype)[:, None] * (high - low + 2 * wide) + low - wide
     points = torch.cat([x, even])
     weights = torch.cat([torch.ones(len(x), dtype=x.dtype), torch.full((_POINTS,), len(x) * _EVEN / _POINTS)])
