@@ -101,8 +101,9 @@ def test_several_rounds_of_fedavg_are_reconstructed_and_not_retrained(tmp_path):
     assert min(values, key=values.get) == min(right, key=right.get)
     assert np.corrcoef([values[c] for c in clients], [right[c] for c in clients])[0, 1] > 0.8
     # docs/how-to/leave.md: the reconstruction is far larger
-    assert [round(values[c], 3) for c in clients] == [-0.583, 0.361, 0.309, 0.226]
-    assert [round(right[c], 3) for c in clients] == [-0.047, 0.102, 0.151, 0.106]
+    # Another platform rounds other bits, and then a few of the 48 test rows may change sides.
+    assert [values[c] for c in clients] == pytest.approx([-0.583, 0.361, 0.309, 0.226], abs=0.05)
+    assert [right[c] for c in clients] == pytest.approx([-0.047, 0.102, 0.151, 0.106], abs=0.03)
 
 
 @pytest.mark.parametrize("name", ["analytic", "fedncm", "fedpft"])

@@ -244,6 +244,31 @@ def test_an_epsilon_is_computed_by_the_silo_and_counted_over_all_runs(tmp_path):
     assert "E_REFUSED" in federation.log("east").splitlines()[-1]
 
 
+ANALYTIC = PRIVATE | {"method": {"name": "analytic"}}
+SHARES = {"privacy": PRIVATE["privacy"] | {"aggregator": "secagg", "mechanism": "distributed_gaussian"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "mechanism", "claimed"),
+    [
+        (PRIVATE, "own", False),
+        (ANALYTIC, "own", False),
+        (ANALYTIC | SHARES, "distributed_gaussian", False),
+        (PRIVATE | {"method": {"name": "fedpft", "pooled": True}}, "gaussian", True),
+    ],
+    ids=["fedpft", "analytic", "shares", "pooled"],
+)
+def test_a_methods_own_noise_is_counted_as_that_of_the_party_that_adds_it(tmp_path, tables, mechanism, claimed):
+    """Whatever the party, all of the stated epsilon is on the ledger of every silo, and no more."""
+    terms = {"budget": {"epsilon": 3.0}, "require": {"mechanism": [mechanism], "largest_epsilon": 3.0}}
+    federation = Federation(tmp_path, **terms)
+    assert federation.run(**tables)["excluded"] == []
+    for name in NAMES:
+        shown = federation.shown(name)
+        assert shown["budget"]["epsilon"]["spent"] == pytest.approx(3.0, rel=1e-6)
+        assert shown["total"]["claimed"] is claimed
+
+
 @pytest.mark.proof
 def test_private_steps_are_counted_by_the_silos_own_rows(tmp_path):
     """After all rounds the silo has spent what the experiment aims at; a second run would pass the budget."""

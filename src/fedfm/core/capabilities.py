@@ -132,6 +132,8 @@ class Predictor:
 class Private(ABC):
     """The method has its own mechanism for ``[privacy]``. Caller: the experiment, and the run's ledger."""
 
+    noise_by: ClassVar[str] = "server"  # who adds the noise: "silo", or "server", whose noise no silo can check
+
     @abstractmethod
     def settle(self, privacy: PrivacySpec | None) -> Self:
         """This method, with the defaults that depend on the [privacy] table filled in."""

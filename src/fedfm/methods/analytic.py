@@ -92,6 +92,7 @@ class Analytic(Predictor, Private, OneShot):
     """
 
     noise: ClassVar[Noise | None] = None  # protect() sets it on an instance
+    noise_by: ClassVar[str] = "silo"
 
     ridge: float = setting(1.0, "gamma, the weight of |W|^2 next to the sum of squared errors", ge=0, finite=True)
     features: str = setting(

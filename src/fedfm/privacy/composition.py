@@ -4,7 +4,7 @@ Without sampling the composition is exact: releases with noise multipliers z_i e
 1/z_i^2)^(-1/2) (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022, Corollary 3.3). With sampling, privacy loss
 distributions are composed, and rounded so that epsilon is an upper bound (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi.
 Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions. PoPETs 2022, arXiv:2207.04380; the
-library dp_accounting).
+library dp_accounting). Noise that is a sum of the clients' shares has a bound in concentrated privacy only.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ class Releases:
         noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0 means no noise.
         times: number of releases.
         rate: q in (0, 1], the probability that a unit is in a release; each unit and release has its own coin.
+        concentrated: whether the noise is a sum of shares, so that only rho = 1/(2 z^2) of concentrated privacy is
+            proven. A Gaussian of this z would have a smaller epsilon.
     """
 
     noise_multiplier: float
     times: int = 1
     rate: float = 1.0
+    concentrated: bool = False
 
 
 def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
@@ -52,6 +55,14 @@ def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
     spent = tuple(r for r in releases if r.times)
     if any(r.noise_multiplier <= 0 for r in spent):
         return math.inf
+    if any(r.concentrated for r in spent):  # a Gaussian without sampling has this rho, too; a sampled one is added
+        sampled = [r for r in spent if r.rate < 1]
+        rho = sum(r.times / (2 * r.noise_multiplier**2) for r in spent if r.rate == 1)
+        return (
+            epsilon_of_concentrated(rho, delta / 2) + epsilon_of(sampled, delta / 2)
+            if sampled
+            else (epsilon_of_concentrated(rho, delta))
+        )
     if all(r.rate == 1 for r in spent):
         return _without_sampling(spent, delta) if spent else 0.0
     return _compose(spent, delta, FINE)

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedfm.core import storage
@@ -47,6 +47,7 @@ class Cost:
         noise_multiplier: z, standard deviation of the noise over the sensitivity; 0 means no noise and no bound.
         rate: probability with which a unit is in each of the ``times`` Gaussian mechanisms of the release.
         by: the party that adds the noise: "silo", or "server" (the silo cannot check the server's noise).
+        concentrated: as in :class:`fedfm.privacy.composition.Releases`.
     """
 
     unit: str = ""
@@ -55,6 +56,11 @@ class Cost:
     rate: float = 1.0
     times: int = 1
     by: str = ""
+    concentrated: bool = False
+
+    def releases(self, count: int = 1) -> Releases:
+        """Return ``count`` releases of this cost."""
+        return Releases(self.noise_multiplier, count * self.times, self.rate, self.concentrated)
 
 
 UNBOUNDED = Cost()
@@ -161,15 +167,15 @@ class Totals:
 
     def epsilon(self, delta: float, more: Cost = NOTHING) -> float:
         """Return the epsilon of all releases and one more together; the epsilons of different units are added."""
-        units: dict[tuple[str, str], dict[tuple[float, float], int]] = {}
+        units: dict[tuple[str, str], Counter[Releases]] = {}
         for cost, count in (self.releases + Counter([more])).items():
             if cost.times:
-                times = units.setdefault((cost.unit, cost.relation), {})
-                key = cost.noise_multiplier, cost.rate
-                times[key] = times.get(key, 0) + count * cost.times
+                units.setdefault((cost.unit, cost.relation), Counter())[replace(cost.releases(), times=1)] += (
+                    count * cost.times
+                )
         return math.fsum(
-            epsilon_of([Releases(z, n, rate) for (z, rate), n in sorted(times.items())], delta / len(units))
-            for times in units.values()
+            epsilon_of([replace(one, times=n) for one, n in sorted(found.items(), key=repr)], delta / len(units))
+            for found in units.values()
         )
 
 
@@ -355,7 +361,7 @@ def lacks_lines(content: bytes, mark: Path | None) -> bool:
 
 def epsilon_alone(cost: Cost, delta: float) -> float | None:
     """Return the epsilon of one release alone; None if nothing bounds it."""
-    epsilon = epsilon_of([Releases(cost.noise_multiplier, cost.times, cost.rate)], delta)
+    epsilon = epsilon_of([cost.releases()], delta)
     return epsilon if epsilon < math.inf else None
 
 

@@ -11,7 +11,7 @@ from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Private
 from fedfm.privacy.accountant import Accountant, together
-from fedfm.privacy.composition import Releases, epsilon_of
+from fedfm.privacy.composition import epsilon_of
 from fedfm.sites.ledger import NOTHING, UNBOUNDED, Cost
 
 _AT_SILOS = ("distributed_gaussian", "dp_sgd")  # mechanisms whose noise the silos add
@@ -22,8 +22,8 @@ class ReleaseCosts:
     """The costs of a silo's answers in one run.
 
     Attributes:
-        mechanism: "own" if the method has its own mechanism and the silo adds the noise; else the mechanism's name
-            in [privacy]; "" if nothing bounds the cost of a release.
+        mechanism: "own" if the method has its own mechanism and the silo adds the noise, "gaussian" if the server adds
+            it; else the mechanism's name in [privacy]; "" if nothing bounds the cost of a release.
         release: the cost of an answer that [privacy] covers.
 
     Args:
@@ -38,14 +38,20 @@ class ReleaseCosts:
         mechanism = experiment.aggregation.mechanism
         mechanism.spend(shared, 1)
         mechanism_name = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
-        if (mine := _cost(own, "server" if method.means else "silo")) is not None:
-            mechanism_name = "own" if mine.by == "silo" else "gaussian"
-        # The mechanism states the cost of a round, in which the silo sends one answer for each mean.
-        release = mine or _cost(shared, "silo" if mechanism_name in _AT_SILOS else "server", max(len(method.means), 1))
+        answers = max(len(method.means), 1)
+        concentrated = mechanism_name == "distributed_gaussian"
+        if isinstance(method, Private) and own.events:
+            by = method.noise_by
+            mechanism_name = "gaussian" if by == "server" else mechanism_name if concentrated else "own"
+            release = mine = _cost(own, by, concentrated)
+        else:  # the mechanism states the cost of a round, in which the silo sends one answer for each mean
+            by, mine = "silo" if mechanism_name in _AT_SILOS else "server", None
+            release = _cost(shared, by, concentrated, answers)
         if isinstance(mechanism, DpSgd):
             one = mechanism.one_round(mechanism.batch_size if rows is None else rows)
             release = Cost("record", "add_remove", one.noise_multiplier, one.rate, one.times, "silo")
-        times = 1 if mine else method.rounds
+        # DP-SGD states the cost of a round, whose passes over the rows its answers share.
+        times = 1 if mine else method.rounds * (1 if isinstance(mechanism, DpSgd) else answers)
         if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # shared noise: one answer costs more
             release = replace(release, noise_multiplier=mechanism.noise_of_one_answer)
             times = -(-times // mechanism.period)
@@ -62,17 +68,18 @@ class ReleaseCosts:
 
     def epsilon(self, delta: float) -> float:
         """Return the epsilon of the complete experiment."""
-        one = self.release
-        return epsilon_of([Releases(one.noise_multiplier, one.times * self._times, one.rate)], delta)
+        return epsilon_of([self.release.releases(self._times)], delta)
 
 
-def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
+def _cost(accountant: Accountant, by: str, concentrated: bool, answers: int = 1) -> Cost | None:
+    """The cost of one answer; None if it is no Gaussian release, or if the accountant has a larger epsilon."""
     if not accountant.events:
         return None
     spent = together(accountant.events)
     if spent.sigma is None:
         return None
-    z = spent.sigma / spent.sensitivity
-    if epsilon_of([Releases(z)], spent.delta) < spent.epsilon * _ALMOST:
-        return None  # not a single Gaussian release, so its parts cannot be composed as Gaussians
-    return Cost(spent.unit, spent.relation, z * math.sqrt(answers), by=by)
+    cost = Cost(spent.unit, spent.relation, spent.sigma / spent.sensitivity, by=by, concentrated=concentrated)
+    stated = max(spent.epsilon, accountant.epsilon or 0.0)  # of one release the accountant may know a larger one
+    if epsilon_of([cost.releases()], spent.delta) < stated * _ALMOST:
+        return None
+    return replace(cost, noise_multiplier=cost.noise_multiplier * math.sqrt(answers))

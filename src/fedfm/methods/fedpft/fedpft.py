@@ -374,6 +374,11 @@ class FedPFT(Predictor, Private, Method[State]):
             private.spend(accountant, self.privacy, self.pooled)
 
     @property
+    def noise_by(self) -> str:  # type: ignore[override]
+        """With ``pooled`` the server adds the noise, else each client."""
+        return "server" if self.pooled else "silo"
+
+    @property
     def could_pool(self) -> bool:
         """Whether ``pooled`` is false, but could be true under [privacy]."""
         return not self.pooled and self.topology == "star" and self.calibration == "analytic"
