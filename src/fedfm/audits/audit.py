@@ -234,7 +234,7 @@ def _run_attacks(
             keep = any(audit.replies for audit in attacks.values())
             again = replay(run, notice, watched, keep=keep, given=given)
         else:
-            again = Replay(run, population_of(run, given), (), given=given)
+            again = Replay(run, None, (), given=given)
     for name, audit in attacks.items():
         if several:
             progress.begins(name, step.seconds)

@@ -155,7 +155,7 @@ def membership_of(
         population: all clients with this one, and the model as it was at the start of the run.
     """
     with torch_threads(1):
-        cells, how = attack_all(run, population, targets, notice)
+        cells, how = attack_all(run, population, targets, (client,), notice)
     seed = run.experiment.run.seed
 
     def scores(of: Mapping[ClientId, Any]) -> MemberScores | None:

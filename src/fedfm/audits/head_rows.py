@@ -41,7 +41,8 @@ class Rebuilt(Watch):
         by_chance: test rows that an update seems to disclose, although no update can contain them.
         ratios: for each computed feature vector, its distance to the nearest training row, divided by the typical
             distance between neighbours.
-        compared: number of test rows with which the computed features were compared.
+        rows: number of training rows of the clients that trained.
+        compared: number of their test rows, with which the computed features were compared.
     """
 
     def __init__(self, run: Run) -> None:
@@ -50,6 +51,7 @@ class Rebuilt(Watch):
         self.hits: set[tuple[ClientId, int]] = set()
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
+        self._trained: set[ClientId] = set()
         self.compared, self.rows, self.updates = 0, 0, 0
         self.why = "the server saw no single client's update of a complete model"  # if nothing is found
 
@@ -62,19 +64,23 @@ class Rebuilt(Watch):
         if turn.round == 0:
             return
         pool = self._pool = self._pool or RowPool(population, self._run.experiment.run.seed)
-        self.rows = sum(len(pool.members[c]) for c in pool.honest)
-        self.compared = len(np.unique(np.concatenate(list(pool.strangers.values()))))
+        honest = set(pool.honest)
         before = model.params()
         for crossing in crossings(turn, method, model):
             (client,) = crossing.clients
             moved = changes(crossing, names)
-            if moved is None or client not in pool.honest:
+            if client not in honest:
+                continue
+            self._trained.add(client)
+            if moved is None:
                 continue
             self.updates += 1
             _, x = features(*moved)
             with apply_model(method, model, crossing.start, pool.compared_rows(client)) as rows:
                 known: Array = model.features(rows).double().numpy()
             self._compare(client, x, known, pool)
+        self.rows = sum(len(pool.members[c]) for c in self._trained)
+        self.compared = len(np.unique(np.concatenate([np.zeros(0), *(pool.strangers[c] for c in self._trained)])))
         model.load(before)  # so that later rounds are the same as in the run
 
     def _compare(self, client: ClientId, x: Array, known: Array, pool: RowPool) -> None:

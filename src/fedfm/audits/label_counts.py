@@ -17,7 +17,7 @@ from fedfm.audits.inference.head_updates import distance, guesses, label_shares,
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.recorded_run import Turn
 from fedfm.audits.replay import Replay, Watch
-from fedfm.audits.shadow_runs import BUDGET, cost, honest_clients
+from fedfm.audits.shadow_runs import BUDGET, cost, honest_clients, trainings
 from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -46,6 +46,7 @@ class Shares(Watch):
         self._run = run
         self.found: dict[ClientId, Array] = {}
         self.public: Array = np.zeros(0)
+        self._passes: tuple[int, float, int] | None = None
         self.tried, self.bias = 0, True
         self.why = "the server saw no single client's update of a complete model"  # if nothing is found
 
@@ -68,14 +69,15 @@ class Shares(Watch):
         if not fresh:
             return
         self.bias = names.bias is not None
-        self.tried, one = passes(self._run, population)
+        self._passes = self._passes or passes(self._run, population)
+        self.tried, one, clients = self._passes
         own = federated.test[:: -(-len(federated.test) // OWN)]
         labels = np.asarray(federated.table.labels)[own]
         self.public = np.bincount(labels, minlength=len(model.classes)) / len(labels)
         if self.tried < LEAST:
             self.why = (
                 f"the attack repeats a client's local training at least {LEAST} times for each of "
-                f"{len(population.clients)} clients, and one training takes about {one:.2g} s, so all take more than "
+                f"{clients} clients that trained, and one training takes about {one:.2g} s, so all take more than "
                 f"{BUDGET:.0f} s"
             )
             return
@@ -88,11 +90,11 @@ class Shares(Watch):
         model.load(before)  # so that later rounds are the same as in the run
 
 
-def passes(run: Run, population: Partitioned) -> tuple[int, float]:
-    """(number of local trainings per client that fit the budget, seconds that one training takes)."""
-    rounds, clients = max(int(run.manifest["result"]["rounds"]), 1), max(len(population.clients), 1)
-    one = cost(run, population) / rounds / clients
-    return (min(MOST, int(BUDGET / (one * clients))) if one else MOST), one
+def passes(run: Run, population: Partitioned) -> tuple[int, float, int]:
+    """(local trainings per client that fit the budget, seconds of one training, number of clients that trained)."""
+    times = trainings(run, population.clients, int(run.manifest["result"]["rounds"]))
+    one = cost(run, population) / max(times.total(), 1)
+    return (min(MOST, int(BUDGET / (one * len(times)))) if one else MOST), one, len(times)
 
 
 class _Attacker:
@@ -145,8 +147,8 @@ class LabelCounts(HeadAudit):
     """
 
     def seconds(self, run: Run, population: Partitioned) -> float:
-        tried, one = passes(run, population)
-        return tried * one * len(population.clients) if tried >= LEAST else 1.0
+        tried, one, clients = passes(run, population)
+        return tried * one * clients if tried >= LEAST else 1.0
 
     def watch(self, run: Run) -> Shares:
         return Shares(run)

@@ -6,7 +6,7 @@ loss threshold of Yeom et al. (arXiv:1709.01604), with one threshold per class a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,9 +21,9 @@ from fedfm.audits.member_scores import CellScores, MemberScores, finding_on_rate
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
-from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, unit
+from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, trained, unit
 from fedfm.audits.stated_epsilon import claim_of_model
-from fedfm.core.client import ClientId
+from fedfm.core.client import POOLED, ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
@@ -60,7 +60,7 @@ class ModelMembership(Audit):
             population = replay.fresh()
             cells, how = attack(run, population, final_models(run, population), notice)
         if not cells:
-            why = "No client has training rows, test rows to compare with, and a stored model."
+            why = "No client that trained has training rows, test rows to compare with, and a stored model."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
         seed, of = run.experiment.run.seed, unit(population)
         purpose = ("audit", "model membership")
@@ -88,23 +88,31 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
 def attack(
     run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
 ) -> tuple[list[CellScores], str]:
-    """Return (each client's scores of members and strangers, a description of the attack).
+    """Return (scores of members and strangers of each client that trained, a description of the attack).
 
     Args:
         population: the rows, and the model as it was at the start of the run.
     """
-    (cells,), how = attack_all(run, population, [models], notice)
+    (cells,), how = attack_all(run, population, [models], {*trained(run, population.clients), POOLED}, notice)
     return list(cells.values()), how
 
 
 def attack_all(
-    run: Run, population: Partitioned, targets: Sequence[Models], notice: Callable[[str], None]
+    run: Run,
+    population: Partitioned,
+    targets: Sequence[Models],
+    owners: Collection[ClientId],
+    notice: Callable[[str], None],
 ) -> tuple[list[dict[ClientId, CellScores]], str]:
-    """As :func:`attack`, for several attacked models, which share the shadow runs: the scores by client of each."""
+    """As :func:`attack`, for several attacked models, which share the shadow runs: the scores by owner of each.
+
+    Args:
+        owners: the owners whose rows are attacked.
+    """
     models = {c: w for target in targets for c, w in target.items()}
     seed, pooled = run.experiment.run.seed, run.experiment.method.needs.pooled
     pool = RowPool(population, seed, pooled=pooled)
-    clients = [c for c in pool.honest if c in models or "" in models]
+    clients = [c for c in pool.honest if c in owners and (c in models or "" in models)]
     clients = [c for c in clients if len(pool.members[c]) and len(pool.strangers[c])]
     if not clients:
         return [{} for _ in targets], ""

@@ -8,6 +8,7 @@ that are too large to keep has a watch, which reads every round and keeps only w
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,14 +52,14 @@ class Replay:
     """A replayed run.
 
     Attributes:
-        population: every client's rows. An attacker does not have them; audits use them to judge an attack.
+        read: every client's rows, and the model; None if they are not read yet.
         replies: all replies, in the order of the run; empty if only watches read them.
         watched: for each audit, its watch.
         given: the arguments of ``fedfm.federate``, if that function made the run.
     """
 
     run: Run
-    population: Partitioned
+    read: Partitioned | None
     replies: Sequence[RecordedReply]
     watched: Mapping[str, Watch] = field(default_factory=dict)
     given: Any = None
@@ -66,6 +67,11 @@ class Replay:
     def watch(self, kind: type[W]) -> W:
         """The watch that is an instance of this class."""
         return next(watch for watch in self.watched.values() if isinstance(watch, kind))
+
+    @functools.cached_property
+    def population(self) -> Partitioned:
+        """Every client's rows. An attacker does not have them; audits use them to judge an attack."""
+        return self.read or self.fresh()
 
     def fresh(self) -> Partitioned:
         """Read the rows and the model again, as they were at the run's start.

@@ -10,6 +10,7 @@ settings, as in Carlini et al. (arXiv:2112.03570). It knows neither the clients'
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -130,6 +131,24 @@ def honest_clients(population: Partitioned) -> list[ClientId]:
     return [c for c in population.clients if c not in bad]
 
 
+def trainings(run: Run, clients: Sequence[ClientId], last: int) -> Counter[ClientId]:
+    """In how many of the rounds 1 to ``last`` each client trained, by the cohorts in ``metrics.jsonl``.
+
+    A client that never trained is missing. All clients trained in all rounds if the file lacks a round, if it names no
+    cohort, or if the rows are pooled.
+    """
+    cohorts = [line["cohort"] for line in run.metrics() if 0 < line["round"] <= last]
+    if run.experiment.method.needs.pooled or len(cohorts) < last or not any(cohorts):
+        return Counter(dict.fromkeys(clients, last))
+    return Counter(client for cohort in cohorts for client in cohort)
+
+
+def trained(run: Run, clients: Sequence[ClientId]) -> set[ClientId]:
+    """The clients whose rows the final model was trained on."""
+    result = run.manifest["result"]
+    return set(trainings(run, clients, int(result["details"].get("model_of_round", result["rounds"]))))
+
+
 def unit(population: Partitioned) -> str:
     """A sentence for the end of a finding that says what a row is; "" if rows are rows of the table."""
     if not population.trains_on_blocks:
@@ -181,29 +200,35 @@ class Half:
 
 
 def affordable(run: Run, population: Partitioned) -> int:
-    """The number of shadow runs that the budget allows, at most :data:`MOST`; 0 if it is below :data:`LEAST`."""
+    """The number of shadow runs that the budget allows, at most :data:`MOST`; 0 if it is below :data:`LEAST`.
+
+    It is also 0 if some clients never trained. A shadow run draws its own cohorts, so a row that its coin selected
+    would often be in no training.
+    """
+    if not trained(run, population.clients).issuperset(population.clients):
+        return 0
     seconds = cost(run, population)
     number = MOST if not seconds else min(MOST, int(BUDGET / seconds))
     return number if number >= LEAST else 0
 
 
 def cost(run: Run, population: Partitioned) -> float:
-    """Estimate the seconds of one shadow run, from the numbers of rounds, clients, rows and operations."""
+    """Estimate the seconds of one shadow run, from the numbers of rounds, clients that trained, rows and operations."""
     method = run.experiment.method
-    rounds, clients = int(run.manifest["result"]["rounds"]), len(population.clients)
-    trained = rounds * clients
-    sizes = population.sizes().values()
+    times = trainings(run, population.clients, int(run.manifest["result"]["rounds"]))
+    number, sizes = times.total(), population.federated.clients
     seconds = 0.0
     if isinstance(method, TrainsLocally):
         operations = run.manifest["ledger"].get("operations") or {}
-        seconds += trained * float(operations.get("macs_per_client_round", 0.0)) / MACS
+        seconds += number * float(operations.get("macs_per_client_round", 0.0)) / MACS
         noisy = run.experiment.aggregation.mechanism.plan is not None  # DP-SGD computes a gradient for each row
         one = HEAD_STEP if encodes(population.model) and not noisy else STEP
-        seconds += rounds * sum(method.local.steps(n, population.model) for n in sizes if n) * one
+        rows = ((len(sizes[c].train), k) for c, k in times.items())
+        seconds += sum(k * method.local.steps(n, population.model) for n, k in rows if n) * one
     else:  # methods with one round fit heads
-        seconds += trained * 0.05
+        seconds += number * 0.05
     if _transport(run.experiment.aggregation).form != "plain":
-        seconds += trained * MASKING
+        seconds += number * MASKING
     return seconds
 
 
