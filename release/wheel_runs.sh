@@ -4,8 +4,13 @@
 #   release/wheel_runs.sh [FOLDER for the environment; a temporary one by default]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-place=${1:-$(mktemp -d)}
+place=${1:-}
+if [ -z "$place" ]; then
+  place=$(mktemp -d)
+  trap 'rm -rf "$place"' EXIT # more than a gigabyte
+fi
 python=${PYTHON:-python3}
+unset PYTHONPATH
 mkdir -p "$place/empty" "$place/dist"
 "$python" -m venv "$place/v"
 own=$place/v/bin/python
@@ -13,11 +18,12 @@ own=$place/v/bin/python
 # The wheel is built from the sdist, so what the sdist lacks is missing here, too.
 (cd "$root" && "$own" -m hatchling build -t sdist -d "$place/dist" >/dev/null)
 (cd "$place" && tar xzf dist/fedfm-*.tar.gz && cd fedfm-*/ && "$own" -m hatchling build -t wheel -d "$place/dist" >/dev/null)
-"$own" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$place"/dist/fedfm-*.whl
+# Python compiles what it imports; pip would compile all of PyTorch, which takes longer than the demo.
+"$own" -m pip install --quiet --disable-pip-version-check --no-compile -c "$root/constraints.txt" "$place"/dist/fedfm-*.whl
 mkdir -p "$root/dist" && cp "$place"/dist/fedfm-* "$root/dist/"
 cd "$place/empty"
 export HF_HUB_OFFLINE=1
-"$own" -c 'import fedfm, sys; sys.exit("src" in fedfm.__file__)' # the wheel is imported, not the clone
+"$own" -c 'import fedfm, sys; sys.exit(not fedfm.__file__.startswith(sys.prefix))' # the wheel, not the clone
 "$place/v/bin/fedfm" doctor
 "$place/v/bin/fedfm" demo --out demo
 "$own" - "$root/examples/gallery" <<'PROGRAM'
