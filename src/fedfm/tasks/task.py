@@ -525,10 +525,8 @@ class Task:
         """
         from fedfm.tasks import _score_checks
 
-        signed = self.row_means.values()  # their means may have any sign
-        _score_checks.check_numbers(
-            scores, self.list_sizes(classes), [name for name in self.sums if name not in signed]
-        )
+        positive = [name for name in self.sums if name not in self.row_means.values()]  # such means may have any sign
+        _score_checks.check_numbers(scores, self.list_sizes(classes), positive)
         _score_checks.check_shares(scores, self.drawn, self.sums, self.figures_of)
 
     def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
