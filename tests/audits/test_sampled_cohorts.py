@@ -28,6 +28,7 @@ def cohorts(run):
     return [line["cohort"] for line in lines if line["round"]]
 
 
+@pytest.mark.proof
 def test_rows_of_clients_that_never_trained_are_no_training_rows(tmp_path):
     run = finished(tmp_path, 40, 0.1)
     asked, population = {c for cohort in cohorts(run) for c in cohort}, population_of(run)
