@@ -8,7 +8,7 @@ from fedfm.api import execute
 from fedfm.audits.audit import perform
 from fedfm.audits.label_counts import passes
 from fedfm.audits.replay import population_of
-from fedfm.audits.shadow_runs import affordable, cost, trained
+from fedfm.audits.shadow_runs import affordable, cost, training_clients
 from fedfm.runtime.run_directory import Run
 from small import features
 
@@ -32,7 +32,7 @@ def cohorts(run):
 def test_rows_of_clients_that_never_trained_are_no_training_rows(tmp_path):
     run = finished(tmp_path, 40, 0.1)
     asked, population = {c for cohort in cohorts(run) for c in cohort}, population_of(run)
-    assert trained(run, population.clients) == asked
+    assert training_clients(run, population.clients) == asked
     assert len(asked) < 13
     rows = population.federated.clients
     found = {f.name: f for f in perform(run.path, ["model_membership", "update_membership", "head_rows"])}
@@ -61,4 +61,4 @@ def test_a_damaged_log_excludes_nobody(tmp_path):
     log = run.path / "metrics.jsonl"
     log.write_text("\n".join(log.read_text().splitlines()[:-1]) + "\n")
     clients = population_of(run).clients
-    assert trained(run, clients) == set(clients)
+    assert training_clients(run, clients) == set(clients)

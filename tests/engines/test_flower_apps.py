@@ -26,7 +26,8 @@ def superlink(folder: Path):
     """The SuperLink that `flwr run` would start on this machine, on ports of its own; the environment of `flwr`."""
     port, control = map(str, free_ports(2))
     ports = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": port, "FLWR_LOCAL_CONTROL_API_PORT": control}
-    env = {**ENV, **loopback.environment(folder / "home"), **ports}
+    # Ray would wait for the cluster that a killed `ray start` had left a note about.
+    env = {**ENV, **loopback.environment(folder / "home"), **ports, "RAY_ADDRESS": "local"}
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]

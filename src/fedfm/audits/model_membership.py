@@ -21,7 +21,7 @@ from fedfm.audits.member_scores import CellScores, MemberScores, finding_on_rate
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
-from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, trained, unit
+from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, training_clients, unit
 from fedfm.audits.stated_epsilon import claim_of_model
 from fedfm.core.client import POOLED, ClientId
 from fedfm.errors import InputError
@@ -93,7 +93,7 @@ def attack(
     Args:
         population: the rows, and the model as it was at the start of the run.
     """
-    (cells,), how = attack_all(run, population, [models], {*trained(run, population.clients), POOLED}, notice)
+    (cells,), how = attack_all(run, population, [models], {*training_clients(run, population.clients), POOLED}, notice)
     return list(cells.values()), how
 
 

@@ -143,7 +143,7 @@ def trainings(run: Run, clients: Sequence[ClientId], last: int) -> Counter[Clien
     return Counter(client for cohort in cohorts for client in cohort)
 
 
-def trained(run: Run, clients: Sequence[ClientId]) -> set[ClientId]:
+def training_clients(run: Run, clients: Sequence[ClientId]) -> set[ClientId]:
     """The clients whose rows the final model was trained on."""
     result = run.manifest["result"]
     return set(trainings(run, clients, int(result["details"].get("model_of_round", result["rounds"]))))
@@ -205,7 +205,7 @@ def affordable(run: Run, population: Partitioned) -> int:
     It is also 0 if some clients never trained. A shadow run draws its own cohorts, so a row that its coin selected
     would often be in no training.
     """
-    if not trained(run, population.clients).issuperset(population.clients):
+    if not training_clients(run, population.clients).issuperset(population.clients):
         return 0
     seconds = cost(run, population)
     number = MOST if not seconds else min(MOST, int(BUDGET / seconds))
