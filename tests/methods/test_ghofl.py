@@ -118,3 +118,11 @@ def test_sums_covered_by_noise_give_a_head_of_finite_numbers(place, form, tmp_pa
     result = fedfm.run(tables(place, form=form) | {"privacy": noise}, tmp_path)
     assert 0 <= result["accuracy"] <= 1
     assert Run.open(tmp_path).state(Params).is_finite()
+
+
+@pytest.mark.parametrize("form", ["lda", "nb", "qda"])
+def test_noise_that_leaves_no_class_any_rows_gives_equal_priors(form):
+    sums = moments_of(torch.as_tensor(X), torch.as_tensor(Y), 4, form)
+    found = gaussians(sums.replace({"count": -sums["count"]}), form, 0.1)
+    assert torch.equal(found["log_prior"], torch.zeros(4, dtype=torch.float64))
+    assert found["mean"].isfinite().all() and found["covariance"].isfinite().all()

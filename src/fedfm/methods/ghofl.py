@@ -100,7 +100,8 @@ def gaussians(sums: Params, form: str, shrinkage: float) -> Params:
     """``mean`` (C, d), ``log_prior`` (C,) and ``covariance`` of the sums of all clients.
 
     ``covariance`` is (d, d) for lda, the variances (C, d) for nb and (C, d, d) for qda. A class of at most one row has
-    the pooled covariance of the others in qda. A class without rows has ``log_prior`` -inf.
+    the pooled covariance of the others in qda. A class without rows has ``log_prior`` -inf; if noise leaves no class
+    any rows, all classes are as likely.
     """
     n, second = sums["count"].clamp_min(0), sums["second"]  # noise can make a count negative
     mu = sums["total"] / n.clamp_min(1)[:, None]
@@ -115,7 +116,8 @@ def gaussians(sums: Params, form: str, shrinkage: float) -> Params:
             few = (n <= 1)[:, None, None]
             covariance = torch.where(few, covariance, scatter / (n - 1).clamp_min(1)[:, None, None])
         covariance = shrink(covariance, shrinkage)
-    return Params({"mean": mu, "covariance": covariance, "log_prior": (n / n.sum().clamp_min(1)).log()})
+    log_prior = (n / n.sum().clamp_min(1)).log() if n.any() else torch.zeros_like(n)
+    return Params({"mean": mu, "covariance": covariance, "log_prior": log_prior})
 
 
 def unpack(lower: Tensor, d: int) -> Tensor:
@@ -177,4 +179,4 @@ def quadratic_logits(w: Params, x: Tensor) -> Tensor:
 def _with_nobody(bias: Tensor) -> Tensor:
     """The biases, where a class without rows is far below every other one."""
     known = bias.isfinite()
-    return torch.where(known, bias, bias[known].min() + NOBODY) if known.any() else torch.zeros_like(bias)
+    return torch.where(known, bias, bias[known].min() + NOBODY)
