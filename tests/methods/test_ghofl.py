@@ -125,4 +125,5 @@ def test_noise_that_leaves_no_class_any_rows_gives_equal_priors(form):
     sums = moments_of(torch.as_tensor(X), torch.as_tensor(Y), 4, form)
     found = gaussians(sums.replace({"count": -sums["count"]}), form, 0.1)
     assert torch.equal(found["log_prior"], torch.zeros(4, dtype=torch.float64))
-    assert found["mean"].isfinite().all() and found["covariance"].isfinite().all()
+    assert found["mean"].isfinite().all()
+    assert found["covariance"].isfinite().all()
