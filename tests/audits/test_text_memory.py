@@ -15,7 +15,7 @@ from fedfm.audits.model_membership import final_models
 from fedfm.audits.regurgitation import Halves, verbatim
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.audits.stated_epsilon import Claim
-from fedfm.audits.text_canaries import CANDIDATES, COPIES, LENGTH, Planted, ranks_of, with_texts
+from fedfm.audits.text_canaries import CANDIDATES, COPIES, LENGTH, PlantedTexts, ranks_of, with_texts
 from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
@@ -131,7 +131,7 @@ def test_a_finding_of_ranks_has_an_exact_interval_and_what_epsilon_allows():
 def test_each_canary_is_among_its_clients_rows_and_no_other_candidate_is(tmp_path, task):
     population = population_of(tmp_path, task=task)
     pool = RowPool(population, seed=1)
-    planted = Planted(pool, 4, np.random.default_rng(0))
+    planted = PlantedTexts(pool, 4, np.random.default_rng(0))
     assert sum(len(c.places) for c in planted.canaries.values()) == 5
     for client in population.clients:
         own = population.data(client).train

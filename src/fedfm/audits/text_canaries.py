@@ -68,7 +68,7 @@ class TextCanaries(Audit):
             w_0, ranks = population.model.params(), {1: [np.zeros(0)], COPIES: [np.zeros(0)]}
             for s in range(number if once else 0):
                 notice(f"shadow run {s + 1} of {number}, with {once} canaries")
-                planted = Planted(pool, once, seeds.generator(seed, "audit", "text canaries", s))
+                planted = PlantedTexts(pool, once, seeds.generator(seed, "audit", "text canaries", s))
                 population.model.load(w_0)
                 shadows = shadow_models(run, planted, s)
                 for c, canaries in planted.canaries.items():
@@ -108,7 +108,7 @@ class ClientCanaries:
         return with_texts(pool.rows(np.repeat(self.places, CANDIDATES)), self.texts.reshape(-1, LENGTH), model, 0)
 
 
-class Planted(Half):
+class PlantedTexts(Half):
     """The clients' own rows, and canaries among them.
 
     Attributes:
