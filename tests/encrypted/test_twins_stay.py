@@ -74,7 +74,7 @@ def test_training_leaves_no_interval(twin, monkeypatch, penalty):
     folder, x = twin
     monkeypatch.setattr(loop, "PENALTY", penalty)
     model = load(folder)
-    w, _ = trained(model, x, SGD(learning_rate=0.003, momentum=0.9, batch_size=8, epochs=100))
+    w, _ = trained(model, x, SGD(learning_rate=0.001, momentum=0.9, batch_size=8, epochs=100))
     model.load(w)
     conversion.forget(model.module)
     with torch.no_grad():
