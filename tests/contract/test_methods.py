@@ -142,7 +142,7 @@ class TestEveryTrainedMethod:
             results.append(fedfm.run(tables, tmp_path / str(i)))
         assert len({r["params_sha256"] for r in results}) == 1
         assert len({(r["bytes_up"], r["bytes_down"], r["accuracy"]) for r in results}) == 1
-        if name == "analytic":  # its head is that of the pooled rows, whatever the partition
+        if name in {"analytic", "ghofl"}:  # sums of all rows make the head: the partition and the seed do not show
             return
         other = fedfm.run(experiment_of(name, tmp_path, rounds=2, run={"seed": 2}), tmp_path / "other")
         assert other["params_sha256"] != results[0]["params_sha256"]
