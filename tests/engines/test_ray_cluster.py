@@ -240,7 +240,7 @@ class TwoNodes:
     def __init__(self) -> None:
         env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", _CLUSTER], env=env, **pipes)
+        self.process = subprocess.Popen([sys.executable, "-c", _CLUSTER], env=env, start_new_session=True, **pipes)
         self.address = self._read(r"[\d.]+:\d+")
         self.do("add")
 
@@ -249,6 +249,18 @@ class TwoNodes:
         self.process.stdin.write(f"{word} {json.dumps(env)}\n")
         self.process.stdin.flush()
         self._read(word)
+
+    def kill(self) -> None:
+        """Kill the head, both nodes and what they started, as a power cut does."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """Wait until the cluster's process has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait(timeout=60)
+        self.process.stdout.close()
 
     def _read(self, pattern: str) -> str:
         for line in self.process.stdout:
@@ -262,10 +274,7 @@ def cluster():
     pytest.importorskip("ray", reason="Ray is not installed (the extra simulation)")
     two = TwoNodes()
     yield two
-    with contextlib.suppress(BrokenPipeError):
-        two.process.stdin.close()
-    two.process.wait(timeout=60)
-    two.process.stdout.close()
+    two.close()
 
 
 @pytest.mark.simulation
@@ -316,3 +325,28 @@ def test_a_lost_node_is_named_and_the_run_goes_on(cluster, tmp_path):
     assert running.returncode == 130, error[-2000:]
     assert re.search(r"node [\d.:]+ of the Ray cluster is lost; client-0\d is asked again on another node", error)
     assert "left out" not in error
+
+
+@pytest.mark.simulation
+def test_a_cluster_that_dies_ends_the_run_by_name_and_it_goes_on_with_a_new_one(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed (the extra simulation)")
+    two = TwoNodes()
+    exp = experiment(tmp_path, method=SCAFFOLD.format(30), run=f'ray_address = "{two.address}"')
+    out = tmp_path / "run"
+    running = begin("run", exp, "--out", out, "--engine", "simulation")
+    until(lambda: rounds(out) >= 3 or running.poll() is not None)
+    two.kill()
+    _, error = running.communicate(timeout=300)
+    assert running.returncode == 1, error[-2000:]
+    assert error.strip().splitlines()[-1] == (
+        "fedfm: the Ray cluster no longer answers; start it again, and continue with `fedfm resume`"
+    )
+    assert "Traceback" not in error
+    done, two = rounds(out), TwoNodes()
+    try:
+        resumed = fedfm("resume", out, "--set", f"run.ray_address={two.address}")
+    finally:
+        two.close()
+    assert done < resumed["rounds"] == 30
+    straight = here("run", experiment(tmp_path, method=SCAFFOLD.format(30)), "--out", tmp_path / "straight")
+    same(resumed, straight)
