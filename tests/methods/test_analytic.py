@@ -15,7 +15,7 @@ import fedfm
 from fedfm import seeds
 from fedfm.api.predict import load
 from fedfm.config.experiment import Experiment
-from fedfm.errors import InputError
+from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.analytic import Analytic, Noise, _sums_of
 from fedfm.privacy.gaussian import delta_of
@@ -275,7 +275,6 @@ def test_a_client_adds_its_share_to_one_sum_of_a_run(place):
     from fedfm.aggregation._secagg import MEMORY
     from fedfm.aggregation._secagg_session import Sum
     from fedfm.core.client import Update
-    from fedfm.errors import ClientFault
 
     store = {}
     client = SimpleNamespace(id="c", memory={MEMORY: {"session": "s"}}, secret=lambda name: bytes(32))
@@ -298,6 +297,24 @@ def test_sums_that_would_not_keep_the_noise_are_refused(place, aggregation):
     noisy = RECORD | {"mechanism": "distributed_gaussian"}
     with pytest.raises(InputError, match=next(text for name, text in key.items() if name in aggregation)):
         Experiment.from_dict(tables(place, privacy=noisy) | {"aggregation": aggregation})
+
+
+@pytest.mark.parametrize("privacy", [None, RECORD, SHARED])
+@pytest.mark.parametrize("weights", [[1.0] * CLASSES, [1024.0] * CLASSES, [0.5]])
+def test_a_server_cannot_weight_classes_where_the_method_weights_none(place, privacy, weights):
+    """Weights scale the rows: under noise whose size does not change, the release would cost more than its epsilon."""
+    method = Experiment.from_dict(tables(place, privacy=privacy)).method
+    client = SimpleNamespace(model=SimpleNamespace(classes=tuple("0123")))  # refused before rows are read
+    with pytest.raises(ClientFault, match="expected 0 numbers"):
+        method.sums(client, seed=0, weights=torch.tensor(weights, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("weights", [[], [1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, -1.0]])
+def test_weights_of_classes_are_positive_and_one_a_class(place, weights):
+    method = Experiment.from_dict(tables(place, class_weights="balanced")).method
+    client = SimpleNamespace(model=SimpleNamespace(classes=tuple("0123")))
+    with pytest.raises(ClientFault, match="expected 4 numbers above 0"):
+        method.sums(client, seed=0, weights=torch.tensor(weights, dtype=torch.float64))
 
 
 # --- a client that joins later ----------------------------------------------------------------------------------------

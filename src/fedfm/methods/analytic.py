@@ -33,7 +33,7 @@ from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
-from fedfm.errors import Faults, InputError
+from fedfm.errors import E_FIELD, ClientFault, Faults, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, head_of, need_head
 from fedfm.models.head_inputs import UNIT_NORM
@@ -120,8 +120,16 @@ class Analytic(Predictor, Private, OneShot):
 
         Args:
             seed: the seed of the random features.
-            weights: (C,) the weight of a row of each class.
+            weights: (C,) the weight of a row of each class, above 0; (0,) if the method weights no classes.
+
+        Raises:
+            ClientFault: the weights do not fit the method; under [privacy] they would scale the rows above the noise.
         """
+        expected = 0 if self.class_weights == "none" else len(client.model.classes)
+        if weights.shape != (expected,) or not bool((weights > 0).all()):
+            raise ClientFault(
+                E_FIELD, f"weights: expected {expected} numbers above 0, since class_weights = {self.class_weights!r}"
+            )
         x, y = self._inputs(client.model.features(client.data.train), seed), _targets(client)
         if self.noise is not None and not self.noise.shared:
             return Update(self._noisy(client, x, y, self.noise), 1.0)
