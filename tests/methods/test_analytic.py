@@ -1,6 +1,8 @@
 """Analytic: sums of any partition give the ridge regression that scikit-learn fits to the pooled rows."""
 
+import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ import fedfm
 from fedfm import seeds
 from fedfm.api.predict import load
 from fedfm.config.experiment import Experiment
-from fedfm.errors import ClientFault, InputError
+from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.analytic import Analytic, Noise, _sums_of
 from fedfm.privacy.gaussian import delta_of
@@ -315,6 +317,43 @@ def test_weights_of_classes_are_positive_and_one_a_class(place, weights):
     client = SimpleNamespace(model=SimpleNamespace(classes=tuple("0123")))
     with pytest.raises(ClientFault, match="expected 4 numbers above 0"):
         method.sums(client, seed=0, weights=torch.tensor(weights, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [-1.0, -1e9])
+def test_sums_of_no_rows_end_the_run_in_one_line(place, scale, monkeypatch, tmp_path):
+    """A client that lies sends a matrix that no rows have; its solution would be a model of nothing."""
+    sums = Analytic.sums
+
+    @functools.wraps(sums)
+    def lie(self, client, *, seed, weights):
+        found = sums(self, client, seed=seed, weights=weights)
+        return replace(found, delta=(scale if client.id == "client-01" else 1.0) * found.delta)
+
+    monkeypatch.setattr(Analytic, "sums", lie)
+    with pytest.raises(RunError, match="sums are those of no rows"):
+        fedfm.run(tables(place, clients=2, alpha=100.0), tmp_path)
+
+
+@pytest.mark.parametrize("count", [0.0, -100.0])
+def test_numbers_of_rows_below_zero_end_the_run_in_one_line(place, count, monkeypatch, tmp_path):
+    from fedfm.core.client import Update, on_client
+
+    lie = on_client(lambda self, client: Update(Params({"count": torch.full((CLASSES,), count).double()}), 1.0))
+    lie.__name__, lie.__annotations__ = "count", Analytic.count.__annotations__
+    monkeypatch.setattr(Analytic, "count", lie)
+    with pytest.raises(RunError, match="numbers of rows of classes"):
+        fedfm.run(tables(place, class_weights="balanced"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fewer rows than features", "equal features", "secure aggregation"])
+def test_a_singular_matrix_of_true_rows_is_no_lie(place, kind, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 20)) if kind != "equal features" else np.repeat(rng.normal(size=(30, 3)), 4, axis=1)
+    found = _sums_of(inputs(x.astype(np.float32)), torch.ones(len(x), 2).double(), torch.ones(1))
+    method = Analytic(ridge=0.0)
+    noise = 1e-9 * rng.normal(size=found["C"].shape) if kind == "secure aggregation" else 0.0
+    W, b = method.solve(found["C"].numpy() + noise, found["b"].numpy())
+    assert x @ W.T + b == pytest.approx(1.0, abs=1e-3)
 
 
 # --- a client that joins later ----------------------------------------------------------------------------------------
