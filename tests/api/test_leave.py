@@ -13,7 +13,7 @@ from fedfm.audits.audit import perform
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.runtime.run_directory import Run
 from small import experiment
@@ -227,6 +227,52 @@ def test_a_certificate_of_hidden_sums_is_checked_by_the_leavers_own_sums(tmp_pat
         np.testing.assert_allclose(before[f"sums.{part}"] - own[part], after[f"sums.{part}"], atol=1e-6)
     false = claimed(run, tmp_path / "rest", tmp_path / "claimed", also_its_hash=True)
     assert perform(false, ["departure"])[1].contradicts
+
+
+def silos(folder, **changes):
+    """Three silos with files of their own; only the third has rows of "bee"."""
+    rng = np.random.default_rng(0)
+    for name, classes in {"a": ["ant", "cow"], "b": ["ant", "cow"], "c": ["ant", "bee", "cow"]}.items():
+        y = rng.integers(0, len(classes), 60)
+        x = rng.normal(size=(60, 4)).astype(np.float32)
+        split = np.where(np.arange(60) % 5 == 0, "test", "train")
+        np.savez(folder / f"{name}.npz", x=x, y=y, classes=np.array(classes), split=split)
+    tables = one_round(folder, changes.pop("name", "analytic"), **changes)
+    return tables | {"data": {"clients": {name: str(folder / f"{name}.npz") for name in "abc"}}}
+
+
+@pytest.mark.parametrize("name", ["analytic", "fedpft"])
+def test_no_second_noisy_release_where_the_classes_change(tmp_path, name, monkeypatch):
+    """Sums of other classes are other numbers with other noise: the others would spend epsilon twice."""
+    run = ran(silos(tmp_path, name=name) | {"privacy": RECORD_NOISE}, tmp_path / "run")
+    with pytest.raises(InputError, match='only c has rows of "bee"'):
+        leave(run, "c", tmp_path / "rest", progress=QUIET)
+    assert not (tmp_path / "rest").exists()
+    monkeypatch.setattr("fedfm.api.leave._check_classes", lambda *parts: None)
+    with pytest.raises(RunError, match="already released sums of different rows"):  # each client keeps its own digest
+        leave(run, "c", tmp_path / "rest", progress=QUIET)
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    said = Notices()
+    found = leave(ran(silos(tmp_path), tmp_path / "run"), "c", tmp_path / "rest", progress=said)
+    assert (found["membership"], found["same_test_rows"]) == (None, False)
+    assert any("only c had rows of some class" in text for text in said.texts)
+    assert any("different test rows" in text for text in said.texts)
+    said = Notices()
+    found = leave(ran(one_round(tmp_path, "analytic"), tmp_path / "two"), "client-02", tmp_path / "3", progress=said)
+    assert found["same_test_rows"]
+    assert not any("different test rows" in text for text in said.texts)
+
+
+class Notices(fedfm.Progress):
+    """Keeps the notices of a run."""
+
+    def __init__(self):
+        self.texts = []
+
+    def notice(self, text):
+        self.texts.append(text)
 
 
 def sampled(tmp_path):
