@@ -229,6 +229,24 @@ def test_a_certificate_of_hidden_sums_is_checked_by_the_leavers_own_sums(tmp_pat
     assert perform(false, ["departure"])[1].contradicts
 
 
+def test_every_client_that_left_is_audited(tmp_path):
+    """A certificate on two clients is refuted by the first of them, too."""
+    ran(one_round(tmp_path, "analytic"), tmp_path / "run")
+    leave(tmp_path / "run", "client-02", tmp_path / "one", progress=QUIET)
+    leave(tmp_path / "one", "client-04", tmp_path / "two", progress=QUIET)
+    found = perform(tmp_path / "two", ["departure"])
+    assert [f.name for f in found] == ["departure.client-02", "departure.client-04", "departure_rerun"]
+    assert found[-1].detail["clients"] == ["client-02", "client-04"]
+    assert not any(f.contradicts for f in found)
+    false = Run.open(tmp_path / "run")
+    false.manifest["departures"] = Run.open(tmp_path / "two").manifest["departures"]
+    false.manifest["experiment"]["data"]["without"] = ["client-04"]  # the first one is still asked
+    false.write_manifest()
+    again = perform(tmp_path / "run", ["departure"])[-1]
+    assert again.contradicts
+    assert "still asks client-02." in again.says
+
+
 def silos(folder, **changes):
     """Three silos with files of their own; only the third has rows of "bee"."""
     rng = np.random.default_rng(0)
