@@ -46,6 +46,8 @@ def _repetitions(part: Table) -> list[str]:
         )
     if same := sum(row[0] == row[1] for row in ids):
         found.append(f"{same} of {len(ids)} training rows have an anchor that is equal to its positive")
+    if wrong := sum(number in row[:2] for row in ids for number in row[2:]):
+        found.append(f"{wrong} of {len(ids)} training rows have a negative that is equal to their anchor or positive")
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 
 from fedfm.core.row_kinds import Reading
 from fedfm.core.rows import Rows
+from fedfm.core.text import listing
 from fedfm.data.class_names import class_name, names_of
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
@@ -78,8 +79,14 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
             "can learn a tag that no training row has"
         )
     tags = set[str]().union(*there.values()) - {_tags.OUTSIDE}
-    if tags and not any(_tags.PREFIX.fullmatch(tag) for tag in tags):
+    bare = sorted(tag for tag in tags if not _tags.PREFIX.fullmatch(tag))
+    if bare and len(bare) == len(tags):
         found.append("no tag has a prefix such as B- or I-: neighbouring words of the same tag count as one entity")
+    elif bare:
+        found.append(
+            f"other tags have a prefix such as B- or I-, and {listing(bare, _NAMED)} have none: neighbouring words of "
+            'such a tag count as one entity, so if it is a misspelt tag or marks no entity, correct it, e.g. to "O"'
+        )
     return found
 
 
