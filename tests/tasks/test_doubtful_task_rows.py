@@ -8,6 +8,7 @@ from PIL import Image
 
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
+from fedfm.errors import InputError
 from fedfm.tasks import _pair_notices, _tagged_rows
 
 
@@ -148,3 +149,68 @@ def test_a_short_column_that_extends_an_input_is_named(column, tmp_path):
     rows = [{"instruction": f"translate {i}", "output": "x", column: "fish"} for i in range(4)]
     assert any(f'column "{column}"' in t for t in load("sequence_to_sequence", jsonl(tmp_path, rows)).notices)
     assert not load("sequence_to_sequence", jsonl(tmp_path, [row | {column: ""} for row in rows])).notices
+
+
+# --- texts that show nothing, and recordings --------------------------------------------------------------------------
+
+SAID = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}]
+SHOWN = {
+    "classification": {"text": "fish", "label": "a"},
+    "language_modelling": {"text": "fish"},
+    "instruction": {"instruction": "say", "output": "fish"},
+    "preference": {"prompt": "say", "chosen": "fish", "rejected": "bird"},
+    "sequence_to_sequence": {"instruction": "say", "output": "fish"},
+    "embedding": {"anchor": "fish", "positive": "bird"},
+}
+
+
+@pytest.mark.parametrize(("task", "column"), [(t, c) for t, row in SHOWN.items() for c in row if c != "label"])
+@pytest.mark.parametrize("nothing", ["\u200b", " \u2060\ufeff ", "\u3164"])
+def test_a_text_of_invisible_characters_is_empty(task, column, nothing, tmp_path):
+    rows = [SHOWN[task] | {"label": "ab"[i % 2]} if task == "classification" else SHOWN[task] for i in range(4)]
+    load(task, jsonl(tmp_path, rows))
+    with pytest.raises(InputError, match=r"line 2.* is empty"):
+        load(task, jsonl(tmp_path, [rows[0], rows[1] | {column: nothing}, *rows[2:]]))
+
+
+def test_a_message_and_a_word_of_invisible_characters_are_empty(tmp_path):
+    said = [SAID[0], SAID[1] | {"content": "\u200b"}]
+    with pytest.raises(InputError, match=r"message 2 .* is empty"):
+        load("instruction", jsonl(tmp_path, [{"messages": SAID}, {"messages": said}]))
+    with pytest.raises(InputError, match="not empty"):
+        load("token_classification", jsonl(tmp_path, [{"tokens": ["a", "\u200b"], "tags": ["O", "O"]}] * 2))
+
+
+def spoken(folder, sounds, **how):
+    """Rows of recordings: samples (n,) or (n, channels), or the bytes of a file."""
+    soundfile = pytest.importorskip("soundfile")
+    pytest.importorskip("soxr")
+    for i, sound in enumerate(sounds):
+        path = folder / f"{i}.wav"
+        if isinstance(sound, bytes):
+            path.write_bytes(sound)
+        else:
+            soundfile.write(path, sound, 16_000, **how)
+    rows = [{"audio": f"{i}.wav", "output": "red"} for i in range(len(sounds))]
+    return load("sequence_to_sequence", jsonl(folder, rows))
+
+
+NOISE = np.random.default_rng(0).uniform(-0.1, 0.1, 8000).astype(np.float32)
+
+
+def test_a_damaged_recording_is_refused_when_it_is_read(tmp_path):
+    spoken(tmp_path, [NOISE, NOISE])
+    whole = (tmp_path / "0.wav").read_bytes()
+    assert not spoken(tmp_path, [NOISE, whole[:4] + b"\xff" * 4 + whole[8:]]).notices  # a stream, without a length
+    assert not spoken(tmp_path, [NOISE, whole[:-1]]).notices
+    with pytest.raises(InputError, match=r"line 2: column .audio.: .*1.wav is cut: \d+ bytes are missing"):
+        spoken(tmp_path, [NOISE, whole[: len(whole) // 2]])
+    with pytest.raises(InputError, match=r"line 2: .*1.wav holds numbers that are not finite"):
+        spoken(tmp_path, [NOISE, NOISE * np.nan], subtype="FLOAT")
+
+
+def test_recordings_without_sound_are_named(tmp_path):
+    cancelled = np.stack([NOISE, -NOISE], 1)
+    (said,) = spoken(tmp_path, [NOISE, 0 * NOISE, cancelled]).notices
+    assert said.startswith("2 of 3 recordings of ")
+    assert "1.wav" in said

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.attachments import Attachment
+from fedfm.data.invisible import is_blank
 from fedfm.data.pictures import Look, Pictured, look, notices_of
 from fedfm.data.sources._attachments import attachment
 from fedfm.data.sources._files import column
@@ -100,7 +101,7 @@ def _cells(sheet: Sheet, name: str, source: str, looks: list[Look] | None) -> li
             if (fault := looks[-1].fault) is not None:
                 raise InputError(f'{place}: column "{name}": {file}: {fault}')
             found.append(file)
-        elif value is None or (isinstance(value, str) and not value.strip()):
+        elif value is None or (isinstance(value, str) and is_blank(value)):
             raise InputError(f'{place}: column "{name}" is empty: fill it, or remove the row')
         elif not isinstance(value, str):
             raise InputError(f'{place}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected')

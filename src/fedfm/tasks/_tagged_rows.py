@@ -15,6 +15,7 @@ from fedfm.core.row_kinds import Reading
 from fedfm.core.rows import Rows
 from fedfm.core.text import listing
 from fedfm.data.class_names import class_name, names_of
+from fedfm.data.invisible import is_blank
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
@@ -133,7 +134,7 @@ def _cells(value: Any, where: str, name: str, what: str) -> Words:
     if not cells:
         raise InputError(f'{where}: column "{name}" is empty: a list of {what} is expected')
     for i, cell in enumerate(cells):
-        if not isinstance(cell, str) or not cell.strip():
+        if not isinstance(cell, str) or is_blank(cell):
             raise InputError(f'{where}: entry {i} of "{name}" is {cell!r:.40}: {what} are texts that are not empty')
     return tuple(cells)
 
