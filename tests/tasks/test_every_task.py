@@ -466,12 +466,13 @@ def test_a_loss_of_its_own_is_no_cross_entropy_for_the_fast_trainers():
     assert not cached_head.applies(own)
 
 
+TEXT = "fish " * 40
 LONG = {
-    **dict.fromkeys(("classification", "multi_label", "regression"), {"text": "fish " * 40}),
-    **dict.fromkeys(("instruction", "sequence_to_sequence"), {"instruction": "fish " * 40}),
-    "preference": {"prompt": "fish " * 40},
-    "embedding": {"anchor": "fish " * 40},
-    "token_classification": {"tokens": ["fish"] * 40},
+    **{name: {"text": TEXT} for name in ("classification", "multi_label", "regression")},
+    **{name: {"instruction": TEXT} for name in ("instruction", "sequence_to_sequence")},
+    "preference": {"prompt": TEXT},
+    "embedding": {"anchor": TEXT},
+    "token_classification": {"tokens": TEXT.split()},
 }
 
 

@@ -52,7 +52,8 @@ def worth(
         given: as in :func:`fedfm.audit`.
 
     Returns:
-        ``shapley`` and ``leave_one_out``: for each client ``value``, ``low`` and ``high``; ``total``: the value of all
+        ``shapley`` and ``leave_one_out``: for each client ``value``, ``low`` and ``high`` (None if ``measure`` is one
+        figure of all test rows, which has no spread over rows); ``total``: the value of all
         clients minus that of none, the sum of the Shapley values; ``measure``: what the values are differences of;
         ``how``: ``exact``, ``sampled`` or ``rounds``; ``evaluations``: how many sets were valued.
 
