@@ -271,6 +271,29 @@ def test_no_second_noisy_release_where_the_classes_change(tmp_path, name, monkey
         leave(run, "c", tmp_path / "rest", progress=QUIET)
 
 
+def test_a_killed_departure_leaves_no_run_with_other_noise(tmp_path, monkeypatch):
+    """The run can be resumed as soon as it has a manifest, and then it has the others' keys and the certificate."""
+    run = ran(one_round(tmp_path, "analytic") | {"privacy": RECORD_NOISE}, tmp_path / "run")
+
+    def killed(*parts, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedfm.api.leave._copy_secrets", killed)
+        with pytest.raises(KeyboardInterrupt):
+            leave(run, "client-02", tmp_path / "early", progress=QUIET)
+    assert not (tmp_path / "early" / "manifest.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("fedfm.api.leave.drive", killed)
+        with pytest.raises(KeyboardInterrupt):
+            leave(run, "client-02", tmp_path / "late", progress=QUIET)
+    late = Run.open(tmp_path / "late")
+    assert [entry["client"] for entry in late.manifest["departures"]] == ["client-02"]
+    keys = sorted((run / "private/memory").glob("client-0[!2]/noise.secret"))
+    assert [(tmp_path / "late" / key.relative_to(run)).read_bytes() for key in keys] == [k.read_bytes() for k in keys]
+    assert len(keys) == 4
+
+
 def test_what_cannot_be_compared_is_said(tmp_path):
     said = Notices()
     found = leave(ran(silos(tmp_path), tmp_path / "run"), "c", tmp_path / "rest", progress=said)

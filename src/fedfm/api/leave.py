@@ -81,12 +81,8 @@ def leave(
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
     out = Path(out) if out is not None else Path(f"{run.path}-without-{safe_name(name)}")
-    new = Run.create(experiment, out)
-    if how == EXACT:
-        _copy_secrets(run, new, name)
     entry = _certificate(run, name, how, population)
-    new.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
-    new.write_manifest()
+    new = _begin(experiment, out, run, entry)
     result = drive(new, progress, fresh=True)
     membership = _membership(run, new, name, population, progress.notice)
     with new.lock():
@@ -276,6 +272,23 @@ def _takes_test_rows(run: Run, population: Partitioned, name: str) -> bool:
     """Whether test rows leave with the client: those of its own file, or those that a column gives it."""
     data, held = run.experiment.data, population.federated.clients.get(name)
     return held is not None and len(held.test) > 0 and (data.clients is not None or data.partition.name == "by_column")
+
+
+def _begin(experiment: Experiment, out: Path, run: Run, entry: dict[str, Any]) -> Run:
+    """Make the new run. Its first manifest has the certificate, and is written after the secrets.
+
+    So a process that is killed leaves no run that ``fedfm resume`` would continue with other noise.
+    """
+
+    class Begun(Run):
+        def write_manifest(self) -> None:
+            if not (self.path / MANIFEST).exists():
+                if entry["how"] == EXACT:
+                    _copy_secrets(run, self, entry["client"])
+                self.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
+            super().write_manifest()
+
+    return Begun.create(experiment, out)
 
 
 def _copy_secrets(run: Run, new: Run, name: str) -> None:

@@ -11,6 +11,7 @@ the total.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def worth(
     """
     run = open_finished(path, given)
     _check(run)
+    if not os.access(run.path, os.W_OK):
+        raise InputError(f"{path} cannot be written, but the values are stored there; value a copy of the run")
     if evaluations < 2:
         raise InputError(f"evaluations = {evaluations}: expected at least 2")
     watch = _Valuer(run, evaluations, (progress or Bar()).notice)
