@@ -13,7 +13,7 @@ from fedfm.audits.audit import perform
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.runtime.run_directory import Run
 from small import experiment
@@ -227,6 +227,93 @@ def test_a_certificate_of_hidden_sums_is_checked_by_the_leavers_own_sums(tmp_pat
         np.testing.assert_allclose(before[f"sums.{part}"] - own[part], after[f"sums.{part}"], atol=1e-6)
     false = claimed(run, tmp_path / "rest", tmp_path / "claimed", also_its_hash=True)
     assert perform(false, ["departure"])[1].contradicts
+
+
+def test_every_client_that_left_is_audited(tmp_path):
+    """A certificate on two clients is refuted by the first of them, too."""
+    ran(one_round(tmp_path, "analytic"), tmp_path / "run")
+    leave(tmp_path / "run", "client-02", tmp_path / "one", progress=QUIET)
+    leave(tmp_path / "one", "client-04", tmp_path / "two", progress=QUIET)
+    found = perform(tmp_path / "two", ["departure"])
+    assert [f.name for f in found] == ["departure.client-02", "departure.client-04", "departure_rerun"]
+    assert found[-1].detail["clients"] == ["client-02", "client-04"]
+    assert not any(f.contradicts for f in found)
+    false = Run.open(tmp_path / "run")
+    false.manifest["departures"] = Run.open(tmp_path / "two").manifest["departures"]
+    false.manifest["experiment"]["data"]["without"] = ["client-04"]  # the first one is still asked
+    false.write_manifest()
+    again = perform(tmp_path / "run", ["departure"])[-1]
+    assert again.contradicts
+    assert "still asks client-02." in again.says
+
+
+def silos(folder, **changes):
+    """Three silos with files of their own; only the third has rows of "bee"."""
+    rng = np.random.default_rng(0)
+    for name, classes in {"a": ["ant", "cow"], "b": ["ant", "cow"], "c": ["ant", "bee", "cow"]}.items():
+        y = rng.integers(0, len(classes), 60)
+        x = rng.normal(size=(60, 4)).astype(np.float32)
+        split = np.where(np.arange(60) % 5 == 0, "test", "train")
+        np.savez(folder / f"{name}.npz", x=x, y=y, classes=np.array(classes), split=split)
+    tables = one_round(folder, changes.pop("name", "analytic"), **changes)
+    return tables | {"data": {"clients": {name: str(folder / f"{name}.npz") for name in "abc"}}}
+
+
+@pytest.mark.parametrize("name", ["analytic", "fedpft"])
+def test_no_second_noisy_release_where_the_classes_change(tmp_path, name, monkeypatch):
+    """Sums of other classes are other numbers with other noise: the others would spend epsilon twice."""
+    run = ran(silos(tmp_path, name=name) | {"privacy": RECORD_NOISE}, tmp_path / "run")
+    with pytest.raises(InputError, match='only c has rows of "bee"'):
+        leave(run, "c", tmp_path / "rest", progress=QUIET)
+    assert not (tmp_path / "rest").exists()
+    monkeypatch.setattr("fedfm.api.leave._check_classes", lambda *parts: None)
+    with pytest.raises(RunError, match="already released sums of different rows"):  # each client keeps its own digest
+        leave(run, "c", tmp_path / "rest", progress=QUIET)
+
+
+def test_a_killed_departure_leaves_no_run_with_other_noise(tmp_path, monkeypatch):
+    """The run can be resumed as soon as it has a manifest, and then it has the others' keys and the certificate."""
+    run = ran(one_round(tmp_path, "analytic") | {"privacy": RECORD_NOISE}, tmp_path / "run")
+
+    def killed(*parts, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedfm.api.leave._copy_secrets", killed)
+        with pytest.raises(KeyboardInterrupt):
+            leave(run, "client-02", tmp_path / "early", progress=QUIET)
+    assert not (tmp_path / "early" / "manifest.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("fedfm.api.leave.drive", killed)
+        with pytest.raises(KeyboardInterrupt):
+            leave(run, "client-02", tmp_path / "late", progress=QUIET)
+    late = Run.open(tmp_path / "late")
+    assert [entry["client"] for entry in late.manifest["departures"]] == ["client-02"]
+    keys = sorted((run / "private/memory").glob("client-0[!2]/noise.secret"))
+    assert [(tmp_path / "late" / key.relative_to(run)).read_bytes() for key in keys] == [k.read_bytes() for k in keys]
+    assert len(keys) == 4
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    said = Notices()
+    found = leave(ran(silos(tmp_path), tmp_path / "run"), "c", tmp_path / "rest", progress=said)
+    assert (found["membership"], found["same_test_rows"]) == (None, False)
+    assert any("only c had rows of some class" in text for text in said.texts)
+    assert any("different test rows" in text for text in said.texts)
+    said = Notices()
+    found = leave(ran(one_round(tmp_path, "analytic"), tmp_path / "two"), "client-02", tmp_path / "3", progress=said)
+    assert found["same_test_rows"]
+    assert not any("different test rows" in text for text in said.texts)
+
+
+class Notices(fedfm.Progress):
+    """Keeps the notices of a run."""
+
+    def __init__(self):
+        self.texts = []
+
+    def notice(self, text):
+        self.texts.append(text)
 
 
 def sampled(tmp_path):

@@ -170,3 +170,9 @@ def test_why_nobody_can_say_what_each_brought(tmp_path, tables, says):
     ran({**base, **tables}, tmp_path / "run")
     with pytest.raises(InputError, match=says):
         worth(tmp_path / "run", progress=QUIET)
+
+
+def test_one_figure_of_all_rows_has_no_interval():
+    """A zero-width interval would claim certainty; the spread over rows is not known."""
+    found = shapley_over_sets("ab", lambda chosen: np.array([float(len(chosen))]))
+    assert [found.interval(c) for c in "ab"] == [(1.0, None, None)] * 2

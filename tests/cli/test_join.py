@@ -111,3 +111,21 @@ def test_what_cannot_join_is_refused(bip, tmp_path, capsys):
         code, _, err = call(capsys, "join", *args)
         assert code == 2
         assert says in err
+
+
+def test_what_the_newcomer_s_rows_hold_is_said(tmp_path, capsys):
+    tables = experiment(tmp_path)
+    tables["method"] = {"name": "analytic"}
+    run = fedfm.run(tables, tmp_path / "sums")["run"]
+    rows = np.load(features(tmp_path))
+    x = rows["x"][:40].copy()
+    x[:5, 0] = -999.0
+    np.savez(tmp_path / "marks.npz", x=x, y=rows["y"][:40], classes=rows["classes"])
+    code, _, err = call(capsys, "join", run, tmp_path / "marks.npz", "--client", "marks")
+    assert code == 0
+    assert "column x[:, 0] is -999 in 5 of 40 rows" in err
+    np.savez(tmp_path / "one.npz", x=rows["x"][:1], y=rows["y"][:1], classes=rows["classes"])
+    code, out, err = call(capsys, "join", run, tmp_path / "one.npz", "--client", "one")
+    assert code == 0
+    assert "no row is left for tests" in err
+    assert "its model                   -" in out

@@ -1,6 +1,8 @@
 """Analytic: sums of any partition give the ridge regression that scikit-learn fits to the pooled rows."""
 
+import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ import fedfm
 from fedfm import seeds
 from fedfm.api.predict import load
 from fedfm.config.experiment import Experiment
-from fedfm.errors import InputError
+from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.analytic import Analytic, Noise, _sums_of
 from fedfm.privacy.gaussian import delta_of
@@ -275,7 +277,6 @@ def test_a_client_adds_its_share_to_one_sum_of_a_run(place):
     from fedfm.aggregation._secagg import MEMORY
     from fedfm.aggregation._secagg_session import Sum
     from fedfm.core.client import Update
-    from fedfm.errors import ClientFault
 
     store = {}
     client = SimpleNamespace(id="c", memory={MEMORY: {"session": "s"}}, secret=lambda name: bytes(32))
@@ -298,6 +299,61 @@ def test_sums_that_would_not_keep_the_noise_are_refused(place, aggregation):
     noisy = RECORD | {"mechanism": "distributed_gaussian"}
     with pytest.raises(InputError, match=next(text for name, text in key.items() if name in aggregation)):
         Experiment.from_dict(tables(place, privacy=noisy) | {"aggregation": aggregation})
+
+
+@pytest.mark.parametrize("privacy", [None, RECORD, SHARED])
+@pytest.mark.parametrize("weights", [[1.0] * CLASSES, [1024.0] * CLASSES, [0.5]])
+def test_a_server_cannot_weight_classes_where_the_method_weights_none(place, privacy, weights):
+    """Weights scale the rows: under noise whose size does not change, the release would cost more than its epsilon."""
+    method = Experiment.from_dict(tables(place, privacy=privacy)).method
+    client = SimpleNamespace(model=SimpleNamespace(classes=tuple("0123")))  # refused before rows are read
+    with pytest.raises(ClientFault, match="expected 0 numbers"):
+        method.sums(client, seed=0, weights=torch.tensor(weights, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("weights", [[], [1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, -1.0]])
+def test_weights_of_classes_are_positive_and_one_a_class(place, weights):
+    method = Experiment.from_dict(tables(place, class_weights="balanced")).method
+    client = SimpleNamespace(model=SimpleNamespace(classes=tuple("0123")))
+    with pytest.raises(ClientFault, match="expected 4 numbers above 0"):
+        method.sums(client, seed=0, weights=torch.tensor(weights, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [-1.0, -1e9])
+def test_sums_of_no_rows_end_the_run_in_one_line(place, scale, monkeypatch, tmp_path):
+    """A client that lies sends a matrix that no rows have; its solution would be a model of nothing."""
+    sums = Analytic.sums
+
+    @functools.wraps(sums)
+    def lie(self, client, *, seed, weights):
+        found = sums(self, client, seed=seed, weights=weights)
+        return replace(found, delta=(scale if client.id == "client-01" else 1.0) * found.delta)
+
+    monkeypatch.setattr(Analytic, "sums", lie)
+    with pytest.raises(RunError, match="sums are those of no rows"):
+        fedfm.run(tables(place, clients=2, alpha=100.0), tmp_path)
+
+
+@pytest.mark.parametrize("count", [0.0, -100.0])
+def test_numbers_of_rows_below_zero_end_the_run_in_one_line(place, count, monkeypatch, tmp_path):
+    from fedfm.core.client import Update, on_client
+
+    lie = on_client(lambda self, client: Update(Params({"count": torch.full((CLASSES,), count).double()}), 1.0))
+    lie.__name__, lie.__annotations__ = "count", Analytic.count.__annotations__
+    monkeypatch.setattr(Analytic, "count", lie)
+    with pytest.raises(RunError, match="numbers of rows of classes"):
+        fedfm.run(tables(place, class_weights="balanced"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fewer rows than features", "equal features", "secure aggregation"])
+def test_a_singular_matrix_of_true_rows_is_no_lie(place, kind, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 20)) if kind != "equal features" else np.repeat(rng.normal(size=(30, 3)), 4, axis=1)
+    found = _sums_of(inputs(x.astype(np.float32)), torch.ones(len(x), 2).double(), torch.ones(1))
+    method = Analytic(ridge=0.0)
+    noise = 1e-9 * rng.normal(size=found["C"].shape) if kind == "secure aggregation" else 0.0
+    W, b = method.solve(found["C"].numpy() + noise, found["b"].numpy())
+    assert x @ W.T + b == pytest.approx(1.0, abs=1e-3)
 
 
 # --- a client that joins later ----------------------------------------------------------------------------------------

@@ -32,11 +32,13 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
-from fedfm.runtime import predictions
+from fedfm.runtime import predictions, run_manifest
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
 from fedfm.runtime.own_rows import OwnRows, columns_of, populate
 from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
 
@@ -60,7 +62,9 @@ class AddsSums(Protocol):
 
 
 @refuse("the newcomer cannot join with this model and these rows")
-def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[str, Any]:
+def join(
+    path: str | Path, data: str | Path, client: str | None = None, *, progress: Progress | None = None
+) -> dict[str, Any]:
     """Train a newcomer's model, and store it in the run under the newcomer's name.
 
     Args:
@@ -68,6 +72,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         data: the newcomer's rows, in any form that an experiment takes. The model is evaluated on the rows that are
             marked as test rows, or else on ``data.test_fraction`` of all rows.
         client: the newcomer's name ["newcomer", with a number if this name is taken].
+        progress: receives notices about the newcomer's rows; by default they go to stderr.
 
     Returns:
         ``accuracy`` of the newcomer's model on the newcomer's test rows; ``start_accuracy``, measured before the last
@@ -108,6 +113,10 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         rows = population.data(name)
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
+        for text in [*population.federated.notices, *run_manifest.of_silo(method, population)]:
+            (progress or Bar()).notice(text)
+        if not len(rows.test):
+            (progress or Bar()).notice(f"{data}: no row is left for tests, so no accuracy is known")
         state, weights = run.state(method.state_type), dict[str, float]()
         summed: Params | None = None
         if isinstance(method, AddsSums):

@@ -13,7 +13,7 @@ import copy
 import datetime
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fedfm.data.table import fingerprint
 from fedfm.errors import InputError, close, quote_names
 from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
+from fedfm.runtime.client_memory import FIRSTS
 from fedfm.runtime.disclosure import check_same, fingerprints
 from fedfm.runtime.logs import messages
 from fedfm.runtime.partitioned import Partitioned
@@ -59,8 +60,8 @@ def leave(
     Returns:
         ``run``: the new run; ``exact``: whether the others' messages are those of the old run; ``how``: ``exact``,
         ``retrained`` or ``not asked``; ``accuracy``
-        and ``accuracy_before``; ``removed``, ``not_removed``; ``membership`` of the client's rows ``before`` and
-        ``after``.
+        and ``accuracy_before``, and ``same_test_rows``: whether both are of the same rows; ``removed``,
+        ``not_removed``; ``membership`` of the client's rows ``before`` and ``after``, None if no attack compares them.
 
     Raises:
         InputError: the client is unknown or the last one, the run cannot be without it, or it needs ``retrain``.
@@ -77,22 +78,22 @@ def leave(
     population = populate(run.experiment)
     now = fingerprints(run, population.federated.table, population.model)
     check_same(run, now, "the other clients' messages are made from the original rows")
+    if how == EXACT and experiment.privacy is not None:
+        _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
     out = Path(out) if out is not None else Path(f"{run.path}-without-{safe_name(name)}")
-    new = Run.create(experiment, out)
-    if how == EXACT:
-        _copy_secrets(run, new, name)
     entry = _certificate(run, name, how, population)
-    new.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
-    new.write_manifest()
+    new = _begin(experiment, out, run, entry)
     result = drive(new, progress, fresh=True)
     membership = _membership(run, new, name, population, progress.notice)
     with new.lock():
         new.manifest["departures"][-1]["membership"] = membership
         new.write_manifest()
     renewal.renew(new.path)
-    before = run.manifest["result"]
+    before, same = run.manifest["result"], not _takes_test_rows(run, population, name)
+    if not same and before["accuracy"] is not None:
+        progress.notice(f"the two accuracies are of different test rows, since the test rows of {name} left with it")
     found = {"run": result["run"], "client": name, "exact": how == EXACT, "how": how}
-    found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"]}
+    found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"], "same_test_rows": same}
     return found | {key: entry[key] for key in ("removed", "not_removed")} | {"membership": membership}
 
 
@@ -132,7 +133,7 @@ def _certify(run: Run, name: str, notice: Callable[[str], None]) -> dict[str, An
         run.write_manifest()
     renewal.renew(run.path)
     found = {"run": str(run.path), "client": name, "exact": True, "how": NOT_ASKED, "accuracy": result["accuracy"]}
-    found |= {"accuracy_before": result["accuracy"], "membership": None}
+    found |= {"accuracy_before": result["accuracy"], "same_test_rows": True, "membership": None}
     return found | {key: entry[key] for key in ("removed", "not_removed")}
 
 
@@ -257,8 +258,44 @@ def _agree(run: Run, name: str, retrain: bool, notice: Callable[[str], None]) ->
     notice(f"training again without {name}: {cost}")
 
 
+def _check_classes(run: Run, name: str, now: Sequence[str], before: Sequence[str]) -> None:
+    """Refuse if the others' private releases would have other classes, and so would be second releases."""
+    if gone := [label for label in before if label not in now]:
+        raise InputError(
+            f"{run.path}: only {name} has rows of {quote_names(gone)}; without them the others' noisy sums would be of "
+            "other classes, so each would be a second release of the same rows, which no epsilon of this run counts: "
+            "run the experiment again, and add the two epsilons"
+        )
+
+
+def _takes_test_rows(run: Run, population: Partitioned, name: str) -> bool:
+    """Whether test rows leave with the client: those of its own file, or those that a column gives it."""
+    data, held = run.experiment.data, population.federated.clients.get(name)
+    return held is not None and len(held.test) > 0 and (data.clients is not None or data.partition.name == "by_column")
+
+
+def _begin(experiment: Experiment, out: Path, run: Run, entry: dict[str, Any]) -> Run:
+    """Make the new run. Its first manifest has the certificate, and is written after the secrets.
+
+    So a process that is killed leaves no run that ``fedfm resume`` would continue with other noise.
+    """
+
+    class Begun(Run):
+        def write_manifest(self) -> None:
+            if not (self.path / MANIFEST).exists():
+                if entry["how"] == EXACT:
+                    _copy_secrets(run, self, entry["client"])
+                self.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
+            super().write_manifest()
+
+    return Begun.create(experiment, out)
+
+
 def _copy_secrets(run: Run, new: Run, name: str) -> None:
-    """Give the new run the others' secrets, so that each sends its noisy release again instead of a second one."""
+    """Give the new run the others' secrets, so that each sends its noisy release again instead of a second one.
+
+    What a client writes once, e.g. the digest of its release, goes along: a client refuses any other release.
+    """
     source, memory = run.path / "private", new.path / "private" / "memory"
     kept = {safe_name(c): c for c in run.manifest["clients"] if c != name}
     for path in file_integrity.secrets(source):
@@ -268,6 +305,10 @@ def _copy_secrets(run: Run, new: Run, name: str) -> None:
             shutil.copyfile(path, memory / party / path.name)
             names = file_integrity.files(memory / party)
             file_integrity.write_list(file_integrity.list_of(memory, kept[party]), names, sync=True)
+    for root in file_integrity.roots(source):
+        for party in kept:
+            if (written := root / FIRSTS / party).is_dir():
+                shutil.copytree(written, memory / FIRSTS / party, dirs_exist_ok=True)
 
 
 def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict[str, Any]:
@@ -303,13 +344,16 @@ def _membership(
     from fedfm.audits.model_membership import final_models
     from fedfm.audits.row_evidence import no_round, unreadable
 
-    if unreadable(run) or no_round(run):
+    why = unreadable(run) or no_round(run)
+    if why is None and new.manifest["model"]["classes"] != run.manifest["model"]["classes"]:
+        why = f"only {name} had rows of some class, so the two models have other outputs"
+    if why is not None:
+        notice(f"no attack compares the rows of {name} before and after: {why}")
         return None
-    if new.manifest["model"]["classes"] != run.manifest["model"]["classes"]:
-        return None  # only the client had rows of some class
     targets = [final_models(of, population) for of in (run, new)]
     scores, how = membership_of(run, population, name, targets, notice)
     if None in scores:
+        notice(f"no attack compares the rows of {name} before and after: it has too few, or there are no test rows")
         return None
     both = zip(("before", "after"), (s for s in scores if s is not None), strict=True)
     return {"attack": how} | {key: dict(zip(("auc", "low", "high"), s.interval(0.95), strict=True)) for key, s in both}

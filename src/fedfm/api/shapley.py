@@ -37,9 +37,15 @@ class Values:
     variance: dict[str, float]
     total: float
 
-    def interval(self, client: str) -> tuple[float, float, float]:
-        """The client's value and its 95 % interval over test rows and permutations."""
+    def interval(self, client: str) -> tuple[float, float | None, float | None]:
+        """The client's value and its 95 % interval over test rows and permutations.
+
+        One figure of all rows has no spread over rows: without sampling its interval is unknown (None), and with
+        sampling it covers the permutations only.
+        """
         rows = self.values[client]
+        if len(rows) == 1 and not self.variance[client]:
+            return float(rows.mean()), None, None
         variance = self.variance[client] + (float(rows.var(ddof=1)) / len(rows) if len(rows) > 1 else 0.0)
         middle, margin = float(rows.mean()), Z * math.sqrt(variance)
         return middle, middle - margin, middle + margin

@@ -11,6 +11,7 @@ the total.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ def worth(
         given: as in :func:`fedfm.audit`.
 
     Returns:
-        ``shapley`` and ``leave_one_out``: for each client ``value``, ``low`` and ``high``; ``total``: the value of all
+        ``shapley`` and ``leave_one_out``: for each client ``value``, ``low`` and ``high`` (None if ``measure`` is one
+        figure of all test rows, which has no spread over rows); ``total``: the value of all
         clients minus that of none, the sum of the Shapley values; ``measure``: what the values are differences of;
         ``how``: ``exact``, ``sampled`` or ``rounds``; ``evaluations``: how many sets were valued.
 
@@ -61,6 +63,8 @@ def worth(
     """
     run = open_finished(path, given)
     _check(run)
+    if not os.access(run.path, os.W_OK):
+        raise InputError(f"{path} cannot be written, but the values are stored there; value a copy of the run")
     if evaluations < 2:
         raise InputError(f"evaluations = {evaluations}: expected at least 2")
     watch = _Valuer(run, evaluations, (progress or Bar()).notice)

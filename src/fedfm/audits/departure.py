@@ -52,19 +52,26 @@ class Departure(ModelMembership):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
-        entry = run.manifest["departures"][-1]
-        again = made_again(replay, str(entry["client"]), notice)
+        entries = {str(entry["client"]): entry for entry in run.manifest["departures"]}
+        again = made_again(replay, list(entries), notice)
         if why := unreadable(run):
             return [nothing("departure", QUESTION, f"No attack compares rows: {why}."), again]
-        try:
-            population = with_rows(run, entry)
-        except InputError as error:
-            why = f"The rows of {entry['client']} are not on this machine: {error}"
-            return [nothing("departure", QUESTION, why), again]
-        return [finding(run, population, entry["client"], final_models(run, population), notice), again]
+        found = [_of_client(run, client, entry, notice) for client, entry in entries.items()]
+        if len(found) > 1:  # names are unique in an audit
+            found = [replace(one, name=f"departure.{of}") for one, of in zip(found, entries, strict=True)]
+        return [*found, again]
 
 
-def made_again(replay: Replay, client: ClientId, notice: Callable[[str], None]) -> Finding:
+def _of_client(run: Run, client: ClientId, entry: Mapping[str, Any], notice: Callable[[str], None]) -> Finding:
+    """The finding of one client that left; if its rows are gone, the finding that there is nothing to compare."""
+    try:
+        population = with_rows(run, entry)
+    except InputError as error:
+        return nothing("departure", QUESTION, f"The rows of {client} are not on this machine: {error}")
+    return finding(run, population, client, final_models(run, population), notice)
+
+
+def made_again(replay: Replay, clients: Sequence[ClientId], notice: Callable[[str], None]) -> Finding:
     """The finding on the distance of the stored model from that of the same run, made again.
 
     The manifest's hash of the model decides nothing: who stored another model can write another hash.
@@ -72,12 +79,13 @@ def made_again(replay: Replay, client: ClientId, notice: Callable[[str], None]) 
     run, population = replay.run, replay.fresh()
     method, result = run.experiment.method, run.manifest["result"]
     stored = {"": method.params_for(run.state(method.state_type), "")}
-    of, start, made, asked = result["details"].get("model_of_round", result["rounds"]), stored, stored, False
-    notice(f"making the run again without {client}")
+    of, start, made, asked = result["details"].get("model_of_round", result["rounds"]), stored, stored, set[ClientId]()
+    gone = " and ".join(clients)
+    notice(f"making the run again without {gone}")
     try:
         with torch_threads(1), devices.restore_determinism():
             for turn in play(run, population):
-                asked |= any(reply.client == client for reply in turn.replies)
+                asked |= {reply.client for reply in turn.replies} & {*clients}
                 model = {"": method.params_for(turn.after, "")}
                 start = model if turn.round == 0 else start
                 made = model if turn.round == of else made
@@ -89,24 +97,24 @@ def made_again(replay: Replay, client: ClientId, notice: Callable[[str], None]) 
         ("asked > 0", "estimate > bound"),
         (f"estimate <= {least:g}",),
         "bits differ: audit the run on its machine, with the versions in its manifest",
-        {"asked": float(asked)},
+        {"asked": float(len(asked))},
     )
-    says = f"Made again without {client}, the run ends at a distance of {apart:.3g} of the change by training."
+    says = f"Made again without {gone}, the run ends at a distance of {apart:.3g} of the change by training."
     if asked:
-        says = f"The run's experiment still asks {client}."
+        says = f"The run's experiment still asks {' and '.join(sorted(asked))}."
     elif apart > TOLERANCE:
         says += " The stored model is not that of the certificate."
-    detail = {"client": client, "same_bits": apart == 0.0, "asked": asked}
+    detail = {"clients": list(clients), "same_bits": apart == 0.0, "asked": bool(asked)}
     return Finding(
-        "departure_rerun", AGAIN, apart, None, None, TOLERANCE, rule, says, asked or apart > TOLERANCE, detail
+        "departure_rerun", AGAIN, apart, None, None, TOLERANCE, rule, says, bool(asked) or apart > TOLERANCE, detail
     )
 
 
 def with_rows(run: Run, entry: Mapping[str, Any]) -> Partitioned:
-    """The population of a run together with the client that left it last.
+    """The population of a run together with a client that left it.
 
     Args:
-        entry: the last entry of the manifest's ``departures``.
+        entry: an entry of the manifest's ``departures``.
 
     Raises:
         InputError: the client's rows are gone.

@@ -198,7 +198,7 @@ def join(args: Namespace) -> int:
 
     result = join(args.run, args.data, args.client)
     rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]
-    lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
+    lines = [f"{what:<28}{'-' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
     shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
     lines += [f"made from {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
     return say(

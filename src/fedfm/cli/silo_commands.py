@@ -47,7 +47,7 @@ def worth(args: Namespace) -> int:
     width = max(len("client"), *(len(visible(c)) for c in found))
     lines = [f"{'client':<{width}}  {'Shapley':>8}  {'interval':<18}  leave one out"]
     for client, x in sorted(found.items(), key=lambda item: -item[1]["value"]):
-        interval = f"[{x['low']:.4f}, {x['high']:.4f}]"
+        interval = "-" if x["low"] is None else f"[{x['low']:.4f}, {x['high']:.4f}]"
         lines.append(f"{visible(client):<{width}}  {x['value']:>8.4f}  {interval:<18}  {alone[client]['value']:.4f}")
     lines.append(f"{result['measure']} of all clients minus that of none: {result['total']:.4f} ({result['how']})")
     return say(args, result, "\n".join(lines))

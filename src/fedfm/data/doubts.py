@@ -128,10 +128,11 @@ def _several(table: Table, label: str) -> str | None:
         if mark == " ":  # "red apple" is one label although "red pear" and "green apple" exist
             made = [n for n in made if all(p in parts for p in parts[n])]
         if made:
+            needs = "" if table.targets is not None else 'model.task = "multi_label" and '
             return (
                 f"{len(made)} of {len(table.classes)} classes seem to combine several labels, such as "
                 f"{listing(made[:2])}: each becomes a separate class; several labels per row need "
-                f'model.task = "multi_label" and data.label_separator = {json.dumps(mark)}'
+                f"{needs}data.label_separator = {json.dumps(mark)}"
             )
     return None
 

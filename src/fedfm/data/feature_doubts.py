@@ -31,7 +31,7 @@ def _missing_values(table: Table) -> str | None:
     """A notice about columns in which a usual mark of missing values recurs, far outside the column's other values."""
     x: np.ndarray = table.inputs
     low, high = x.min(0), x.max(0)
-    found = [(j, marks) for j in np.flatnonzero(_is_mark(low) | _is_mark(high)) if (marks := _marks_of(x[:, j]))]
+    found = [(j, marks) for j in np.flatnonzero(_is_mark(low) | _is_mark(high)) if (marks := marks_of(x[:, j]))]
     if not found:
         return None
     j, marks = found[0]
@@ -52,8 +52,8 @@ def _is_mark(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def _marks_of(column: np.ndarray) -> list[float]:
-    """The marks of missing values in a column; only its smallest and its largest value can be marks."""
+def marks_of(column: np.ndarray) -> list[float]:
+    """The marks of missing values (N,) in a column; only its smallest and its largest value can be marks."""
     marks = [float(v) for v in {column.min(), column.max()} if _is_mark(np.array([v]))[0]]
     rest = column[~np.isin(column, marks)]
     if len(np.unique(rest[:_PIECE])) < _DISTINCT:

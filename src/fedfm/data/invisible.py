@@ -13,6 +13,11 @@ def is_invisible(c: str) -> bool:
     return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
 
 
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has spaces and invisible characters only."""
+    return all(c.isspace() or is_invisible(c) for c in text)
+
+
 def escape(name: str) -> str:
     """The name in quotes; codes replace invisible and misleading characters."""
     odd = (is_invisible(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)

@@ -33,7 +33,7 @@ from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
-from fedfm.errors import Faults, InputError
+from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, head_of, need_head
 from fedfm.models.head_inputs import UNIT_NORM
@@ -44,6 +44,8 @@ from fedfm.privacy.spec import PrivacySpec, need
 
 _RANDOM, _PROJECTED = 1024, 64  # random combinations of features, unless ``width`` sets another number
 _SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
+_ROUNDING = 1e-6  # of eigenvalues, relative to the largest: sums are float64, or fixed-point under secure aggregation
+_NO_ROWS = "the clients' sums are those of no rows, so a client has sent others"
 _GRID = 2.0**12  # shared noise: entries of a row are multiples of 1 / _GRID, so its products are exact
 
 
@@ -120,8 +122,16 @@ class Analytic(Predictor, Private, OneShot):
 
         Args:
             seed: the seed of the random features.
-            weights: (C,) the weight of a row of each class.
+            weights: (C,) the weight of a row of each class, above 0; (0,) if the method weights no classes.
+
+        Raises:
+            ClientFault: the weights do not fit the method; under [privacy] they would scale the rows above the noise.
         """
+        expected = 0 if self.class_weights == "none" else len(client.model.classes)
+        if weights.shape != (expected,) or not bool((weights > 0).all()):
+            raise ClientFault(
+                E_FIELD, f"weights: expected {expected} numbers above 0, since class_weights = {self.class_weights!r}"
+            )
         x, y = self._inputs(client.model.features(client.data.train), seed), _targets(client)
         if self.noise is not None and not self.noise.shared:
             return Update(self._noisy(client, x, y, self.noise), 1.0)
@@ -196,6 +206,8 @@ class Analytic(Predictor, Private, OneShot):
         weights = torch.zeros(0, dtype=torch.float64)
         if self.class_weights == "balanced":
             n = fed.mean(self.count, like=Params({"count": torch.zeros(outputs, dtype=torch.float64)}).layout)["count"]
+            if not (n.min() >= 0 and n.max() > 0):
+                raise RunError(f"{_NO_ROWS}: the numbers of rows of classes are {n.min():g} to {n.max():g} on average")
             weights = n.sum() / (outputs * n.clamp_min(n[n > 0].min()))
         d = 1 + (fed.model.feature_dim if self.features == "linear" else self._width)
         like = _sums_of(torch.zeros(0, d).double(), torch.zeros(0, outputs).double(), torch.ones(1)).layout
@@ -376,9 +388,12 @@ def _sums_of(x: Tensor, y: Tensor, weight: Tensor) -> Params:
 
 
 def _solve(matrix: Array, cross: Array) -> Array:
-    """The solution of least norm, for a symmetric matrix without negative eigenvalues."""
+    """The solution of least norm, for a symmetric matrix; a RunError if an eigenvalue is negative beyond rounding."""
     try:
         factor = np.linalg.cholesky(matrix)
         return np.asarray(np.linalg.solve(factor.T, np.linalg.solve(factor, cross)))
     except np.linalg.LinAlgError:  # a singular matrix: no ridge, and fewer rows than features
+        values = np.linalg.eigvalsh(matrix)
+        if values[0] < -_ROUNDING * abs(values).max():
+            raise RunError(f"{_NO_ROWS}: of x x^T, the smallest eigenvalue is {values[0]:.3g}") from None
         return np.asarray(np.linalg.lstsq(matrix, cross, rcond=None)[0])

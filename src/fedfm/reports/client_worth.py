@@ -21,8 +21,9 @@ def section(run: RunFiles) -> str:
     total = numeric(found.get("total")) or 0.0
     text = (
         f"Shapley values: a client's mean gain in {found.get('measure')} on the global test rows, over all orders in "
+        "which clients could join. Brackets: 95 % intervals over test rows and drawn orders; a figure without them is "
+        f"one of all rows. The values add up to {total:.4f}."
     )
-    text += f"which clients could join, with 95 % intervals over test rows. They add up to {total:.4f}."
     return note(esc(text)) + table(["client", "Shapley value", "leave one out"], rows, "What each client brought")
 
 
@@ -36,9 +37,9 @@ def summary(run: RunFiles) -> list[str]:
 
 
 def interval(found: Mapping[str, Any], key: str) -> str:
-    """A figure and its interval, e.g. ``0.21 [0.18, 0.23]``; "" if it is unknown."""
+    """A figure and its interval, e.g. ``0.21 [0.18, 0.23]``; without an interval the figure; "" if it is unknown."""
     figures = [numeric(found.get(name)) for name in (key, "low", "high")]
     if None in figures:
-        return ""
+        return "" if figures[0] is None else f"{figures[0]:.4f}"
     middle, low, high = (f"{x:.4f}" for x in figures if x is not None)
     return f"{middle} [{low}, {high}]"

@@ -88,6 +88,19 @@ class AnswerTask(LanguageTask):
 
         return answers(model, rows)
 
+    def _cut_prompts(self, asked: Table, model: Network) -> list[str]:
+        """A notice about prompts that are cut; a prompt with images never is."""
+        from fedfm.models.language.encoding import cut_rows
+
+        tools, n = model.tools, len(asked)
+        if self.images_in_texts or not (
+            cut := cut_rows(asked, range(n), tools.tokenizer, tools.max_length, tools.template)
+        ):
+            return []
+        return [
+            f"{cut} of {n} prompts have more than {tools.max_length} tokens (model.max_length) and lose their beginning"
+        ]
+
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The model's answer to each prompt, and scores that compare it with the row's answer if the row has one."""
         from fedfm.core.rows import blank
@@ -105,6 +118,7 @@ class AnswerTask(LanguageTask):
             found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
         return {
             **NO_CLASSES,
+            "warnings": self._cut_prompts(asked, model),
             "answers": [a.text for a in given],
             "cut": [i for i, a in enumerate(given) if a.cut],
             "answer_tokens": answer_limit(model),

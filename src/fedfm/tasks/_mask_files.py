@@ -7,7 +7,8 @@ masks itself.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,18 +32,23 @@ class MaskLook:
     Attributes:
         fault: why the row cannot be read; empty if it can.
         numbers: the numbers in the mask, ascending.
+        image: the findings about the image.
+        colours: for a mask with a palette, the colour (red, green, blue) of each number in it.
     """
 
     fault: str = ""
     numbers: tuple[int, ...] = ()
+    image: pictures.Look = field(default_factory=pictures.Look)
+    colours: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def look(image: Attachment, mask: Attachment | None) -> MaskLook:
     """Check that an image and its mask are intact and have the same size; without a mask, check the image alone."""
-    if fault := pictures.look(image.source).fault:
-        return MaskLook(f"the image {image}: {fault}")
+    found = pictures.look(image.source)
+    if found.fault:
+        return MaskLook(f"the image {image}: {found.fault}")
     if mask is None:
-        return MaskLook()
+        return MaskLook(image=found)
     try:
         numbers = read(mask)
     except InputError as error:
@@ -55,7 +61,16 @@ def look(image: Attachment, mask: Attachment | None) -> MaskLook:
             f"{numbers.shape[0]}{turned}: a mask has the size of its image"
         )
     present = np.flatnonzero(np.bincount(numbers.ravel())) if numbers.max() <= 65535 else np.unique(numbers)
-    return MaskLook(numbers=tuple(present.tolist()))
+    return MaskLook("", tuple(present.tolist()), found, _colours(mask, present.tolist()))
+
+
+def _colours(mask: Attachment, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The palette's colour of each of these numbers; {} for a mask without a palette."""
+    from PIL import Image
+
+    with Image.open(_open(mask)) as picture:
+        flat = (picture.getpalette() or []) if picture.mode == "P" else []
+    return {n: tuple(flat[3 * n : 3 * n + 3]) for n in numbers if len(flat) >= 3 * n + 3}
 
 
 def size_of(image: Attachment) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from fedfm.core.attachments import Attachment
 from fedfm.core.row_kinds import Reading
 from fedfm.core.rows import Rows
 from fedfm.core.text import listing
+from fedfm.data import pictures
 from fedfm.data.class_names import names_of
 from fedfm.data.sources._attachments import attachments
 from fedfm.data.sources._files import column
@@ -53,12 +54,14 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     given = column(sheet.columns, image_in, "data.image", source)
     images = attachments(list(given), image_in, sheet.at, source, "an image")
     if not labelled:
-        _looks([(image, None) for image in images], sheet)
-        return Reading("masked", [(image,) for image in images], frozenset({image_in, mask_in}))
+        looks = _looks([(image, None) for image in images], sheet)
+        said = pictures.notices_of((of.image for of in looks), source)
+        return Reading("masked", [(image,) for image in images], frozenset({image_in, mask_in}), said)
     given = column(sheet.columns, mask_in, "data.mask", source)
     masks = attachments(list(given), mask_in, sheet.at, source, "a mask")
     looks = _looks(list(zip(images, masks, strict=True)), sheet)
-    names, notices = _names(source), list[str]()
+    names, notices = _names(source), [*pictures.notices_of((of.image for of in looks), source)]
+    notices += _palettes(looks, masks, source)
     present = {number for of in looks for number in of.numbers}
     if present == _BINARY:
         raise InputError(
@@ -87,6 +90,21 @@ def _looks(files: list[tuple[Attachment, Attachment | None]], sheet: Sheet) -> l
         place, fault = sheet.at(wrong[0]), looks[wrong[0]].fault
         raise InputError(f"{fault}{more}" if place in fault else f"{place}: {fault}{more}")
     return looks
+
+
+def _palettes(looks: Sequence[MaskLook], masks: Sequence[Attachment], source: str) -> list[str]:
+    """A notice if palettes of masks give one number several colours: then the number may stand for several classes."""
+    first: dict[int, int] = {}  # for each number, the first mask with a colour for it
+    for i, of in enumerate(looks):
+        for number, colour in of.colours.items():
+            before = first.setdefault(number, i)
+            if (other := looks[before].colours[number]) != colour:
+                return [
+                    f"{source}: the number {number} has the colour {other} in the palette of {masks[before]} and "
+                    f"{colour} in that of {masks[i]}: the numbers are read, and not the colours; if the colours are "
+                    "the classes, save all masks with one palette"
+                ]
+    return []
 
 
 def _names(source: str) -> tuple[str, ...]:

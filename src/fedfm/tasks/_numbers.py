@@ -17,6 +17,7 @@ import numpy as np
 from fedfm.core.client import MAX_WEIGHT
 from fedfm.core.row_targets import FigureTable, RowTargets
 from fedfm.core.text import listing
+from fedfm.data.feature_doubts import marks_of
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
@@ -37,6 +38,7 @@ MOMENTS = 9  # number of sums for each target
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _LARGEST = 1e30  # largest absolute value of a target; a larger one is a mark or an error
+_FAR = 100.0  # a deviation of so many interquartile ranges comes from few numbers far away
 _ROUNDING = 1e-15  # the mean of equal numbers is rounded: it differs from them by at most this share
 _SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
@@ -54,7 +56,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f'data.targets: "{twice[0]}" occurs twice; each column is one target', key="data.targets")
     columns = [_numbers(column(sheet.columns, name, "data.targets", source), name, sheet) for name in names]
-    return RowTargets(np.stack(columns, axis=1), names, frozenset(names))
+    return RowTargets(np.stack(columns, axis=1), names, frozenset(names), _doubts(columns, names))
 
 
 def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
@@ -66,7 +68,8 @@ def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
             notices = (
                 f'the numbers in column "{name}" stand for classes ({listing(known, 3)}): they are read as numbers',
             )
-        return RowTargets(_numbers(values, name, sheet)[:, None], (ONE,), frozenset({name}), notices)
+        numbers = _numbers(values, name, sheet)
+        return RowTargets(numbers[:, None], (ONE,), frozenset({name}), (*notices, *_doubts([numbers], [name])))
     sizes = [len(value) if isinstance(value, list) else 1 for value in values]
     if odd := [row for row, size in enumerate(sizes) if size != sizes[0]]:
         raise InputError(
@@ -77,7 +80,28 @@ def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     named = known if known and len(known) == sizes[0] else tuple(f"{name}-{j}" for j in range(sizes[0]))
     if not columns:
         raise InputError(f'{sheet.at(0)}: column "{name}" holds an empty list: numbers are expected')
-    return RowTargets(np.stack(columns, axis=1), (ONE,) if len(named) == 1 else named, frozenset({name}))
+    doubts = _doubts(columns, named)
+    return RowTargets(np.stack(columns, axis=1), (ONE,) if len(named) == 1 else named, frozenset({name}), doubts)
+
+
+def _doubts(columns: Sequence[np.ndarray], names: Sequence[str]) -> tuple[str, ...]:
+    """Notices about targets (N,) that usually mark missing values, or lie so far away that the others look alike."""
+    found = []
+    for values, name in zip(columns, names, strict=True):
+        if marks := marks_of(values):
+            rows = int(np.isin(values, marks).sum())
+            listed = " or ".join(f"{mark:g}" for mark in marks)
+            found.append(
+                f'"{name}" is {listed} in {rows} of {len(values)} rows, far from its other numbers: it is trained like '
+                "any other number; if it marks rows without a number, remove these rows"
+            )
+        elif (middle := float(np.subtract(*np.percentile(values, [75, 25])))) and values.std() > _FAR * middle:
+            most = values[np.abs(values - np.median(values)).argmax()]
+            found.append(
+                f'"{name}" has numbers such as {most:g}, and half of its {len(values)} numbers lie within '
+                f"{middle:.3g}: the model hardly tells these apart if such numbers stay; are they marks or mistakes?"
+            )
+    return tuple(found)
 
 
 def _numbers(values: Sequence[Any], name: str, sheet: Sheet) -> np.ndarray:

@@ -19,10 +19,11 @@ _FEW = 20  # recall at 5 among fewer rows says little
 
 def forewarnings(parts: Mapping[str, Table], tools: Tools, most: int) -> list[str]:
     """Notices about the training rows and the test rows."""
-    return [*_cut_texts(parts, tools), *_repetitions(parts["training"]), *_of_sets(parts["test"], most)]
+    return [*cut_texts(parts, tools), *_repetitions(parts["training"]), *_of_sets(parts["test"], most)]
 
 
-def _cut_texts(parts: Mapping[str, Table], tools: Tools) -> list[str]:
+def cut_texts(parts: Mapping[str, Table], tools: Tools) -> list[str]:
+    """A notice about texts of the rows that are longer than ``model.max_length``."""
     texts = [cell for part in parts.values() for row in part.inputs for cell in row if not isinstance(cell, Attachment)]
     if not texts or tools.tokenizer is None:
         return []
@@ -46,6 +47,8 @@ def _repetitions(part: Table) -> list[str]:
         )
     if same := sum(row[0] == row[1] for row in ids):
         found.append(f"{same} of {len(ids)} training rows have an anchor that is equal to its positive")
+    if wrong := sum(number in row[:2] for row in ids for number in row[2:]):
+        found.append(f"{wrong} of {len(ids)} training rows have a negative that is equal to their anchor or positive")
     return found
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.attachments import Attachment
-from fedfm.data.pictures import Pictured, look
+from fedfm.data.invisible import is_blank
+from fedfm.data.pictures import Look, Pictured, look, notices_of
 from fedfm.data.sources._attachments import attachment
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
@@ -30,6 +31,9 @@ Cell = str | Attachment
 NAMES = ("anchor", "positive", "negative")
 IMAGES = ("anchor_pixels", "positive_pixels", "negative_pixels")  # names of the images in rows and batches
 ENDS, IDS = "ends", "ids"  # tensors (n, 2 or 3): ends of a row's texts; numbers of the cells' contents
+_JUDGEMENTS = frozenset(
+    {"label", "labels", "score", "similarity", "similarity_score", "is_duplicate", "relevance", "gold_label"}
+)
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -55,12 +59,12 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
             f'{source}: column "{pair[0]}" holds images and "{pair[1]}" texts: the columns of pairs hold only texts or '
             'only images; for images with texts of classes there is model.task = "zero_shot"'
         )
-    images = holds_images[names[0]]
-    cells = [_cells(sheet, name, source, images) for name in names]
-    notices: tuple[str, ...] = ()
+    images, looks = holds_images[names[0]], list[Look]()
+    cells = [_cells(sheet, name, source, looks if images else None) for name in names]
+    notices = notices_of(looks, source) + (_unread_judgements(sheet, {*names}, spec, source) if labelled else ())
     if images and not all(isinstance(sheet.columns[name], Pictured) for name in names):
         listed = " and ".join(f'"{name}"' for name in names)
-        notices = (f"{source}: the cells of {listed} are read as files of images",)
+        notices = (f"{source}: the cells of {listed} are read as files of images", *notices)
     return Reading("pairs", list(zip(*cells, strict=True)), frozenset(names), notices)
 
 
@@ -74,16 +78,30 @@ def _holds_images(values: Sequence[Any]) -> bool:
     return isinstance(first, bytes) or (isinstance(first, Mapping) and ("bytes" in first or "path" in first))
 
 
-def _cells(sheet: Sheet, name: str, source: str, images: bool) -> list[Cell]:
+def _unread_judgements(sheet: Sheet, used: set[str], spec: DataSpec, source: str) -> tuple[str, ...]:
+    """A notice if a column seems to say which pairs belong together: rows of all values count as pairs that do."""
+    for name, values in sheet.columns.items():
+        judges = name.strip().lower() in _JUDGEMENTS and name not in used | {spec.partition.column}
+        if judges and not isinstance(values, Pictured) and len({str(v) for v in values}) > 1:
+            return (
+                f'{source}: column "{name}" is not read: each row counts as a pair that belongs together, whatever '
+                "this column says; leave out the rows whose texts or images do not",
+            )
+    return ()
+
+
+def _cells(sheet: Sheet, name: str, source: str, looks: list[Look] | None) -> list[Cell]:
+    """The cells of a column; of images, the findings are added to ``looks``, which is None for texts."""
     found: list[Cell] = []
     for row, value in enumerate(sheet.columns[name]):
         place = sheet.at(row)
-        if images:
+        if looks is not None:
             file = attachment(value, name, place, source, "an image")
-            if (fault := look(file.source).fault) is not None:
+            looks.append(look(file.source))
+            if (fault := looks[-1].fault) is not None:
                 raise InputError(f'{place}: column "{name}": {file}: {fault}')
             found.append(file)
-        elif value is None or (isinstance(value, str) and not value.strip()):
+        elif value is None or (isinstance(value, str) and is_blank(value)):
             raise InputError(f'{place}: column "{name}" is empty: fill it, or remove the row')
         elif not isinstance(value, str):
             raise InputError(f'{place}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected')

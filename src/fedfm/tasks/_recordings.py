@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,10 @@ from fedfm.models.quiet import quiet
 _EXTRA = 'pip install "fedfm[audio]"'
 _FORMATS = "wav, flac, ogg and mp3 can be read"
 _NAMED = 3  # number of rates that a notice names
+_HEARD = 30.0  # in seconds; a Whisper reads no more
+_SILENT = 1e-4  # samples below this, of at most 1, are silence: less than four steps of 16 bits
+_UNKNOWN = (1 << 31) - 8  # from this length on, the header of a wav file states none: it was written as a stream
+_THREADS = 4
 
 
 def _library(name: str) -> Any:
@@ -57,7 +62,45 @@ def look(recording: Attachment, where: str) -> Format:
         raise InputError(f"{where}: {recording} is no recording ({_first_line(error)}); {_FORMATS}") from None
     if not found.frames:
         raise InputError(f"{where}: {recording} is an empty recording: remove the row")
+    if found.format in ("WAV", "WAVEX") and (lost := _lost_bytes(recording)):
+        raise InputError(f"{where}: {recording} is cut: {lost} bytes are missing at its end; copy it again")
     return Format(int(found.samplerate), int(found.channels), found.frames / found.samplerate)
+
+
+def _lost_bytes(recording: Attachment) -> int:
+    """The number of bytes that a wav file lacks by its header, of which a decoder reads the rest without a word."""
+    with io.BytesIO(recording.source) if isinstance(recording.source, bytes) else open(recording.source, "rb") as file:
+        stated = int.from_bytes(file.read(8)[4:], "little") + 8
+        there = file.seek(0, io.SEEK_END)
+    return stated - there if there + 1 < stated < _UNKNOWN else 0  # some programs leave out a last byte of padding
+
+
+def check(recordings: Sequence[Attachment], at: Callable[[int], str], source: str) -> tuple[str, ...]:
+    """Decode what a model may read of each recording; return a notice about recordings without sound.
+
+    Args:
+        at: gives the name of a row by its index, for messages.
+
+    Raises:
+        InputError: a recording is none, or is empty, damaged or not finite.
+    """
+
+    def is_silent(row: int) -> bool:
+        look(recordings[row], at(row))
+        try:
+            found, _ = _read(recordings[row], _HEARD)
+        except InputError as error:
+            raise InputError(f"{at(row)}: {error}") from None
+        return bool(np.abs(found.mean(1)).max() < _SILENT)
+
+    with ThreadPoolExecutor(_THREADS) as pool:  # soundfile releases the interpreter's lock when it decodes
+        silent = [row for row, is_so in enumerate(pool.map(is_silent, range(len(recordings)))) if is_so]
+    if not silent:
+        return ()
+    return (
+        f"{len(silent)} of {len(recordings)} recordings of {source} are silent in their first {_HEARD:g} s, their "
+        f"channels mixed to one: the first is {recordings[silent[0]]}; a model learns outputs of them that nobody says",
+    )
 
 
 def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
@@ -71,6 +114,16 @@ def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
         InputError: the recording cannot be decoded, has no sound, or has a sample that is not finite.
         MissingExtra: soundfile or soxr is not installed.
     """
+    found, own = _read(recording, seconds)
+    mono = found.mean(1, dtype=np.float32)
+    if own == rate:
+        return np.ascontiguousarray(mono)
+    made: np.ndarray = _library("soxr").resample(mono, own, rate)
+    return made.astype(np.float32)
+
+
+def _read(recording: Attachment, seconds: float) -> tuple[np.ndarray, int]:
+    """The beginning of a recording, float32 (samples, channels), and its sample rate; :func:`sound` has the errors."""
     soundfile = _library("soundfile")
     try:
         with soundfile.SoundFile(_file(recording)) as file:
@@ -80,11 +133,7 @@ def sound(recording: Attachment, rate: int, seconds: float) -> np.ndarray:
         raise InputError(f"{recording} cannot be decoded ({_first_line(error)}); {_FORMATS}") from None
     if not len(found) or not np.isfinite(found).all():
         raise InputError(f"{recording} holds {'numbers that are not finite' if len(found) else 'no sound'}")
-    mono = found.mean(1, dtype=np.float32)
-    if own == rate:
-        return np.ascontiguousarray(mono)
-    made: np.ndarray = _library("soxr").resample(mono, own, rate)
-    return made.astype(np.float32)
+    return found, own
 
 
 def _file(recording: Attachment) -> Any:

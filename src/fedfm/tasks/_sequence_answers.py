@@ -24,7 +24,7 @@ from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.text_metrics import Answer, compare_texts, of_answers, of_tokens
 from fedfm.models.trained import Scores, Trained
-from fedfm.tasks import _languages
+from fedfm.tasks import _languages, _sequence_rows
 from fedfm.tasks._sums import mean
 
 if TYPE_CHECKING:
@@ -214,6 +214,7 @@ def answer(trained: Trained, table: Table) -> dict[str, Any]:
     return {
         "predictions": [],
         "probabilities": [],
+        "warnings": _sequence_rows.forewarnings({"given": table}, model.tools),
         "answers": [of.text for of in given],
         "cut": [i for i, of in enumerate(given) if of.cut],
         "answer_tokens": _languages.limit(model),

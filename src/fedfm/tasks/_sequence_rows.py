@@ -15,6 +15,7 @@ from fedfm.core.row_kinds import Reading
 from fedfm.core.rows import Batch, Rows
 from fedfm.core.text import listing
 from fedfm.core.tokens import Tokens
+from fedfm.data.invisible import is_blank
 from fedfm.data.sources._attachments import attachments
 from fedfm.data.sources._files import At, column
 from fedfm.data.sources._other_tasks import refuse_other
@@ -41,6 +42,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     columns, at = sheet.columns, sheet.at
     audio, text, output = (spec.column(key) for key in ("audio", "instruction", "output"))
     inputs: Sequence[Source]
+    notices: tuple[str, ...] = ()
     if audio in columns and text in columns:
         raise InputError(
             f'{source} has a column "{audio}" of recordings and a column "{text}" of texts: a row has one input; '
@@ -50,8 +52,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
         from fedfm.tasks import _recordings
 
         inputs, used = attachments(columns[audio], audio, at, source, "a recording"), audio
-        for row, recording in enumerate(inputs):
-            _recordings.look(recording, f'{at(row)}: column "{audio}"')
+        notices = _recordings.check(inputs, lambda row: f'{at(row)}: column "{audio}"', source)
     elif text in columns:
         inputs, used = _texts(columns[text], text, at), text
     else:
@@ -65,7 +66,7 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
         outputs = _texts(column(columns, output, "data.output", source), output, at)
     else:
         outputs = _texts(columns.get(output, [""] * len(inputs)), output, at, blank=True)
-    return Reading(KIND, list(zip(inputs, outputs, strict=True)), frozenset({used, output}))
+    return Reading(KIND, list(zip(inputs, outputs, strict=True)), frozenset({used, output}), notices)
 
 
 def _texts(cells: Sequence[Any], name: str, at: At, *, blank: bool = False) -> list[str]:
@@ -74,7 +75,7 @@ def _texts(cells: Sequence[Any], name: str, at: At, *, blank: bool = False) -> l
     for row, cell in enumerate(cells):
         if cell is not None and not isinstance(cell, str):
             raise InputError(f'{at(row)}: column "{name}" holds {type(cell).__name__} {cell!r:.40}: a text is expected')
-        if not blank and not (cell or "").strip():
+        if not blank and is_blank(cell or ""):
             raise InputError(f'{at(row)}: column "{name}" is empty: fill it, or remove the row')
         found.append(cell or "")
     return found

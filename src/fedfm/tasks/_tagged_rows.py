@@ -13,7 +13,9 @@ import torch
 
 from fedfm.core.row_kinds import Reading
 from fedfm.core.rows import Rows
+from fedfm.core.text import listing
 from fedfm.data.class_names import class_name, names_of
+from fedfm.data.invisible import is_blank
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
@@ -78,8 +80,14 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
             "can learn a tag that no training row has"
         )
     tags = set[str]().union(*there.values()) - {_tags.OUTSIDE}
-    if tags and not any(_tags.PREFIX.fullmatch(tag) for tag in tags):
+    bare = sorted(tag for tag in tags if not _tags.PREFIX.fullmatch(tag))
+    if bare and len(bare) == len(tags):
         found.append("no tag has a prefix such as B- or I-: neighbouring words of the same tag count as one entity")
+    elif bare:
+        found.append(
+            f"other tags have a prefix such as B- or I-, and {listing(bare, _NAMED)} have none: neighbouring words of "
+            'such a tag count as one entity, so if it is a misspelt tag or marks no entity, correct it, e.g. to "O"'
+        )
     return found
 
 
@@ -126,7 +134,7 @@ def _cells(value: Any, where: str, name: str, what: str) -> Words:
     if not cells:
         raise InputError(f'{where}: column "{name}" is empty: a list of {what} is expected')
     for i, cell in enumerate(cells):
-        if not isinstance(cell, str) or not cell.strip():
+        if not isinstance(cell, str) or is_blank(cell):
             raise InputError(f'{where}: entry {i} of "{name}" is {cell!r:.40}: {what} are texts that are not empty')
     return tuple(cells)
 

@@ -155,9 +155,10 @@ class Embedding(Task):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        from fedfm.tasks import _pair_vectors
+        from fedfm.tasks import _pair_notices, _pair_vectors
 
-        return _pair_vectors.answer(trained, table)
+        cut = _pair_notices.cut_texts({"given": table}, trained.model.tools)
+        return _pair_vectors.answer(trained, table) | {"warnings": cut}
 
     def about_export(self, to: str, folder: Path) -> str:
         from fedfm.tasks import _encoders

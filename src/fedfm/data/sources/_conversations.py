@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedfm.data.invisible import is_blank
 from fedfm.data.sources import _tools
 from fedfm.data.sources._files import At, column
 from fedfm.data.spec import DataSpec
@@ -210,7 +211,7 @@ def _parse_prompt(value: Any, name: str, where: str) -> Asked:
     """Check a prompt, which is a text or a list of messages, and return it."""
     if not isinstance(value, str):
         return _turns(value, name, where)
-    if not value.strip():
+    if is_blank(value):
         raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
     return value
 
@@ -218,7 +219,7 @@ def _parse_prompt(value: Any, name: str, where: str) -> Asked:
 def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
     """Check an answer, which is a text or a list of messages that ends with the assistant's, and return it."""
     if isinstance(value, str):
-        if not value.strip():
+        if is_blank(value):
             raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
         return value
     turns = _turns(value, name, where, first=True)
@@ -309,6 +310,6 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
         pictured = isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in PICTURES for p in content)
         other = '; for images set model.task = "visual_instruction"' if pictured else ""
         raise InputError(f"{at} holds {type(content).__name__} {content!r:.40}: text is expected{other}")
-    if not content.strip() and role in ("user", ASSISTANT) and not called:
+    if is_blank(content) and role in ("user", ASSISTANT) and not called:
         raise InputError(f"{at} is empty: fill it, or remove the row")
     return (role, content, json.dumps(more, ensure_ascii=False)) if more else (role, content)

@@ -20,6 +20,7 @@ from fedfm.core.text import listing
 from fedfm.data import picture_forms
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.class_names import class_name, names_of, notices_of
+from fedfm.data.invisible import is_blank
 from fedfm.data.pictures import Look, Pictured, arrange
 from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, str_array
@@ -273,7 +274,7 @@ def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> Sequen
     """A column of non-empty strings; texts in a memory-mapped file stay there."""
     values = column(columns, name, key, source)
     for row, value in enumerate(values):
-        if value is None or not _text(value, name, at, row).strip():
+        if value is None or is_blank(_text(value, name, at, row)):
             raise InputError(f'{at(row)}: column "{name}" is empty: fill it, or remove the row')
     return values if isinstance(values, ArrowTexts) else list(values)
 

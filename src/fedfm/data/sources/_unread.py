@@ -22,6 +22,7 @@ _CLIENTS = re.compile(
     r"(?:[_ -]?(?:id|nr|no|number|name|code))?"
 )
 _MOST_CLIENTS = 1000
+_EXTEND = frozenset({"input", "context", "system", "history", "prompt"})  # names of columns that extend an input
 _WORDS = 3  # smallest number of words of a text; shorter values are names
 
 
@@ -35,7 +36,8 @@ def notice_of_unread(
             which may be a common system message.
     """
     chosen = {spec.partition.column, *(spec.where or ())}
-    found = [n for n, values in columns.items() if n and n not in used | chosen and _tells(values, alike=not labelled)]
+    others = {name: values for name, values in columns.items() if name and name not in used | chosen}
+    found = [name for name, values in others.items() if _tells(values, alike=not labelled) or _extends(name, values)]
     if not found:
         return ()
     one = len(found) == 1
@@ -107,6 +109,12 @@ def _marks_splits(name: str, values: Sequence[Any]) -> bool:
 def _some(values: Sequence[Any]) -> Sequence[Any]:
     """Some values at equal distances in the column, since files are often sorted."""
     return values[:: max(1, len(values) // _LOOK)]
+
+
+def _extends(name: str, values: Sequence[Any]) -> bool:
+    """Whether a column has the name of one that extends an input, and is not empty: its texts may be single words."""
+    filled = name.strip().lower() in _EXTEND and not isinstance(values, Pictured)
+    return filled and any(isinstance(v, str) and v.strip() for v in values)
 
 
 def _tells(values: Sequence[Any], *, alike: bool) -> bool:
