@@ -33,7 +33,7 @@ def finished(folder, **method):
 
 def one_shot(folder):
     tables = experiment(folder)
-    tables["method"] = {"name": "fedncm"}
+    tables["method"] = {"name": "average"}
     return fedfm.run(tables, folder / "one-shot")["run"]
 
 
