@@ -7,6 +7,7 @@ first.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ class Summed:
         return state
 
     def sums(self, name: str) -> int:
-        """The exit code of ``fedfm silo sums``; the file is ``{name}.sums``."""
+        """The exit code of ``fedfm silo sums``, which has the manifest only; the file is ``{name}.sums``."""
+        (self.root / "copy").mkdir(exist_ok=True)
+        shutil.copy(self.run / "manifest.json", self.root / "copy")
         out = self.root / f"{name}.sums"
-        return main(["silo", "sums", str(self.carried.file(name)), str(self.run), "--out", str(out)])
+        return main(["silo", "sums", str(self.carried.file(name)), str(self.root / "copy"), "--out", str(out)])
