@@ -7,12 +7,16 @@ first.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fedfm
+from fedfm.cli.entry import main
+from fedfm.linalg.params import Params
 from fedfm.privacy.crypto import keys
+from fedfm.runtime.run_directory import Run
 from fedfm.sites import silo_config
 from fedfm.sites.folder_server import SiloDesk
 from small import features
@@ -125,3 +129,42 @@ def waiting(monkeypatch: Any, what: Callable[[], bool | None]) -> None:
 
     monkeypatch.setattr(execute, "_stop_flag", flag)
     monkeypatch.setattr(link, "_POLL", (0.001, 0.01))
+
+
+class Summed:
+    """Silos with files of their own and a finished run on the folder engine, whose server has no rows.
+
+    Attributes:
+        run: the run's folder, in ``root``.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        monkeypatch: Any,
+        tables: str = "",
+        names: tuple[str, ...] = ("east", "north", "south"),
+        **changes: Any,
+    ) -> None:
+        self.carried = Carried(root, tables, names)
+        waiting(monkeypatch, self.carried.pump)
+        self.tables: dict[str, Any] = changes | {"run": {"min_clients": 2}}
+        fedfm.run(self.carried.engine(**self.tables), root / "run", progress=fedfm.Progress())
+        self.run, self.root = root / "run", root
+
+    def without(self, *names: str) -> Params:
+        """The state of a run in which these silos never took part."""
+        tables = self.carried.tables(**self.tables)
+        for name in names:
+            del tables["data"]["clients"][name]
+        place = self.root / f"without-{'-'.join(names)}"
+        fedfm.run(tables, place, progress=fedfm.Progress())
+        state: Params = Run.open(place).state(Params)
+        return state
+
+    def sums(self, name: str) -> int:
+        """The exit code of ``fedfm silo sums``, which has the manifest only; the file is ``{name}.sums``."""
+        (self.root / "copy").mkdir(exist_ok=True)
+        shutil.copy(self.run / "manifest.json", self.root / "copy")
+        out = self.root / f"{name}.sums"
+        return main(["silo", "sums", str(self.carried.file(name)), str(self.root / "copy"), "--out", str(out)])

@@ -150,8 +150,8 @@ def test_more_clients_than_all_sets_allow(tmp_path):
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"method": {"name": "analytic"}, "privacy": {"aggregator": "secagg"}}, "if every silo consents"),
-        ({"method": {"name": "analytic"}, "aggregation": {"name": "secure"}}, "if every silo consents"),
+        ({"method": {"name": "analytic"}, "privacy": {"aggregator": "secagg"}}, "a silo that consents writes"),
+        ({"method": {"name": "average"}, "aggregation": {"name": "secure"}}, "if every silo consents"),
         ({"method": {"name": "analytic", "class_weights": "balanced"}}, "answers what others said"),
         ({"method": {"name": "ditto", "rounds": 1}}, "own model"),
         ({"method": {"name": "fedncm", "rounds": 0}}, "no round"),

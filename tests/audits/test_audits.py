@@ -338,10 +338,13 @@ def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
     execute.run(tables | {"run": {"workers": 1}}, tmp_path / "run")
     assert "inversion" not in choose(open_finished(tmp_path / "run"))
     found = by_name(perform(tmp_path / "run", ["inversion"]))
+    assert found.pop("inversion_rows").verdict == "inconclusive"  # the attacker has all test rows
     assert set(found) == {"inversion_features", "inversion_components", "inversion_samples"}
     for f in found.values():
         assert 0 <= f.low <= f.estimate <= f.high <= 1
         assert f.detail["psnr"] > 5
+        assert f.detail["all"]["ssim"] <= f.detail["oracle"]["ssim"]
+        assert f.detail["attacker"]["ssim"] <= f.detail["oracle"]["ssim"]
     np.savez(tmp_path / "own.npz", x=np.zeros((3, 8, 8, 3), np.uint8), y=np.zeros(3, np.int64))
     args = ["--attack", "inversion", "--pictures", str(tmp_path / "own.npz")]
     assert main(["audit", str(tmp_path / "run"), *args]) == 2

@@ -33,7 +33,7 @@ def finished(folder, **method):
 
 def one_shot(folder):
     tables = experiment(folder)
-    tables["method"] = {"name": "fedncm"}
+    tables["method"] = {"name": "average"}
     return fedfm.run(tables, folder / "one-shot")["run"]
 
 
@@ -129,3 +129,27 @@ def test_what_the_newcomer_s_rows_hold_is_said(tmp_path, capsys):
     assert code == 0
     assert "no row is left for tests" in err
     assert "its model                   -" in out
+
+
+@pytest.mark.parametrize("method", [{"name": "fedncm"}, {"name": "ghofl"}], ids=["fedncm", "lda"])
+def test_a_newcomers_sums_give_the_head_of_a_run_with_all(tmp_path, method):
+    files = {}
+    for number, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        files[name] = str(features(tmp_path / name, seed=number))
+    tables = {"model": {"name": "features"}, "method": method, "run": {"workers": 1}}
+    fedfm.run(tables | {"data": {"clients": {"a": files["a"]}}}, tmp_path / "run")
+    fedfm.run(tables | {"data": {"clients": files}}, tmp_path / "all")
+    assert join(tmp_path / "run", files["b"], "b")["how"] == "sums"
+    joined, whole = load(tmp_path / "run", "b")[2], load(tmp_path / "all")[2]
+    for name, tensor in whole.items():
+        assert torch.allclose(joined[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_quadratic_head_is_no_model_for_a_newcomer(tmp_path, capsys):
+    tables = experiment(tmp_path)
+    tables["method"] = {"name": "ghofl", "form": "nb"}
+    run = fedfm.run(tables, tmp_path / "run")["run"]
+    code, _, err = call(capsys, "join", run, features(tmp_path))
+    assert code == 2
+    assert "the result of ghofl is no head of the model" in err

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +20,6 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
-from fedfm.core.client import Client
 from fedfm.core.fields import toml_value
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
@@ -29,6 +28,7 @@ from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
+from fedfm.methods._kept_sums import KeepsSums, sums_of
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
@@ -44,21 +44,6 @@ from fedfm.training import TrainsLocally, any_rank
 
 NAME = "newcomer"
 _SUMS = "sums.safetensors"  # in a newcomer's folder: the sums of all clients up to this one
-
-
-@runtime_checkable
-class AddsSums(Protocol):
-    """A method whose model is a function of sums over rows, which its state has."""
-
-    def check_joining(self) -> None:
-        """Refuse a newcomer.
-
-        Raises:
-            InputError: the message says why.
-        """
-
-    def add_sums(self, client: Client, state: Params, *, others: bool = True) -> Params:
-        """The state with the client's sums; without ``others`` the state of the client alone."""
 
 
 @refuse("the newcomer cannot join with this model and these rows")
@@ -91,8 +76,8 @@ def join(
     if experiment.in_memory or experiment.own_code:
         raise InputError(f"{path}: its module is the user's own, but join takes only runs of an experiment file")
     method = experiment.method
-    if isinstance(method, AddsSums):
-        method.check_joining()
+    if isinstance(method, KeepsSums):
+        _check_sums(experiment, method)
     if not os.access(run.path, os.W_OK):
         raise InputError(
             f"{path} cannot be written, but the newcomer's model must be stored there; join a copy of the run"
@@ -119,7 +104,7 @@ def join(
             (progress or Bar()).notice(f"{data}: no row is left for tests, so no accuracy is known")
         state, weights = run.state(method.state_type), dict[str, float]()
         summed: Params | None = None
-        if isinstance(method, AddsSums):
+        if isinstance(method, KeepsSums):
             w, start, alone, summed = _by_sums(run, experiment, population, Path(memory), name, state)
         else:
             w, start, alone, weights = _by_training(experiment, population, Path(memory), name, state)
@@ -159,14 +144,37 @@ def _by_sums(
 
     Clients that joined before count as well.
     """
-    method: Any = experiment.method
+    method, model, seed = experiment.method, population.model, experiment.run.seed
+    assert isinstance(method, KeepsSums)  # noqa: S101 - the caller has asked
     for earlier in run.manifest.get("newcomers", {}):
         state = Params(load_file(run.adapter(earlier) / _SUMS))
-    silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
-    client = silos.client(Request(name, "", {}, method.rounds, 1))
-    joined, alone = method.add_sums(client, state), method.add_sums(client, state, others=False)
-    w, start, own = (method.params_for(of, name) for of in (joined, state, alone))
-    return w, start, own, joined
+    silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
+    own = method.own_sums(silos.client(Request(name, "", {}, method.rounds, 1)), seed)
+    joined = method.model_of(model, sums_of(state) + own, seed)
+    w, start, alone = (method.params_for(of, name) for of in (joined, state, method.model_of(model, own, seed)))
+    return w, start, alone, joined
+
+
+def _check_sums(experiment: Experiment, method: KeepsSums) -> None:
+    """Refuse a newcomer where one more sum is not enough, or would be another release.
+
+    Raises:
+        InputError: the message says why.
+    """
+    if experiment.privacy is not None and experiment.privacy.states_epsilon:
+        raise InputError(
+            "join: the run has [privacy], and no ledger would count the newcomer's release; run again with all"
+        )
+    if not method.one_head:
+        raise InputError(
+            f"join: with these settings the result of {experiment.method_name} is no head of the model, which a "
+            "newcomer could keep; run again with all"
+        )
+    if not method.traits.independent_messages:
+        raise InputError(
+            "join: the class weights depend on the rows of all clients, so the others' sums would change; run again "
+            "with all"
+        )
 
 
 def _free(run: Run, client: str | None) -> str:

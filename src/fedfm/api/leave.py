@@ -4,7 +4,8 @@ If a client's messages depend on its own rows only (the trait ``independent_mess
 is a function of the others' messages. The others compute them again from the same rows, seeds and secrets, so the
 messages are the same, and nobody's rows are used in a new way. If no round asked the client, the model is already one
 without it. Else the others train again from the start, because a run keeps the server's states of its last two rounds
-only. The new run's manifest has a certificate.
+only. The new run's manifest has a certificate. Where the server keeps sums over all rows, the client's own sums are
+enough, and nobody else takes part: see :mod:`fedfm.api.leave_by_sums`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError, close, quote_names
+from fedfm.methods._kept_sums import KeepsSums
 from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import FIRSTS
@@ -38,7 +40,7 @@ from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import MANIFEST
 
-EXACT, RETRAINED, NOT_ASKED = "exact", "retrained", "not asked"
+EXACT, RETRAINED, NOT_ASKED, SUBTRACTED = "exact", "retrained", "not asked", "subtracted"
 
 
 def leave(
@@ -47,6 +49,7 @@ def leave(
     out: str | Path | None = None,
     *,
     retrain: bool = False,
+    sums: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Make a new run without a client, from a finished run. A run that did not ask the client gets the certificate.
@@ -56,18 +59,22 @@ def leave(
         client: the client that leaves.
         out: the new run's directory [RUN-without-CLIENT].
         retrain: whether the others may train again, if the method requires it.
+        sums: the client's own sums, which ``fedfm silo sums`` wrote; they are subtracted from those that the server
+            kept, and no rows are read. Such a run has no ``accuracy`` and no ``membership``.
 
     Returns:
-        ``run``: the new run; ``exact``: whether the others' messages are those of the old run; ``how``: ``exact``,
-        ``retrained`` or ``not asked``; ``accuracy``
-        and ``accuracy_before``, and ``same_test_rows``: whether both are of the same rows; ``removed``,
-        ``not_removed``; ``membership`` of the client's rows ``before`` and ``after``, None if no attack compares them.
+        ``run``: the new run; ``exact``: whether the result is that of the others' messages in the old run; ``how``:
+        ``exact``, ``subtracted``, ``retrained`` or ``not asked``; ``accuracy`` and ``accuracy_before``, and
+        ``same_test_rows``: whether both are of the same rows; ``removed``, ``not_removed``; ``membership`` of the
+        client's rows ``before`` and ``after``, None if no attack compares them.
 
     Raises:
         InputError: the client is unknown or the last one, the run cannot be without it, or it needs ``retrain``.
     """
     run, progress = Run.open(path), progress or Bar()
     name = _find(run, client)
+    if sums is not None:
+        return _by_sums(run, name, Path(sums), out)
     if not _is_exact(run) and not was_asked(run, name):
         return _certify(run, name, progress.notice)
     _check(run, name)
@@ -80,7 +87,7 @@ def leave(
     check_same(run, now, "the other clients' messages are made from the original rows")
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
-    out = Path(out) if out is not None else Path(f"{run.path}-without-{safe_name(name)}")
+    out = _place(run, name, out)
     entry = _certificate(run, name, how, population)
     new = _begin(experiment, out, run, entry)
     result = drive(new, progress, fresh=True)
@@ -95,6 +102,27 @@ def leave(
     found = {"run": result["run"], "client": name, "exact": how == EXACT, "how": how}
     found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"], "same_test_rows": same}
     return found | {key: entry[key] for key in ("removed", "not_removed")} | {"membership": membership}
+
+
+def _by_sums(run: Run, name: str, file: Path, out: str | Path | None) -> dict[str, Any]:
+    """Subtract the client's own sums from those that the server kept."""
+    from fedfm.api import leave_by_sums
+
+    _check(run, name, by_sums=True)
+    leave_by_sums.check(run, name)
+    entry = _entry(run, name, SUBTRACTED) | {"removed": {"client": name, "rounds": 1}, "not_removed": _not_removed(run)}
+    entry["not_removed"].append(f"the file of {name}'s own sums, which discloses them: remove it")
+    place = _place(run, name, out)
+    leave_by_sums.make_run(run, name, file, _without(run, name), place, entry)
+    before = run.manifest["result"]["accuracy"]
+    found = {"run": str(place), "client": name, "exact": True, "how": SUBTRACTED, "accuracy": None}
+    found |= {"accuracy_before": before, "same_test_rows": False, "membership": None}
+    return found | {key: entry[key] for key in ("removed", "not_removed")}
+
+
+def _place(run: Run, name: str, out: str | Path | None) -> Path:
+    """The directory of the new run."""
+    return Path(out) if out is not None else Path(f"{run.path}-without-{safe_name(name)}")
 
 
 def was_asked(run: Run, name: str) -> bool:
@@ -162,8 +190,8 @@ def _find(run: Run, client: str) -> str:
     return find_client([*run.manifest["clients"], *absent_clients(run)], client)
 
 
-def _check(run: Run, name: str) -> None:
-    """Refuse a client that cannot leave the run."""
+def _check(run: Run, name: str, *, by_sums: bool = False) -> None:
+    """Refuse a client that cannot leave the run. By its own sums it can leave if nobody's rows are here."""
     experiment, clients, path = run.experiment, run.manifest["clients"], run.path
     if name not in clients and not _is_exact(run):
         raise InputError(f"{path}: {name} has no training rows and took no part in it: there is nothing to remove")
@@ -180,11 +208,14 @@ def _check(run: Run, name: str) -> None:
         )
     if experiment.attack is not None:
         raise InputError(f"{path}: its [attack] would choose other attackers without {name}; run the experiment again")
-    if run.manifest["split"] is None:
-        others = ", ".join(c for c in clients if c != name)
+    if run.manifest["split"] is None and not by_sums:
+        others, instead = ", ".join(c for c in clients if c != name), ""
+        if isinstance(experiment.method, KeepsSums):
+            instead = f". Or {name} alone takes part: `fedfm silo sums` writes its own sums, and --sums subtracts them"
         raise InputError(
             f"{path}: the silos' rows are not on this machine, and the run without {name} needs one more run of "
-            f"{others}; nothing is needed of {name}: take it off the federation, then `fedfm run` the experiment again"
+            f"{others}; nothing is needed of {name}: take it off the federation, then `fedfm run` the experiment "
+            f"again{instead}"
         )
     if experiment.privacy is not None and experiment.privacy.states_epsilon and not _is_exact(run):
         raise InputError(
@@ -225,7 +256,9 @@ def _without(run: Run, name: str) -> Experiment:
         del data["clients"][name]
     else:
         data["without"] = [*data.get("without", ()), name]
-    if tables["run"].get("engine") == "deployment":  # all rows are here, and here are the secrets for the same noise
+    if (
+        tables["run"].get("engine") == "deployment" and run.manifest["split"] is not None
+    ):  # all rows are here, and here are the secrets for the same noise
         tables["run"]["engine"] = "local"
         tables["run"].pop("superlink", None)
     if isinstance(method.get("budgets"), dict):
@@ -320,20 +353,27 @@ def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict
     removed: dict[str, Any] = {"client": name, "rounds": 0 if held is None else result["rounds"]}
     if not private:  # the number and a hash of the rows would be a release
         removed |= {"rows": len(rows), "rows_sha256": fingerprint(population.federated.table.take(rows))}
-    not_removed = [
+    not_removed = _not_removed(run)
+    if private:
+        not_removed.append("the privacy that the client's release has spent, which stays spent")
+    return _entry(run, name, how) | {"removed": removed, "not_removed": not_removed}
+
+
+def _not_removed(run: Run) -> list[str]:
+    """What no new run removes."""
+    experiment = run.experiment
+    found = [
         "the old run and every copy of its model, its predictions and its messages",
         "the choice of method, model and hyper-parameters, if anybody looked at results with the client",
         "the frozen weights of the model, which the run did not train",
     ]
     if experiment.aggregation.transport.form != "plain":
-        not_removed.append("who has both results learns the client's sum, which secure aggregation hid: it is the gap")
-    if private:
-        not_removed.append("the privacy that the client's release has spent, which stays spent")
+        found.append("who has both results learns the client's sum, which secure aggregation hid: it is the gap")
     if experiment.data.clients is None or experiment.data.limit is not None:
-        not_removed.append(
+        found.append(
             "the client's rows in the source of the data, and in the manifest's hash of it; no client trains on them"
         )
-    return _entry(run, name, how) | {"removed": removed, "not_removed": not_removed}
+    return found
 
 
 def _membership(

@@ -28,8 +28,11 @@ from fedfm.audits.replay import open_finished, replay
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
+from fedfm.methods._kept_sums import KeepsSums
+from fedfm.models.model import Model
 from fedfm.reports import renewal
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import logits, personal, scores
@@ -39,42 +42,70 @@ from fedfm.runtime.run_directory import Run
 
 EVALUATIONS = 1024  # sets of clients that are valued, unless the user sets another number: all sets of ten clients
 _TIMED = 3  # the evaluation whose time gives the estimate: the first two prepare the rows and need no step
+_HOW = {  # how silos consent, by whether the server keeps sums over rows
+    False: "if every silo consents, run the experiment with clear sums",
+    True: "a silo that consents writes its own sums by `fedfm silo sums`; give the files as --sums",
+}
 Notice = Callable[[str], None]
 
 
 def worth(
-    path: str | Path, *, evaluations: int = EVALUATIONS, progress: Progress | None = None, given: Any = None
+    path: str | Path,
+    *,
+    evaluations: int = EVALUATIONS,
+    sums: Sequence[str | Path] = (),
+    rows: str | Path | None = None,
+    progress: Progress | None = None,
+    given: Any = None,
 ) -> dict[str, Any]:
     """The clients' Shapley values and leave-one-out values in a finished run; also written to its manifest.
 
     Args:
         path: the finished run.
         evaluations: about how many sets of clients are valued, over all rounds; all sets if they are no more.
+        sums: files with clients' own sums, which ``fedfm silo sums`` wrote. With them nothing is replayed, and only
+            these clients are valued, and all others as one.
+        rows: with ``sums``, a file with rows by which models are valued, if the run's test rows are not here.
         given: as in :func:`fedfm.audit`.
 
     Returns:
         ``shapley`` and ``leave_one_out``: for each client ``value``, ``low`` and ``high`` (None if ``measure`` is one
         figure of all test rows, which has no spread over rows); ``total``: the value of all
         clients minus that of none, the sum of the Shapley values; ``measure``: what the values are differences of;
-        ``how``: ``exact``, ``sampled`` or ``rounds``; ``evaluations``: how many sets were valued.
+        ``how``: ``exact``, ``sampled`` or ``rounds``; ``evaluations``: how many sets were valued; with ``sums`` also
+        ``opened``: the hash of each client's own sums.
 
     Raises:
         InputError: the run hides the clients' messages, or no set of clients has a model.
     """
-    run = open_finished(path, given)
-    _check(run)
-    if not os.access(run.path, os.W_OK):
-        raise InputError(f"{path} cannot be written, but the values are stored there; value a copy of the run")
     if evaluations < 2:
         raise InputError(f"evaluations = {evaluations}: expected at least 2")
-    watch = _Valuer(run, evaluations, (progress or Bar()).notice)
-    replay(run, watch.notice, {"worth": watch}, keep=False, given=given)
-    assert watch.shapley is not None  # noqa: S101 - the run has a round
-    assert watch.alone is not None  # noqa: S101
-    found = {"measure": watch.measure, "how": watch.how, "evaluations": watch.count, "total": watch.shapley.total}
-    for key, of in (("shapley", watch.shapley), ("leave_one_out", watch.alone)):
-        values = {c: dict(zip(("value", "low", "high"), of.interval(c), strict=True)) for c in of.values}
+    if Path(path).is_dir() and not os.access(path, os.W_OK):
+        raise InputError(f"{path} cannot be written, but the values are stored there; value a copy of the run")
+    notice = (progress or Bar()).notice
+    if sums:
+        from fedfm.api import worth_by_sums
+
+        run = Run.open(path)
+        figures = _Figures(run)
+        files, place = [Path(file) for file in sums], None if rows is None else Path(rows)
+        shapley, alone, more = worth_by_sums.value(run, files, place, evaluations, figures.measure, notice)
+        everybody = sorted(shapley.values)
+    elif rows is not None:
+        raise InputError("--rows: they value models that are made of --sums; without --sums the run's test rows do")
+    else:
+        run = open_finished(path, given)
+        _check(run)
+        watch = _Valuer(run, evaluations, notice)
+        replay(run, notice, {"worth": watch}, keep=False, given=given)
+        assert watch.shapley is not None  # noqa: S101 - the run has a round
+        assert watch.alone is not None  # noqa: S101
+        shapley, alone, figures = watch.shapley, watch.alone, watch.figures
+        more = {"how": watch.how, "evaluations": watch.count}
         everybody = sorted({*run.manifest["clients"], *absent_clients(run)})
+    found = {"measure": figures.name, **more, "total": shapley.total}
+    for key, of in (("shapley", shapley), ("leave_one_out", alone)):
+        values = {c: dict(zip(("value", "low", "high"), of.interval(c), strict=True)) for c in of.values}
         found[key] = {c: values.get(c, {"value": 0.0, "low": 0.0, "high": 0.0}) for c in everybody}
     with run.lock(wait=True):
         run.manifest["worth"] = found
@@ -89,7 +120,7 @@ def _check(run: Run) -> None:
     if experiment.aggregation.transport.form != "plain":
         raise InputError(
             f"{where}: secure aggregation hides each client's message, and the value of one client would show what the "
-            "silos did not agree to show; if every silo consents, run the experiment with clear sums"
+            f"silos did not agree to show; {_HOW[isinstance(method, KeepsSums)]}"
         )
     if type(experiment.aggregation.mechanism) is not Mechanism:
         raise InputError(
@@ -107,6 +138,27 @@ def _check(run: Run) -> None:
         why = "it has no round"
     if why:
         raise InputError(f"{where}: nobody can compute what each client brought: {why}")
+
+
+class _Figures:
+    """The value of models.
+
+    Attributes:
+        name: what the values are differences of, once a model was measured.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._method, self.name = run.experiment.method, ""
+
+    def measure(self, model: Model, rows: Rows, w: Params) -> Array:
+        """The value of a model: for each test row whether it is right, or a figure of all rows."""
+        if rows.labels is not None and not model.is_language_model:
+            self.name = "accuracy"
+            said: np.ndarray = logits(self._method, model, w, rows).argmax(-1).eq(rows.labels).numpy()
+            return said.astype(np.float64)
+        found = scores(self._method, model, w, rows)
+        self.name = "accuracy" if found.get("accuracy") is not None else "-loss"
+        return np.array([found["accuracy"] if self.name == "accuracy" else -found["loss"]], dtype=np.float64)
 
 
 class _Messages:
@@ -135,7 +187,7 @@ class _Valuer:
         self._start: Params | None = None
         self.shapley: Values | None = None
         self.alone: Values | None = None
-        self.measure, self.how, self.count = "", "exact", 0
+        self.figures, self.how, self.count = _Figures(run), "exact", 0
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if not turn.round:
@@ -153,16 +205,13 @@ class _Valuer:
         clients = sorted(sent)
 
         @functools.cache
-        def value(chosen: Coalition) -> np.ndarray:
+        def worth_of(chosen: Coalition) -> Array:
             began = time.perf_counter()
-            found = self._measure(population, self._model(turn, population, sent, chosen))
+            found = self.figures.measure(population.model, population.test, self._model(turn, population, sent, chosen))
             self.count += 1
             if self.count == _TIMED:
                 self._say(clients, time.perf_counter() - began)
             return found
-
-        def worth_of(chosen: Coalition) -> Array:
-            return value(chosen).astype(np.float64)
 
         whole = worth_of(frozenset(clients))
         if self._is_exact(clients):
@@ -206,14 +255,3 @@ class _Valuer:
         except RunError:  # e.g. too few clients for a robust mean: these clients alone change nothing
             state = turn.before
         return method.params_for(state, "")
-
-    def _measure(self, population: Partitioned, w: Params) -> np.ndarray:
-        """The value of a model: for each test row whether it is right, or a figure of all rows."""
-        method, model, rows = self._run.experiment.method, population.model, population.test
-        if rows.labels is not None and not model.is_language_model:
-            self.measure = "accuracy"
-            said: np.ndarray = logits(method, model, w, rows).argmax(-1).eq(rows.labels).numpy()
-            return said
-        found = scores(method, model, w, rows)
-        self.measure = "accuracy" if found.get("accuracy") is not None else "-loss"
-        return np.array([found["accuracy"] if self.measure == "accuracy" else -found["loss"]], dtype=np.float64)

@@ -22,7 +22,7 @@ from fedfm.audits.member_scores import MemberScores
 from fedfm.audits.model_membership import ModelMembership, attack_all, final_models
 from fedfm.audits.off_cpu import distance, off_the_cpu
 from fedfm.audits.replay import TOLERANCE, Replay, play
-from fedfm.audits.row_evidence import no_round, unreadable
+from fedfm.audits.row_evidence import unreadable
 from fedfm.audits.stated_epsilon import STRICT
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
@@ -46,9 +46,6 @@ class Departure(ModelMembership):
 
     def reads(self, run: Run) -> bool:
         return bool(run.manifest.get("departures"))
-
-    def unfit(self, run: Run) -> str | None:
-        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run

@@ -7,20 +7,20 @@ loss threshold of Yeom et al. (arXiv:1709.01604), with one threshold per class a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from fedfm import seeds
-from fedfm.audits.audit import Audit
 from fedfm.audits.expert_membership import ExpertMembership
+from fedfm.audits.final_model import FinalModelAudit
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference.rates import FEW, Array
 from fedfm.audits.inference.shadow_ratio import log_ratio
 from fedfm.audits.member_scores import CellScores, MemberScores, finding_on_rate
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
-from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
+from fedfm.audits.row_evidence import by_class, evidence, unreadable
 from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, training_clients, unit
 from fedfm.audits.stated_epsilon import claim_of_model
 from fedfm.core.client import POOLED, ClientId
@@ -37,11 +37,8 @@ QUESTION_TPR = "How many training rows does the final model disclose if one stra
 Models = Mapping[ClientId, Params]
 
 
-class ModelMembership(Audit):
+class ModelMembership(FinalModelAudit):
     """Compares each client's training rows with test rows of the same distribution, by the client's final model."""
-
-    replays: ClassVar[bool] = False
-    replies: ClassVar[bool] = False
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         return max(affordable(run, population) * cost(run, population), self.takes)
@@ -50,9 +47,6 @@ class ModelMembership(Audit):
         # For these methods another audit asks the same question about their messages.
         others = {*Membership.methods, *ExpertMembership.methods}
         return unreadable(run) is None and run.experiment.method_name not in others
-
-    def unfit(self, run: Run) -> str | None:
-        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run

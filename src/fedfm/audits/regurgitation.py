@@ -6,23 +6,22 @@ arXiv:2202.07646, Definition 3.1: a text is extractable if greedy decoding after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fedfm.audits.audit import Audit
+from fedfm.audits.audit import Notice
+from fedfm.audits.final_model import TextMemoryAudit
 from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference.rates import Array, clopper_pearson
 from fedfm.audits.model_membership import final_models
-from fedfm.audits.replay import Replay
-from fedfm.audits.row_evidence import BATCH, no_round, writes_texts
+from fedfm.audits.row_evidence import BATCH
 from fedfm.audits.shadow_runs import RowPool, cost, unit
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.linalg.threads import torch_threads
 from fedfm.models.model import Model
 from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
@@ -35,36 +34,22 @@ LENGTHS = (5, 10, 20, 50)  # lengths in the detail of the finding
 NOTABLE = 0.05  # a larger excess over rows that nobody trained on is not called none
 
 
-class Regurgitation(Audit):
+class Regurgitation(TextMemoryAudit):
     """Compares how many training rows and how many held-out rows the final model writes by greedy decoding."""
-
-    replays: ClassVar[bool] = False
-    replies: ClassVar[bool] = False
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         return max(cost(run, population) / max(int(run.manifest["result"]["rounds"]), 1), self.takes)
 
-    def reads(self, run: Run) -> bool:
-        return writes_texts(run)
-
-    def unfit(self, run: Run) -> str | None:
-        return no_round(run)
-
-    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        run = replay.run
-        with torch_threads(1):
-            population = replay.fresh()
-            method, model = run.experiment.method, population.model
-            models = final_models(run, population)
-            pool = RowPool(population, run.experiment.run.seed, pooled=method.needs.pooled)
-            found: tuple[list[Halves], list[Halves]] = [], []
-            for i, c in enumerate(owner for owner in pool.honest if owner in models or "" in models):
-                if i % 8 == 0:
-                    notice(f"rows of {c}")
-                w = models.get(c) or models[""]
-                for halves, places in zip(found, (pool.members[c], pool.strangers[c]), strict=True):
-                    halves.append(verbatim(method, model, w, pool.rows(places)))
-        return [finding(union(found[0]), union(found[1]), unit(population))]
+    def measure(self, run: Run, population: Partitioned, pool: RowPool, notice: Notice) -> Finding:
+        models = final_models(run, population)
+        found: tuple[list[Halves], list[Halves]] = [], []
+        for i, c in enumerate(owner for owner in pool.honest if owner in models or "" in models):
+            if i % 8 == 0:
+                notice(f"rows of {c}")
+            w = models.get(c) or models[""]
+            for halves, places in zip(found, (pool.members[c], pool.strangers[c]), strict=True):
+                halves.append(verbatim(run.experiment.method, population.model, w, pool.rows(places)))
+        return finding(union(found[0]), union(found[1]), unit(population))
 
 
 class Halves(NamedTuple):

@@ -10,25 +10,24 @@ uniform, and an exact interval covers the share of canaries that rank first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedfm import seeds
-from fedfm.audits.audit import Audit
+from fedfm.audits.audit import Notice
+from fedfm.audits.final_model import TextMemoryAudit
 from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference.rates import NOTABLE_TPR, Array, clopper_pearson
-from fedfm.audits.replay import Replay
-from fedfm.audits.row_evidence import evidence, no_round, writes_texts
+from fedfm.audits.row_evidence import evidence
 from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_models
 from fedfm.audits.stated_epsilon import Claim, claim_of_model
 from fedfm.core.client import ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
-from fedfm.linalg.threads import torch_threads
 from fedfm.models.model import Model
 from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
@@ -42,43 +41,30 @@ LENGTH = 8  # random tokens of a canary
 CANDIDATES = 100  # texts that are ranked: the canary, and others that nobody trained on
 
 
-class TextCanaries(Audit):
+class TextCanaries(TextMemoryAudit):
     """Adds random texts to clients' rows, trains again, and ranks each text among its candidates."""
-
-    replays: ClassVar[bool] = False
-    replies: ClassVar[bool] = False
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         number, _ = shadow_runs(run, population, sum(population.sizes().values()))
         return max(number * 1.5 * cost(run, population), self.takes)
 
-    def reads(self, run: Run) -> bool:
-        return writes_texts(run)
-
-    def unfit(self, run: Run) -> str | None:
-        return no_round(run)
-
-    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        run = replay.run
+    def measure(self, run: Run, population: Partitioned, pool: RowPool, notice: Notice) -> Finding:
         method, seed = run.experiment.method, run.experiment.run.seed
-        with torch_threads(1):
-            population = replay.fresh()
-            pool = RowPool(population, seed, pooled=method.needs.pooled)
-            number, once = shadow_runs(run, population, sum(len(pool.members[c]) for c in pool.honest))
-            w_0, ranks = population.model.params(), {1: [np.zeros(0)], COPIES: [np.zeros(0)]}
-            for s in range(number if once else 0):
-                notice(f"shadow run {s + 1} of {number}, with {once} canaries")
-                planted = PlantedTexts(pool, once, seeds.generator(seed, "audit", "text canaries", s))
-                population.model.load(w_0)
-                shadows = shadow_models(run, planted, s)
-                for c, canaries in planted.canaries.items():
-                    if (w := shadows.get(c, shadows.get(""))) is None:  # the client does not disclose its own model
-                        continue
-                    rows = canaries.candidates(pool, population.model)
-                    scores = evidence(method, population.model, w, rows).reshape(-1, CANDIDATES)
-                    for copies, of in ranks.items():
-                        of.append(ranks_of(scores[canaries.copies == copies]))
-        return [finding({copies: np.concatenate(of) for copies, of in ranks.items()}, number, claim_of_model(run))]
+        number, once = shadow_runs(run, population, sum(len(pool.members[c]) for c in pool.honest))
+        w_0, ranks = population.model.params(), {1: [np.zeros(0)], COPIES: [np.zeros(0)]}
+        for s in range(number if once else 0):
+            notice(f"shadow run {s + 1} of {number}, with {once} canaries")
+            planted = PlantedTexts(pool, once, seeds.generator(seed, "audit", "text canaries", s))
+            population.model.load(w_0)
+            shadows = shadow_models(run, planted, s)
+            for c, canaries in planted.canaries.items():
+                if (w := shadows.get(c, shadows.get(""))) is None:  # the client does not disclose its own model
+                    continue
+                rows = canaries.candidates(pool, population.model)
+                scores = evidence(method, population.model, w, rows).reshape(-1, CANDIDATES)
+                for copies, of in ranks.items():
+                    of.append(ranks_of(scores[canaries.copies == copies]))
+        return finding({copies: np.concatenate(of) for copies, of in ranks.items()}, number, claim_of_model(run))
 
 
 def shadow_runs(run: Run, population: Partitioned, rows: int) -> tuple[int, int]:

@@ -71,7 +71,7 @@ the lost lines.
     "audit": """examples:
   fedfm audit runs/mine                                run all attacks that fit and take seconds; findings: report.html
   fedfm audit runs/mine --attack model_membership      run one attack; --attack may be given several times
-  fedfm audit runs/mine --attack inversion             compute images from features; trains a network for about a minute
+  fedfm audit runs/mine --attack inversion             compute images from features; trains networks for two minutes
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            compute fedbaf's foundation model from the messages to clients
   fedfm audit runs/mine --format json | tail -1        print the findings as one JSON object

@@ -17,7 +17,7 @@ def leave(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.leave import leave
 
-    result = leave(args.run, args.client, args.out, retrain=args.retrain)
+    result = leave(args.run, args.client, args.out, retrain=args.retrain, sums=args.sums)
     lines = [f"{visible(result['client'])} has left: {result['how']}, {result['run']}"]
     before, after = result["accuracy_before"], result["accuracy"]
     if before is not None and after is not None:
@@ -34,6 +34,7 @@ def _leave_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the finished run's directory")
     parser.add_argument("client", help="the client that leaves")
     parser.add_argument("--out", type=Path, help="directory of the new run [RUN-without-CLIENT]")
+    parser.add_argument("--sums", type=Path, metavar="FILE", help="the client's own sums, which are subtracted")
     parser.add_argument("--retrain", action="store_true", help="let the others train again, if the method requires it")
 
 
@@ -42,7 +43,7 @@ def worth(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.worth import worth
 
-    result = worth(args.run, evaluations=args.evaluations)
+    result = worth(args.run, evaluations=args.evaluations, sums=args.sums, rows=args.rows)
     found, alone = result["shapley"], result["leave_one_out"]
     width = max(len("client"), *(len(visible(c)) for c in found))
     lines = [f"{'client':<{width}}  {'Shapley':>8}  {'interval':<18}  leave one out"]
@@ -50,6 +51,8 @@ def worth(args: Namespace) -> int:
         interval = "-" if x["low"] is None else f"[{x['low']:.4f}, {x['high']:.4f}]"
         lines.append(f"{visible(client):<{width}}  {x['value']:>8.4f}  {interval:<18}  {alone[client]['value']:.4f}")
     lines.append(f"{result['measure']} of all clients minus that of none: {result['total']:.4f} ({result['how']})")
+    if "opened" in result:
+        lines.append(f"opened by their own files: {', '.join(map(visible, result['opened']))}")
     return say(args, result, "\n".join(lines))
 
 
@@ -60,6 +63,12 @@ def _worth_arguments(parser: ArgumentParser) -> None:
         type=int,
         default=1024,
         help="about how many sets of clients are valued, over all rounds [1024]",
+    )
+    parser.add_argument(
+        "--sums", type=Path, nargs="+", default=(), metavar="FILE", help="own sums of clients that agree to be valued"
+    )
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="with --sums: rows by which models are valued [the run's test rows]"
     )
 
 
@@ -93,12 +102,14 @@ _LEAVE_EXAMPLES = """examples:
   fedfm leave runs/mine client-03                      a new run without client-03, in runs/mine-without-client-03
   fedfm leave runs/mine client-03 --out runs/rest      the same, in another directory
   fedfm leave runs/rounds client-03 --retrain          fedavg and other methods of rounds: the others train again
+  fedfm leave runs/mine north --sums north.sums        subtract what `fedfm silo sums` wrote at north
   fedfm audit runs/rest --attack departure             attack the new model by the rows of the client that left
 """
 
 _WORTH_EXAMPLES = """examples:
   fedfm worth runs/mine                                each client's Shapley value and leave-one-out value, in accuracy
   fedfm worth runs/mine --evaluations 200              fewer sets of clients: faster, with wider intervals
+  fedfm worth runs/hidden --sums north.sums south.sums --rows test.csv    hidden sums: the clients that gave their own
 """
 
 COMMANDS = (

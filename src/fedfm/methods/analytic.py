@@ -9,8 +9,6 @@ the server solves once, as in Algorithm 1. The result is the same for every part
 secure aggregation. Random features make the fit non-linear, as in SAFLe (arXiv:2512.03336). Projected features make
 the sums small where d is large: W is sought among the combinations of ``width`` random directions.
 
-The server keeps the sums, so a client that joins later adds its own, and the result is the same as from the start.
-
 The server sees what its aggregator discloses of the sums. C of fewer rows than features reveals these rows up to a
 rotation, so hide the sums by secure aggregation or cover them by [privacy].
 """
@@ -29,13 +27,14 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.capabilities import Needs, Predictor, Private, Traits
-from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, head_of, need_head
+from fedfm.methods._kept_sums import SEED, KeepsSums
+from fedfm.methods._one_shot import head_of, need_head
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant, Spent
@@ -43,7 +42,6 @@ from fedfm.privacy.noise import Array, project, unit_rows, unpack
 from fedfm.privacy.spec import PrivacySpec, need
 
 _RANDOM, _PROJECTED = 1024, 64  # random combinations of features, unless ``width`` sets another number
-_SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
 _ROUNDING = 1e-6  # of eigenvalues, relative to the largest: sums are float64, or fixed-point under secure aggregation
 _NO_ROWS = "the clients' sums are those of no rows, so a client has sent others"
 _GRID = 2.0**12  # shared noise: entries of a row are multiples of 1 / _GRID, so its products are exact
@@ -86,7 +84,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Analytic(Predictor, Private, OneShot):
+class Analytic(Predictor, Private, KeepsSums):
     """One round: clients send sums over their rows, and the server solves the ridge regression of all rows.
 
     Classification's targets y are 1 for the row's class and 0 for the others; multi_label's are 1 and -1; regression's
@@ -182,7 +180,7 @@ class Analytic(Predictor, Private, OneShot):
         return self.width or (_RANDOM if self.features == "random" else _PROJECTED)
 
     @property
-    def _one_head(self) -> bool:
+    def one_head(self) -> bool:
         """Whether the result is a head of the model; else it is weights of other features."""
         return self.features == "linear" or (self.features == "projected" and self.noise is None)
 
@@ -193,16 +191,13 @@ class Analytic(Predictor, Private, OneShot):
 
     def init(self, fed: Federation) -> Params:
         need_head(fed.model)
-        if self._one_head:
+        if self.one_head:
             return fed.initial
         outputs = len(fed.model.classes)
         return self._head(fed.model, np.zeros((outputs, self._width)), np.zeros(outputs), 0)
 
-    def params_for(self, w: Params, client: ClientId) -> Params:
-        return w.only(name for name in w if not name.startswith(_SUMS))
-
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        outputs, seed = len(fed.model.classes), fed.seed_for("random features")
+        outputs, seed = len(fed.model.classes), _feature_seed(fed.seed)
         weights = torch.zeros(0, dtype=torch.float64)
         if self.class_weights == "balanced":
             n = fed.mean(self.count, like=Params({"count": torch.zeros(outputs, dtype=torch.float64)}).layout)["count"]
@@ -218,42 +213,19 @@ class Analytic(Predictor, Private, OneShot):
     def _state(self, model: Model, total: Params, seed: int, clients: int = 1) -> Params:
         """The model of the sums over all clients, together with the sums and the seed of their features."""
         W, b = self.solve(total["C"].numpy(), total["b"].numpy(), clients)
-        kept = {**total, "seed": torch.tensor(seed)}
-        return Params({**self._head(model, W, b, seed), **{f"{_SUMS}{name}": kept[name] for name in kept}})
+        return Params({**self.with_sums(self._head(model, W, b, seed), total), SEED: torch.tensor(seed)})
 
-    # --- a client that joins after training ---------------------------------------------------------------------------
-    def check_joining(self) -> None:
-        """Refuse a newcomer where one more sum is not enough, or would be another release.
+    # --- a client that joins or leaves after training -----------------------------------------------------------------
+    def own_sums(self, client: Client, seed: int) -> Params:
+        return self.sums(client, seed=_feature_seed(seed), weights=torch.zeros(0, dtype=torch.float64)).delta
 
-        Raises:
-            InputError: the message says why.
-        """
-        if self.noise is not None:
-            raise InputError(
-                "join: the run has [privacy], and no ledger would count the newcomer's release; run again with all"
-            )
-        if not self._one_head:
-            raise InputError(
-                'join: with method.features = "random" the result is no head of the model, which a newcomer '
-                "could keep; run again with all"
-            )
-        if self.class_weights != "none":
-            raise InputError(
-                f'join: method.class_weights = "{self.class_weights}" depend on the rows of all clients, so the '
-                "others' sums would change; run again with all"
-            )
+    def model_of(self, model: Model, total: Params, seed: int) -> Params:
+        return self._state(model, total, _feature_seed(seed))
 
-    def add_sums(self, client: Client, state: Params, *, others: bool = True) -> Params:
-        """The state with the sums of one more client: that of a run in which this client took part.
-
-        Args:
-            others: whether the sums of ``state`` count; else the state is that of the client alone.
-        """
-        seed = int(state[f"{_SUMS}seed"])
-        total = self.sums(client, seed=seed, weights=torch.zeros(0, dtype=torch.float64)).delta
-        if others:
-            total = Params({name: state[f"{_SUMS}{name}"] for name in total}) + total
-        return self._state(client.model, total, seed)
+    def could_be_sums(self, total: Params) -> bool:
+        """C of rows has no negative eigenvalue."""
+        values = np.linalg.eigvalsh(unpack(total["C"].numpy(), len(total["b"])))
+        return bool(values[0] >= -_ROUNDING * max(values[-1], 1.0))
 
     def solve(self, packed: Array, cross: Array, clients: int = 1) -> tuple[Array, Array]:
         """W (C, D) and intercept (C,) of the regression: (C + gamma I)^-1 b.
@@ -275,15 +247,15 @@ class Analytic(Predictor, Private, OneShot):
     def _head(self, model: Model, W: Array, b: Array, seed: int) -> Params:
         """The model's head, or W, b and the seed of the random features that they take."""
         weight, bias = torch.from_numpy(W), torch.from_numpy(b)
-        if self.features == "projected" and self._one_head:
+        if self.features == "projected" and self.one_head:
             weight = weight @ _projection(seed, model.feature_dim, self._width).T
-        if self._one_head:
+        if self.one_head:
             return head_of(model, weight, bias)
         return Params({"weight": weight.float(), "bias": bias.float(), "seed": torch.tensor(seed)})
 
     # --- prediction ---------------------------------------------------------------------------------------------------
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        if not self._one_head:
+        if not self.one_head:
             x = self._features(model.features(rows), int(w["seed"]))
             return (x @ w["weight"].double().T + w["bias"].double()).float()
         model.load(w)
@@ -366,6 +338,11 @@ class Analytic(Predictor, Private, OneShot):
                 else "",
             )
         )
+
+
+def _feature_seed(seed: int) -> int:
+    """The seed of the random features in a run with this seed, which all clients take."""
+    return seeds.derive(seed, "server", 1, "random features")
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,12 +21,14 @@ from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, class_sums, head_of, rows_of
+from fedfm.methods._kept_sums import KeepsSums
+from fedfm.methods._one_shot import class_sums, head_of, rows_of
+from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
 
 @dataclass(frozen=True)
-class FedNCM(OneShot):
+class FedNCM(KeepsSums):
     """One round: clients send class sums and counts; the server computes the nearest-class-mean head."""
 
     traits: ClassVar[Traits] = Traits(independent_messages=True)
@@ -40,12 +42,21 @@ class FedNCM(OneShot):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
         mean = fed.mean(self.sums, like=like)  # the mean has a factor 1/K, which cancels
-        return head_of(fed.model, *nearest_mean(mean["count"], mean["total"], self.distance))
+        return self.with_sums(self._head(fed.model, mean), fed.heard * mean)
+
+    def _head(self, model: Model, sums: Params) -> Params:
+        return head_of(model, *nearest_mean(sums["count"], sums["total"], self.distance))
 
     @on_client
     def sums(self, client: Client) -> Update:
         found = class_sums(*rows_of(client), len(client.model.classes))
         return Update(Params({name: tensor.float() for name, tensor in found.items()}), 1.0)
+
+    def own_sums(self, client: Client, seed: int) -> Params:
+        return self.sums(client).delta
+
+    def model_of(self, model: Model, total: Params, seed: int) -> Params:
+        return self.with_sums(self._head(model, total), total)
 
 
 def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:

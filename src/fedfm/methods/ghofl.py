@@ -24,7 +24,8 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, class_sums, head_of, need_head, rows_of
+from fedfm.methods._kept_sums import KeepsSums
+from fedfm.methods._one_shot import class_sums, head_of, need_head, rows_of
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -32,7 +33,7 @@ _LEAST = 1e-6  # smallest variance, as in the authors' code
 
 
 @dataclass(frozen=True)
-class GHOFL(Predictor, OneShot):
+class GHOFL(Predictor, KeepsSums):
     """One round: clients send moments of features by class; the server computes a Gaussian classifier from them.
 
     The head ``lda`` is linear. The others are quadratic, so the result is no single model for an export.
@@ -50,7 +51,7 @@ class GHOFL(Predictor, OneShot):
 
     def init(self, fed: Federation) -> Params:
         need_head(fed.model)
-        if self.form == "lda":
+        if self.one_head:
             return fed.initial
         C, d = len(fed.model.classes), fed.model.feature_dim
         scale = torch.zeros((C, d) if self.form == "nb" else (C, d, d))
@@ -60,12 +61,23 @@ class GHOFL(Predictor, OneShot):
         C, d = len(fed.model.classes), fed.model.feature_dim
         like = moments_of(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), C, self.form).layout
         sums = fed.mean(self.moments, like=like)
-        sums = fed.heard * sums  # the mean was unweighted; the sum is the mean times the number of replies
-        found = gaussians(sums, self.form, self.shrinkage)
-        if self.form == "lda":
-            return head_of(fed.model, *linear_head(found["mean"], found["covariance"], found["log_prior"]))
-        head = quadratic_head(found["mean"], found["covariance"], found["log_prior"])
-        return Params({name: tensor.float() for name, tensor in head.items()})
+        return self.model_of(fed.model, fed.heard * sums, fed.seed)  # the mean was unweighted: the sum is K times it
+
+    def model_of(self, model: Model, total: Params, seed: int) -> Params:
+        found = gaussians(total, self.form, self.shrinkage)
+        if self.one_head:
+            head = head_of(model, *linear_head(found["mean"], found["covariance"], found["log_prior"]))
+        else:
+            w = quadratic_head(found["mean"], found["covariance"], found["log_prior"])
+            head = Params({name: tensor.float() for name, tensor in w.items()})
+        return self.with_sums(head, total)
+
+    @property
+    def one_head(self) -> bool:
+        return self.form == "lda"
+
+    def own_sums(self, client: Client, seed: int) -> Params:
+        return self.moments(client).delta
 
     @on_client
     def moments(self, client: Client) -> Update:
@@ -73,7 +85,7 @@ class GHOFL(Predictor, OneShot):
         return Update(moments_of(*rows_of(client), len(client.model.classes), self.form), 1.0)
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        if self.form == "lda":
+        if self.one_head:
             model.load(w)
             scores: Tensor = model.predict(rows)
             return scores

@@ -24,6 +24,7 @@ def section(run: RunFiles) -> str:
         "which clients could join. Brackets: 95 % intervals over test rows and drawn orders; a figure without them is "
         f"one of all rows. The values add up to {total:.4f}."
     )
+    text += _opened(found)
     return note(esc(text)) + table(["client", "Shapley value", "leave one out"], rows, "What each client brought")
 
 
@@ -32,8 +33,16 @@ def summary(run: RunFiles) -> list[str]:
     found = mapping(run.manifest.get("worth"))
     values = [f"{name} {interval(mapping(about), 'value')}" for name, about in mapping(found.get("shapley")).items()]
     return (
-        [f"What each client brought ({found.get('measure')}, Shapley values): {', '.join(values)}."] if values else []
+        [f"What each client brought ({found.get('measure')}, Shapley values): {', '.join(values)}.{_opened(found)}"]
+        if values
+        else []
     )
+
+
+def _opened(found: Mapping[str, Any]) -> str:
+    """A sentence on the clients that disclosed their own sums, with a space before it; "" if none did."""
+    names = ", ".join(map(str, mapping(found.get("opened"))))
+    return f" To be valued, {names} gave their own sums, which the run hid or did not keep." if names else ""
 
 
 def interval(found: Mapping[str, Any], key: str) -> str:

@@ -38,6 +38,10 @@ def silo(args: Namespace) -> int:
         return _serve(args)
     if args.folder is not None or args.once:
         raise InputError(f"--folder and --once are for `fedfm silo serve`; `fedfm silo {args.what}` takes neither")
+    if (args.out is not None) != (args.what == "sums") or (args.what == "sums" and args.experiment is None):
+        raise InputError("silo: `fedfm silo sums silo.toml RUN --out FILE` takes --out, and nothing else does")
+    if args.what == "sums":
+        return _sums(args)
     from fedfm.sites import ledger_summary, predictions, silo_config
 
     if args.what == "check" and (args.experiment is not None or (args.file / "kit.json").exists()):
@@ -64,6 +68,15 @@ def _serve(args: Namespace) -> int:
     return say(args, found, f"{found['name']}: answered {found['answered']}")
 
 
+def _sums(args: Namespace) -> int:
+    """Run ``fedfm silo sums``; return the exit code."""
+    _offline(args.file)
+    from fedfm.sites import own_sums
+
+    found = own_sums.report(args.file, args.experiment, args.out)
+    return say(args, found, own_sums.render(found))
+
+
 def _offline(path: Path) -> None:
     """Set the environment variables that keep libraries offline, unless the silo's file allows downloads.
 
@@ -88,15 +101,20 @@ def _silo_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("check", "show", "predictions", "serve"),
+        choices=("check", "show", "predictions", "serve", "sums"),
         default="check",
         help="check: test the silo's file and rows; show: print its ledger; predictions: print the predictions of its "
-        "runs; serve: answer the requests in a folder [check]",
+        "runs; serve: answer the requests in a folder; sums: write its own sums of a finished run into a file [check]",
     )
     parser.add_argument("file", type=Path, help="the silo's file, silo.toml; or a kit's folder")
     parser.add_argument(
-        "experiment", type=Path, nargs="?", help="check: compare the kit with the needs of this experiment"
+        "experiment",
+        type=Path,
+        nargs="?",
+        metavar="experiment or run",
+        help="check: compare the kit with the needs of this experiment; sums: the folder with the run's manifest.json",
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="sums: the file for the silo's own sums")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder for the messages")
     parser.add_argument("--once", action="store_true", help="serve: answer the requests that are there, and end")
 
@@ -125,6 +143,7 @@ _SILO_EXAMPLES = """examples:
   fedfm silo show silo.toml                            lists by run what the silo sent, and the rest of each budget
   fedfm silo serve silo.toml --folder /mnt/shared      answers requests that come as files, until Ctrl-C
   fedfm silo serve silo.toml --folder /media/stick/fedfm --once    answers the requests that are there, and ends
+  fedfm silo sums silo.toml RUN --out FILE             writes its sums of a finished run: to leave it, or to be valued
 
 a silo's file, in the folder of its rows:
   name = "north"

@@ -6,11 +6,15 @@ may disclose more.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedfm.audits.inference.rates import Array
+from fedfm.audits.inference.similarity import ssim
 
 SIDE = 32
 STEPS, BATCH, RATE = 500, 32, 2e-3
@@ -34,6 +38,19 @@ class Inverter:
 
     def _standard(self, features: Array) -> Tensor:
         return torch.from_numpy(((features - self._mean) / self._scale).astype(np.float32))
+
+
+class Inverters:
+    """Several inverters, whose images are averaged."""
+
+    def __init__(self, several: Sequence[Inverter]) -> None:
+        self._several = several
+
+    def __call__(self, features: Array) -> tuple[Array, Array]:
+        """Images (n, 32, 32, 3), and the mean SSIM (n,) of every two inverters' images, by which they agree."""
+        images = [inverter(features) for inverter in self._several]
+        pairs = [ssim(a, b) for a, b in itertools.combinations(images, 2)]
+        return np.asarray(np.mean(images, 0)), np.asarray(np.mean(pairs, 0))
 
 
 def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> Inverter:

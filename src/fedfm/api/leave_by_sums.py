@@ -1,0 +1,92 @@
+"""Let a client leave a finished run by its own sums: the kept sums minus them are those of the others.
+
+Nobody else takes part and no rows are read, so this works where each silo has its rows on its own machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+from fedfm.api import own_sums
+from fedfm.api.predict import load
+from fedfm.core import storage
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params, sha256_of
+from fedfm.reports import renewal
+from fedfm.runtime import logs
+from fedfm.runtime.result import write_models
+from fedfm.runtime.run_directory import Run
+
+KEPT = ("versions", "machine", "device", "fingerprints", "split", "model", "guarantee", "seen", "do_not_share")
+SCORES = ("accuracy", "global_accuracy", "local_accuracy", "local_loss", "balanced_accuracy", "macro_f1", "loss")
+_LEAST = 2  # of the others, while sums are hidden: the sum of a single client would be this client's own
+
+
+def check(run: Run, name: str) -> None:
+    """Refuse a client whose sums, if it discloses them, are not those without which the others' model is left.
+
+    Raises:
+        InputError: the message says why.
+    """
+    own_sums.method_with_sums(run)
+    own_sums.check_in_sum(run, name)
+    hidden = run.experiment.aggregation.transport.form != "plain"
+    others = [c for c in own_sums.in_sum(run) if c != name]
+    if hidden and len(others) < _LEAST:
+        raise InputError(
+            f"{run.path}: without {name} the sum is that of {' and '.join(others) or 'nobody'} alone, which secure "
+            "aggregation hid: run the experiment again"
+        )
+
+
+def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """Make the run without a client from the client's own sums.
+
+    Args:
+        file: the client's sums, from :func:`fedfm.api.own_sums.write`.
+        without: the experiment without the client.
+        entry: the certificate, as far as it does not depend on the sums.
+
+    Returns:
+        The certificate of the new run.
+
+    Raises:
+        InputError: the sums are not the client's, or another run is in ``out``.
+    """
+    began, experiment = time.perf_counter(), run.experiment
+    method = own_sums.method_with_sums(run)
+    state = run.state(Params)
+    _, sums = own_sums.read(run, state, file, name)
+    rest = own_sums.subtract(method, state, sums, name)
+    _, model, _ = load(run.path)
+    now = method.model_of(model, rest, experiment.run.seed)
+    record, _ = run.newest()
+    assert record is not None  # noqa: S101 - state() has read it
+    new = Run.create(without, out)
+    with new.lock():
+        w = {"": method.params_for(now, "")}
+        others = [c for c in run.manifest["clients"] if c != name]
+        seconds = time.perf_counter() - began
+        entry["removed"] |= {"sums_sha256": sums.sha256()}
+        nothing = {"bytes_up": 0, "bytes_down": 0, "messages": 0, "seconds": seconds, "cohort": others}
+        storage.save(new.checkpoint(1), {**record, **nothing, "state": now})
+        if (start := storage.load(run.checkpoint(0))) is not None:
+            storage.save(new.checkpoint(0), start)
+        write_models(new, model, w)
+        new.log({"round": 1, "seconds": round(seconds, 3), "cohort": others, "excluded": [], "train_loss": None})
+        result = copy.deepcopy(run.manifest["result"])
+        result |= dict.fromkeys(SCORES) | {"client_accuracy": {}, "details": method.details(now, None)}
+        result |= {"run": str(new.path), "seconds": round(seconds, 3), "bytes_up": 0, "bytes_down": 0}
+        result |= {"params_sha256": sha256_of(w), "engine": without.run.engine}
+        new.manifest |= {key: copy.deepcopy(run.manifest[key]) for key in KEPT if key in run.manifest}
+        new.manifest |= {"clients": others, "result": result, "ledger": copy.deepcopy(run.manifest["ledger"])}
+        new.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
+        new.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        new.write_manifest()
+        (new.path / logs.MESSAGES).touch()
+    renewal.renew(new.path)
+    return entry

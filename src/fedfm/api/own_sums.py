@@ -1,0 +1,131 @@
+"""A client's own sums of a finished run, as a file: with it the client leaves the run, or agrees to be valued.
+
+The sums are those of the client's message in the run. Under secure aggregation nobody else has seen them, so only the
+client can make this file, and whoever reads it learns the client's sums.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedfm.aggregation.base import Aggregator
+from fedfm.aggregation.mean import Mean
+from fedfm.aggregation.secure import Secure
+from fedfm.core import storage, tasks
+from fedfm.core.checks import conform
+from fedfm.core.messages import ROUND, Request
+from fedfm.errors import ClientFault, InputError
+from fedfm.linalg.params import Params
+from fedfm.methods._kept_sums import KeepsSums, sums_of
+from fedfm.runtime.client import Silos
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.row_sums import AddsRows
+from fedfm.runtime.run_directory import Run
+
+
+def method_with_sums(run: Run) -> KeepsSums:
+    """The run's method, whose result without a client is a function of the kept sums minus the client's own.
+
+    Raises:
+        InputError: it is not, and the message says why.
+    """
+    experiment, method, why = run.experiment, run.experiment.method, ""
+    if run.manifest["result"] is None:
+        raise InputError(f"{run.path} is not finished; run `fedfm resume {run.path}` first")
+    if not isinstance(method, KeepsSums):
+        raise InputError(f"{run.path}: the server keeps no sums of {run.experiment.method_name}")
+    if experiment.privacy is not None and experiment.privacy.states_epsilon:
+        why = "under [privacy] the message had noise, and the sums without it would be another release"
+    elif not method.traits.independent_messages:
+        why = "the class weights depend on the rows of all clients"
+    elif isinstance(tasks.task_named(experiment.model.task), AddsRows):
+        why = f"the scale of the targets of {experiment.model.task} depends on the rows of all clients"
+    elif not isinstance(experiment.aggregation, Mean | Secure) or getattr(experiment.aggregation, "clip_norm", None):
+        why = "the [aggregation] is not the plain sum of the messages"
+    elif experiment.attack is not None:
+        why = "some clients changed their messages by [attack]"
+    elif run.manifest["result"]["rounds"] != 1:
+        why = "it has no round"
+    if why:
+        raise InputError(f"{run.path}: the kept sums minus a client's own are not those without it: {why}")
+    return method
+
+
+def check_in_sum(run: Run, client: str) -> None:
+    """Refuse a client whose message is not in the kept sums.
+
+    Raises:
+        InputError: it is no client of the run, or was excluded from the round.
+    """
+    if client not in run.manifest["clients"]:
+        raise InputError(f"{run.path}: {client} is no client of the run, so its sums are not in the total")
+    if client not in in_sum(run):
+        raise InputError(f"{run.path}: {client} was excluded from the round, so its sums are not in the total")
+
+
+def in_sum(run: Run) -> list[str]:
+    """The clients whose messages are in the kept sums."""
+    gone = {e["client"] for e in run.manifest["result"]["excluded"] if e["part"] == ROUND}
+    return [c for c in run.manifest["clients"] if c not in gone]
+
+
+def compute(run: Run, client: str, population: Partitioned, memory: Path) -> Params:
+    """The sums over a client's training rows.
+
+    Args:
+        population: the client's rows and the model.
+        memory: an empty folder.
+    """
+    method, seed = method_with_sums(run), run.experiment.run.seed
+    check_in_sum(run, client)
+    silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
+    return method.own_sums(silos.client(Request(client, "", {}, method.rounds, 1)), seed)
+
+
+def write(run: Run, client: str, sums: Params, path: Path) -> None:
+    """Write a client's sums into a file that only this user can read."""
+    of = {"client": client, "params_sha256": run.manifest["result"]["params_sha256"], "sums": sums}
+    storage.save(path, of, 0o600)
+
+
+def read(run: Run, state: Params, path: Path, client: str | None = None) -> tuple[str, Params]:
+    """The client and the sums of a file that :func:`write` made for this run.
+
+    Args:
+        state: the server's state, whose sums have the shapes that are expected.
+        client: the client whose sums are expected.
+
+    Raises:
+        InputError: the file is damaged, or of another run or client.
+    """
+    found: dict[str, Any] | None = storage.load(path) if path.is_file() else None
+    try:
+        found = conform(found, dict[str, Any], "file")
+        name, of, sums = (found[key] for key in ("client", "params_sha256", "sums"))
+        conform(sums, Params, "sums")
+        fits = sums.layout.entries == sums_of(state).layout.entries and all(t.isfinite().all() for t in sums.values())
+    except (ClientFault, KeyError):
+        fits = False
+    if not fits:
+        raise InputError(f"{path}: no file of a client's sums; `fedfm silo sums silo.toml RUN --out FILE` writes one")
+    if of != run.manifest["result"]["params_sha256"]:
+        raise InputError(f"{path}: these sums are of another run than {run.path}")
+    if client not in (None, name):
+        raise InputError(f"{path}: these are the sums of {name}, not of {client}")
+    check_in_sum(run, name)
+    return name, sums
+
+
+def subtract(method: KeepsSums, state: Params, sums: Params, whose: str) -> Params:
+    """The kept sums without these.
+
+    Raises:
+        InputError: no rows could have what is left, so the sums are not those of the client's message.
+    """
+    rest = Params({name: tensor.clone() for name, tensor in (sums_of(state) - sums).items()})
+    if not method.could_be_sums(rest):
+        raise InputError(
+            f"the kept sums without those of {whose} belong to no rows: these are not the sums that {whose} sent"
+        )
+    return rest

@@ -1,0 +1,57 @@
+"""Base of the one-round methods whose model is a function of sums over all rows.
+
+The server keeps the sums in its state. So a client that joins later adds its own sums, one that leaves subtracts them,
+and the model is that of a run with, or without, this client from the start.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from fedfm.core.client import Client, ClientId
+from fedfm.linalg.params import Params
+from fedfm.methods._one_shot import OneShot
+from fedfm.models.model import Model
+
+SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
+SEED = f"{SUMS}seed"  # in the state, if the sums are of random features
+_ROUNDING = 1e-3  # of a number of rows, which is a whole number
+
+
+@dataclass(frozen=True)
+class KeepsSums(OneShot):
+    """A method whose state is the model and the sums over all clients."""
+
+    @abstractmethod
+    def own_sums(self, client: Client, seed: int) -> Params:
+        """The exact sums over the client's training rows, as its message has them without noise.
+
+        Args:
+            seed: the run's seed.
+        """
+
+    @abstractmethod
+    def model_of(self, model: Model, total: Params, seed: int) -> Params:
+        """The model that the sums over all clients determine; arguments as in :meth:`own_sums`."""
+
+    def could_be_sums(self, total: Params) -> bool:
+        """Whether rows could have these sums, but for rounding. By default, no class has a negative number of rows."""
+        return bool((total["count"] > -_ROUNDING).all())
+
+    @property
+    def one_head(self) -> bool:
+        """Whether the result is a head of the model; else it is no model that can be stored alone."""
+        return True
+
+    def params_for(self, w: Params, client: ClientId) -> Params:
+        return w.only(name for name in w if not name.startswith(SUMS))
+
+    def with_sums(self, w: Params, total: Params) -> Params:
+        """The state of a model w and the sums that determine it."""
+        return Params({**w, **{f"{SUMS}{name}": total[name] for name in total}})
+
+
+def sums_of(state: Params) -> Params:
+    """The sums in a state, without the seed of random features that may stand with them."""
+    return Params({name.removeprefix(SUMS): state[name] for name in state if name.startswith(SUMS) and name != SEED})
