@@ -336,11 +336,13 @@ def test_sums_of_no_rows_end_the_run_in_one_line(place, scale, monkeypatch, tmp_
 
 @pytest.mark.parametrize("count", [0.0, -100.0])
 def test_numbers_of_rows_below_zero_end_the_run_in_one_line(place, count, monkeypatch, tmp_path):
-    from fedfm.core.client import Update, on_client
+    from fedfm.core.client import Client, Update, on_client
 
-    lie = on_client(lambda self, client: Update(Params({"count": torch.full((CLASSES,), count).double()}), 1.0))
-    lie.__name__, lie.__annotations__ = "count", Analytic.count.__annotations__
-    monkeypatch.setattr(Analytic, "count", lie)
+    def lie(self, client: Client) -> Update:
+        return Update(Params({"count": torch.full((CLASSES,), count).double()}), 1.0)
+
+    lie.__name__ = "count"
+    monkeypatch.setattr(Analytic, "count", on_client(lie))
     with pytest.raises(RunError, match="numbers of rows of classes"):
         fedfm.run(tables(place, class_weights="balanced"), tmp_path)
 
