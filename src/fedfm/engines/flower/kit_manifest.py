@@ -83,8 +83,8 @@ def load(folder: Path) -> Kit:
     schema = manifest.pop("schema", None) if isinstance(manifest, dict) else None
     if schema != SCHEMA:
         raise InputError(
-            f"{path}: its schema is {schema!r:.80}, and this fedfm reads {SCHEMA}; use the version that made the kit, or "
-            f"make new kits in another folder"
+            f"{path}: its schema is {schema!r:.80}, and this fedfm reads {SCHEMA}; use the version that made the kit, "
+            f"or make new kits in another folder"
         )
     if manifest.keys() != known.keys():
         wrong = sorted(manifest.keys() ^ known.keys())
