@@ -36,6 +36,7 @@ demo: $(VENV)/.stamp-run ## the built-in example and its baselines
 	@$(BIN)/fedfm demo
 
 wheel: $(VENV)/.stamp-run ## the file in dist/ that other machines install
+	@rm -f dist/fedfm-*.whl # of an earlier version
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 

@@ -113,6 +113,7 @@ EXTRAS = {  # what each is for
     "seq2seq": '`model.task = "sequence_to_sequence"`: the word error rate',
     "audio": "recordings as rows, and what `seq2seq` brings",
     "vision": "the processor of SmolVLM",
+    "completion": "`fedfm completion`",
     "bench": "`make bench`",
     "docs": "`make site`",
     "dev": "`make test`, `make lint type`",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the sdist and the wheel of it, install the wheel alone into a new environment, and run it from an empty folder:
-# doctor, the demo, and one method of each system. It leaves the two files in dist/.
+# doctor, the demo, and one method of each system. It leaves the two files in dist/, and no other version there.
 #   release/wheel_runs.sh [FOLDER for the environment; a temporary one by default]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -11,16 +11,15 @@ if [ -z "$place" ]; then
 fi
 python=${PYTHON:-python3}
 unset PYTHONPATH
-mkdir -p "$place/empty" "$place/dist"
+rm -rf "$place/empty" && mkdir -p "$place/empty" # of an earlier call
 "$python" -m venv "$place/v"
 own=$place/v/bin/python
-"$own" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "hatchling>=1.25"
-# The wheel is built from the sdist, so what the sdist lacks is missing here, too.
-(cd "$root" && "$own" -m hatchling build -t sdist -d "$place/dist" >/dev/null)
-(cd "$place" && tar xzf dist/fedfm-*.tar.gz && cd fedfm-*/ && "$own" -m hatchling build -t wheel -d "$place/dist" >/dev/null)
+pip=("$own" -m pip --quiet --disable-pip-version-check)
+"${pip[@]}" install -c "$root/constraints.txt" "hatchling>=1.25"
+"$root/release/build.sh" "$own" "$root/dist"
+"${pip[@]}" uninstall --yes fedfm # pip would keep an earlier wheel of the same version
 # Python compiles what it imports; pip would compile all of PyTorch, which takes longer than the demo.
-"$own" -m pip install --quiet --disable-pip-version-check --no-compile -c "$root/constraints.txt" "$place"/dist/fedfm-*.whl
-mkdir -p "$root/dist" && cp "$place"/dist/fedfm-* "$root/dist/"
+"${pip[@]}" install --no-compile -c "$root/constraints.txt" "$root"/dist/fedfm-*.whl
 cd "$place/empty"
 export HF_HUB_OFFLINE=1
 "$own" -c 'import fedfm, sys; sys.exit(not fedfm.__file__.startswith(sys.prefix))' # the wheel, not the clone

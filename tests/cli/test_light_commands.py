@@ -108,7 +108,7 @@ for line in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 # On feature vectors, in this order: what a line loads first is its own.
-NOTHING = ("list", "show fedavg", "schema")
+NOTHING = ("list", "show fedavg", "schema", "completion bash")
 ROWS = (
     "provision federation.toml --out kits",
     "silo check silo.toml",

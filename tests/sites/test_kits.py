@@ -217,7 +217,7 @@ def test_a_kit_that_is_not_whole_does_not_start(tmp_path, capsys):
         (lambda: None, "rows.csv does not exist"),
         (lambda: (out / "hospital-a" / "node.key").chmod(0o644), "open to other users"),
         (lambda: (out / "hospital-a" / "node.key").unlink(), "node.key is missing"),
-        (lambda: (out / "hospital-a" / "kit.json").write_text("{}"), "another release"),
+        (lambda: (out / "hospital-a" / "kit.json").write_text("{}"), "its schema is None, and this fedfm reads 1"),
         (lambda: (out / "hospital-a" / "kit.json").unlink(), "there is no kit"),
     ):
         change()

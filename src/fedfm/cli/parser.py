@@ -113,7 +113,6 @@ def build(first: str = "") -> argparse.ArgumentParser:
         action="store_true",
         help="continue without secrets, memories or checkpoints that are damaged or missing; the run records the loss",
     )
-
     resume.add_argument("--rounds", type=int, help="continue to this number of rounds, also with a finished run")
     resume.add_argument(
         "--set",
@@ -136,14 +135,12 @@ def build(first: str = "") -> argparse.ArgumentParser:
     audit.add_argument(
         "--pictures", type=Path, metavar="FILE", help="for inversion: the attacker's own images [the run's test rows]"
     )
-
     audit.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
         help="stop after these seconds; attacks that were not run are listed, and findings are kept [no limit]",
     )
-
     audit.add_argument(
         "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
     )
@@ -192,7 +189,6 @@ def build(first: str = "") -> argparse.ArgumentParser:
         metavar="FILE",
         help="file for the result: .jsonl or .csv, one line per row; .json; or .npz, arrays",
     )
-
     predict.add_argument("--processes", type=int, metavar="N", help="processes that share the model [the run's]")
 
     export = command("export", "commands:export", "write a run's model for other libraries", run=True)
@@ -237,6 +233,9 @@ def build(first: str = "") -> argparse.ArgumentParser:
 
     for found in () if first in subparsers.choices else wing_commands():
         found.add_arguments(command(found.name, found.run, found.help, examples=found.examples, json=found.json))
+
+    completion = command("completion", "completion:completion", "print a script with which a shell completes commands")
+    completion.add_argument("shell", choices=("bash", "zsh"))
 
     command("doctor", "commands:doctor", "check this installation", json=True)
     return parser

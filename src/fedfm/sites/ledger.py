@@ -32,7 +32,7 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_l
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
-VERSION = 1  # newest version of a line that this module reads
+VERSION = 2  # newest version of a line that this module reads; 2 has cost.concentrated
 OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure for which an answer counts as a round
 ONCE = ("scores", "reveal")  # words for which a silo answers one question per (run, round, handler, part)
 
@@ -270,7 +270,7 @@ class Ledger:
         except OSError as error:
             raise Unusable(f"cannot be written ({storage.why(error)})") from error
         except InputError:
-            raise Unusable("is damaged") from None
+            raise Unusable("is damaged, or a later version of fedfm wrote it") from None
 
     @contextmanager
     def _alone(self) -> Iterator[int]:

@@ -80,8 +80,15 @@ def load(folder: Path) -> Kit:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}
-    if not isinstance(manifest, dict) or manifest.pop("schema", None) != SCHEMA or manifest.keys() != known.keys():
-        raise InputError(f"{path}: another release wrote it, or it is damaged; this release reads schema {SCHEMA}")
+    schema = manifest.pop("schema", None) if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        raise InputError(
+            f"{path}: its schema is {schema!r:.80}, and this fedfm reads {SCHEMA}; use the version that made the kit, "
+            f"or make new kits in another folder"
+        )
+    if manifest.keys() != known.keys():
+        wrong = sorted(manifest.keys() ^ known.keys())
+        raise InputError(f"{path} is damaged: {wrong[0]!r:.80} is {'missing' if wrong[0] in known else 'no key of it'}")
     for key, kind in known.items():
         if type(manifest[key]) is not kind:
             raise InputError(f"{path}: {key} = {manifest[key]!r:.80} is not {kind.__name__}")
