@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from safetensors.torch import load_file, save_file
 
+from fedfm.api.figures_runs import need_model
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
@@ -83,6 +84,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     experiment = replace(experiment, model=replace(experiment.model, **run.manifest.get("chosen", {})))
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
+    need_model(run)
     if experiment.in_memory or experiment.own_code:
         raise InputError(f"{path}: its module is the user's own, but join takes only runs of an experiment file")
     method = experiment.method

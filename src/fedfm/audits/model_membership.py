@@ -52,7 +52,8 @@ class ModelMembership(Audit):
         return unreadable(run) is None and run.experiment.method_name not in others
 
     def unfit(self, run: Run) -> str | None:
-        return no_round(run)
+        figures = run.experiment.method.traits.figures_only
+        return "the run has figures and no model" if figures else no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run

@@ -12,6 +12,7 @@ their checks; :mod:`._survey_figures` the figures and the rules of the risks.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -218,7 +219,10 @@ class Survey(Private, Method[SurveyState]):
         return SurveyState(state.w, json.dumps(found))
 
     def details(self, state: SurveyState, judge: Judge | None) -> dict[str, Any]:
-        return {"survey": json.loads(state.found)} if state.found else {}
+        found = json.loads(state.found) if state.found else None
+        if found and FEATURES in found:  # the checkpoint has its mean
+            del found[FEATURES]["mean"]
+        return {"survey": found} if found else {}
 
     def _deviations(self, blocks: tuple[Block, ...], silos: int, noise: SurveyNoise) -> dict[str, float]:
         """Standard deviations of the noise: on an entry of a sum (``count``), and on the spread of each block.
@@ -261,7 +265,7 @@ class Survey(Private, Method[SurveyState]):
     def validate(self) -> None:
         for key in ("length_bins", "side_bins", "norm_bins"):
             edges = getattr(self, key)
-            if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+            if any(a >= b for a, b in itertools.pairwise(edges)):
                 raise InputError(f"method.{key} = {list(edges)}: expected ascending edges", key=f"method.{key}")
         if self.tell_silos and not self.features:
             raise InputError(
@@ -336,7 +340,7 @@ def _rows_of(client: Client) -> Any:
 
 
 def _dimension(model: Model) -> int:
-    """d of the features that :func:`_features` computes; 0 if the model has none, or if rows are joined into blocks."""
+    """The length d of :func:`_features`; 0 if the model has none, or if rows are joined into blocks."""
     if any(map(model.task.packs, model.task.kinds)):
         return 0
     dual = getattr(model, "dual", None)
