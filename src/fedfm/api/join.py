@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from safetensors.torch import load_file, save_file
 
-from fedfm.api.figures_runs import need_model
 from fedfm.aggregation.base import Aggregator
+from fedfm.api.figures_runs import need_model
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable

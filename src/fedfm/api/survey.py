@@ -116,7 +116,7 @@ def _experiment_of(
     given = {"method.name": _NAME, **changes}
     if isinstance(experiment, Mapping):
         tables = copy_tables(experiment)
-        former = tables.get("method", {})
+        former = experiment.get("method", {})
         for key, value in given.items():
             put(tables, key, value)
     else:

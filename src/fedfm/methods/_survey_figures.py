@@ -105,9 +105,10 @@ def _drift(
     }
     if deviations is not None:
         mean = float(np.linalg.norm(total)) / rows
-        found["deviation"] = math.hypot(deviations[block.name], 2 * mean * of_sums) / spread
-        if found["deviation"] > 1:
+        deviation = math.hypot(deviations[block.name], 2 * mean * of_sums) / spread
+        if deviation > 1:
             return nothing
+        found["deviation"] = deviation
     return found
 
 
@@ -201,7 +202,7 @@ def _share_of_gaps(missing: Mapping[str, Any] | None, rows: int | None) -> float
     """The share of rows with something missing; None if it is hidden. The first group is that nothing is missing."""
     if missing is None or not rows or missing["counts"][0] is None:
         return None
-    return max(rows - missing["counts"][0], 0) / rows
+    return float(max(rows - missing["counts"][0], 0) / rows)
 
 
 def distance_from(features: Mapping[str, Any], reference: Mapping[str, Any]) -> float:

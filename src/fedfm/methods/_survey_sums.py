@@ -52,7 +52,7 @@ class Block:
         return 4.0 if self.name == FEATURES else 2.0 * self.most
 
     def squares(self, total: Array, rows: float) -> float:
-        """sum |x|^2 over all rows, from S and their number."""
+        """The sum of |x|^2 over all rows, from S and their number."""
         return rows if self.name == FEATURES else float(total.sum())
 
     def total_spread(self, total: Array, rows: float) -> float:

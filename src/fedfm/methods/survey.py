@@ -199,7 +199,7 @@ class Survey(Private, Method[SurveyState]):
         else:
             if why := sums.fault_of(total, plan.blocks, heard, self.most_rows):
                 raise RunError(
-                    f"round {t}: a silo sent false sums: {why}; with method.by_silo = true the server sees which"
+                    f"round {t}: a silo sent false sums: {why}; without hidden sums, method.by_silo = true shows which"
                 )
             silos = round(float(total[SILOS][0]))
         deviations = None if self.noise is None else self._deviations(plan.blocks, heard, self.noise)
@@ -346,7 +346,9 @@ def _dimension(model: Model) -> int:
     dual = getattr(model, "dual", None)
     if dual is not None:
         return int(dual.config.projection_dim)
-    return 0 if model.last_layer is None else int(model.last_layer.in_features)
+    texts_alone = model.task.is_language_model and not model.task.images_in_texts
+    layer = model.head if model.head is not None else model.last_layer if texts_alone else None
+    return 0 if layer is None else int(layer.in_features)
 
 
 def _features(client: Client) -> Tensor:
@@ -357,9 +359,17 @@ def _features(client: Client) -> Tensor:
 
 
 def _total(fed: Federation, handler: Any, layout: Layout, **payload: Any) -> dict[str, Array]:
-    """The sum of the clients' messages: their weights are 1, so it is the mean times the number of replies."""
+    """The sum of the clients' messages: their weights are 1, so it is the mean times the sum of weights.
+
+    Under secure aggregation a client without an update has the weight 0, and nobody knows which one it is.
+    """
     mean = fed.mean(handler, like=layout, **payload)
-    return _arrays(fed.heard * mean)
+    weight: float = fed.heard
+    if fed.aggregator.transport.form != "plain":
+        from fedfm.aggregation._secagg import WEIGHT
+
+        weight = fed.process_memory[WEIGHT]
+    return _arrays(weight * mean)
 
 
 def _arrays(w: Params) -> dict[str, Array]:

@@ -80,7 +80,7 @@ def _columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _count_rows(found: Mapping[str, Any], *, zeros: bool = True) -> list[tuple[str, ...]]:
-    lines, rows = [], found.get("rows")
+    lines, rows = list[tuple[str, ...]](), found.get("rows")
     for name, about in mapping(found.get("counts")).items():
         for group, n in zip(about["groups"], about["counts"], strict=True):
             if n or zeros or n is None:
@@ -90,7 +90,7 @@ def _count_rows(found: Mapping[str, Any], *, zeros: bool = True) -> list[tuple[s
 
 
 def _drift_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    lines = []
+    lines = list[tuple[str, ...]]()
     features = mapping(found.get("features"))
     of = {**mapping(found.get("counts")), **({"features": features} if features else {})}
     of |= {"features within classes": features["within_classes"]} if "within_classes" in features else {}
@@ -104,7 +104,7 @@ def _drift_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _silo_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    lines = []
+    lines = list[tuple[str, ...]]()
     for name, about in mapping(found.get("by_silo")).items():
         rows = "hidden" if about["rows"] is None else count(about["rows"])
         lines.append((name, rows, *(number(about.get(key)) for key in ("targets", "features", "by_chance"))))

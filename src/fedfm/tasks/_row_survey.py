@@ -203,7 +203,7 @@ def _missing(table: Table, targets: Callable[[Table], Members] | None) -> Member
     for i, parts in enumerate(map(_parts, _items(table))):
         if any(texts and all(text.strip().lower() in _NO_TEXT for text in texts) for texts in parts):
             found[i] = _EMPTY
-    return np.eye(len(_MISSING))[found]
+    return np.asarray(np.eye(len(_MISSING))[found])
 
 
 def _has_one_colour(item: Any) -> bool:
