@@ -349,20 +349,3 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(place, method, privacy
     with pytest.raises(InputError, match=says) as error:
         Experiment.from_dict(tables(place, privacy=privacy, **method))
     assert "\n" not in str(error.value)
-
-
-def test_risks_follow_their_rules():
-    base = {"silos": 5, "rows": 5000, "counts": {"targets": {"adjusted": 0.0, "counts": [50, 50]}}, "features": {}}
-    assert figures.risks_of(base) == []
-    skew = base | {"counts": {"targets": {"adjusted": 0.3, "counts": [500, 50]}}}
-    assert [r["risk"] for r in figures.risks_of(skew)] == ["skew of targets", "unequal classes"]
-    drift = base | {"features": {"adjusted": 0.4, "within_classes": {"adjusted": 0.2}}}
-    assert [(r["risk"], r["value"]) for r in figures.risks_of(drift)] == [("drift of features", 0.2)]
-    by_classes = skew | {"features": {"adjusted": 0.4}}  # the skew of classes may explain it
-    assert "drift of features" not in [r["risk"] for r in figures.risks_of(by_classes)]
-    few = base | {"silos": 2, "rows": 60}
-    assert [r["risk"] for r in figures.risks_of(few)] == ["small silos", "few silos"]
-    gaps = base | {"counts": {"missing": {"counts": [4900, 100], "groups": []}}}
-    assert [r["risk"] for r in figures.risks_of(gaps)] == ["missing values"]
-    far = base | {"features": {"from_reference": {"distance": 0.5}}}
-    assert [r["risk"] for r in figures.risks_of(far)] == ["drift from the reference"]

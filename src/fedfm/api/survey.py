@@ -21,11 +21,10 @@ from fedfm.core.capabilities import HiddenModel
 from fedfm.core.text import to_json
 from fedfm.core.toml_text import copy_tables, put
 from fedfm.errors import InputError
-from fedfm.methods._survey_figures import distance_from, risks_of
-from fedfm.methods.survey import SurveyState
 from fedfm.reports import renewal
 from fedfm.reports.read import read as read_files
 from fedfm.reports.readers import readers
+from fedfm.reports.survey_rules import distance_from, risks_of
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
@@ -79,13 +78,13 @@ def survey(
     before = _read_reference(reference, made)
     run = Run.create(made, None if out is None else Path(out))
     result = drive(run, progress, fresh=True)
-    state: SurveyState = run.state(SurveyState)
-    found = json.loads(state.found)
+    found = json.loads(run.state(made.method.state_type).found)
     mine = run.manifest["fingerprints"]["model"]
     if before is not None and "features" in found:
         _compare(found, before, mine, progress)
     privacy = made.privacy
     found |= {
+        "risks": risks_of(found),
         "epsilon": result["epsilon"],
         "delta": privacy.delta if privacy is not None and result["epsilon"] is not None else None,
         "model": {"name": made.model.name, "fingerprint": mine},
@@ -206,10 +205,9 @@ def _read_reference(path: str | Path | None, made: Experiment) -> dict[str, Any]
 
 
 def _compare(found: dict[str, Any], before: Mapping[str, Any], fingerprint: str, progress: Progress) -> None:
-    """Add the distance from the reference to the figures, and the risk that follows; features of one model only."""
+    """Add the distance from the reference to the figures, if one model computed both features."""
     if before["fingerprint"] != fingerprint or len(before["features"]["mean"]) != found["features"]["dimension"]:
         progress.notice(f"{before['path']} is not compared: another model computed its features; survey both with one")
         return
     distance = distance_from(found["features"], before["features"])
     found["features"]["from_reference"] = {"path": before["path"], "distance": distance}
-    found["risks"] = risks_of(found)

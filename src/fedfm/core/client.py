@@ -28,10 +28,9 @@ MAX_WEIGHT = 1e9  # no client has more rows; a larger weight would let one clien
 class ClientData:
     """One client's rows, ready for the model: ``train``, ``val`` and ``test``, each prepared on first use."""
 
-    table: Callable[[], Any] | None = None  # makes the table of the training rows, as they are read; None without one
-
     def __init__(self, train: Callable[[], Rows], val: Callable[[], Rows], test: Callable[[], Rows]) -> None:
         self._make = {"train": train, "val": val, "test": test}
+        self.table: Callable[[], Any] | None = None  # makes the table of the training rows as read; None without one
 
     @property
     def ready(self) -> list[Rows]:

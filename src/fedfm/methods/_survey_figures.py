@@ -1,4 +1,4 @@
-"""The figures of a survey, from the sums of all silos, and the risks that follow from them by stated rules.
+"""The figures of a survey, from the sums of all silos.
 
 Drift between silos is the share of the spread that the silo explains, 1 - W/T: the correlation ratio eta^2 of an
 analysis of variance (Fisher 1925), and for classes Goodman and Kruskal's tau (Light, Margolin. JASA 66, 1971). Silos
@@ -16,9 +16,7 @@ import numpy as np
 
 from fedfm.methods._survey_sums import BY_CLASS, FEATURES, ROWS, SILOS, TARGETS, Array, Block
 
-MISSING = "missing"
 _LEAST_SPREAD = 1e-9  # smaller spreads are rounding
-_SKEW, _DRIFT, _FEW_ROWS, _FEW_SILOS, _IMBALANCE, _GAPS, _FAR = 0.1, 0.05, 100, 3, 10, 0.01, 0.1
 
 
 def figures_of(
@@ -146,66 +144,3 @@ def silo_figures(parts: Mapping[str, Mapping[str, Array]], blocks: Sequence[Bloc
                 found[name][FEATURES] = float(apart @ apart) / variance
                 found[name]["by_chance"] = 1 / own - 1 / rows
     return found
-
-
-def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Risks that follow from the figures: for each ``risk``, ``figure``, ``value``, ``rule`` and ``advice``.
-
-    The limits of the rules are rules of thumb, no measurements of these rows.
-    """
-    found: list[dict[str, Any]] = []
-
-    def add(risk: str, figure: str, value: float, rule: str, advice: str) -> None:
-        found.append({"risk": risk, "figure": figure, "value": value, "rule": rule, "advice": advice})
-
-    counts, features = figures["counts"], figures.get(FEATURES, {})
-    targets = counts.get(TARGETS, {})
-    skew = targets.get("adjusted")
-    if skew is not None and skew >= _SKEW:
-        text = "one round whose result does not depend on the partition (analytic, fedncm, fedpft); with rounds "
-        text += "scaffold or fedprox, and few local epochs"
-        add("skew of targets", "counts.targets.adjusted", skew, f"at least {_SKEW}", text)
-    within = features.get("within_classes", {}).get("adjusted")
-    apart, name = (within, "features.within_classes.adjusted") if within is not None else (None, "")
-    if within is None and (skew is None or skew < _SKEW):  # else skew of targets may be the cause
-        apart, name = features.get("adjusted"), "features.adjusted"
-    if apart is not None and apart >= _DRIFT:
-        text = "a model for each silo (ditto, fedper, fedbip, fedala); hold out a whole silo to see what a shared "
-        text += "model does on a new one"
-        add("drift of features", name, apart, f"at least {_DRIFT}", text)
-    rows, silos = figures["rows"], figures["silos"]
-    if rows is not None and silos and rows / silos < _FEW_ROWS:
-        text = "train little: adaptation head, or lora of a small rank; noise for records will cost accuracy; fedpft "
-        text += "withholds classes of few rows"
-        add("small silos", "rows / silos", rows / silos, f"below {_FEW_ROWS}", text)
-    if silos < _FEW_SILOS:
-        text = "secure sums need three silos, and of two silos each knows the other's part of a sum: use noise for "
-        text += "records"
-        add("few silos", "silos", silos, f"below {_FEW_SILOS}", text)
-    known = [n for n in targets.get("counts", ()) if n]
-    if len(known) > 1 and max(known) >= _IMBALANCE * min(known):
-        text = "read balanced accuracy and macro F1; analytic takes class_weights"
-        ratio = max(known) / min(known)
-        add("unequal classes", "largest / smallest count", ratio, f"at least {_IMBALANCE}", text)
-    gaps = _share_of_gaps(counts.get(MISSING), rows)
-    if gaps is not None and gaps >= _GAPS:
-        text = "let each silo look for these rows before training: they are read as they are"
-        add("missing values", "rows with something missing / rows", gaps, f"at least {_GAPS}", text)
-    far = features.get("from_reference", {}).get("distance")
-    if far is not None and far >= _FAR:
-        text = "rows unlike the reference: adapt the backbone (lora, top_layers, full), not only a head"
-        add("drift from the reference", "features.from_reference.distance", far, f"at least {_FAR}", text)
-    return found
-
-
-def _share_of_gaps(missing: Mapping[str, Any] | None, rows: int | None) -> float | None:
-    """The share of rows with something missing; None if it is hidden. The first group is that nothing is missing."""
-    if missing is None or not rows or missing["counts"][0] is None:
-        return None
-    return float(max(rows - missing["counts"][0], 0) / rows)
-
-
-def distance_from(features: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-    """The squared distance of two means of features, divided by the reference's variance."""
-    apart = np.asarray(features["mean"]) - np.asarray(reference["mean"])
-    return float(apart @ apart) / max(float(reference["variance"]), _LEAST_SPREAD)

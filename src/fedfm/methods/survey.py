@@ -215,7 +215,6 @@ class Survey(Private, Method[SurveyState]):
             if bool((bins < -1e-6).any()) or bins.sum() > fed.heard + 1e-6:
                 raise RunError(f"round {t}: a silo sent a false distance")
             found[_APART] = {"groups": list(bin_names(_FARTHEST)), "counts": [round(float(n)) for n in bins]}
-        found["risks"] = figures.risks_of(found)
         return SurveyState(state.w, json.dumps(found))
 
     def details(self, state: SurveyState, judge: Judge | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedfm.reports.page import note, table
 from fedfm.reports.read import RunFiles, mapping, sequence
+from fedfm.reports.survey_rules import risks_of
 from fedfm.reports.text import NONE, count, esc, number, percent
 
 _HEAD = ("property", "group", "rows", "share")
@@ -17,7 +18,8 @@ _SILO_HEAD = ("silo", "rows", "distance of targets", "distance of features", "by
 
 def section(run: RunFiles) -> str:
     """Tables of the figures, of the drift between silos, and of the risks that follow."""
-    found = mapping(mapping(run.result.get("details")).get("survey"))
+    found = dict(mapping(mapping(run.result.get("details")).get("survey")))
+    found.setdefault("risks", risks_of(found))
     parts = [note(esc(summary(found)))]
     parts.append("<h3>What follows</h3>" + _table(_RISK_HEAD, _risk_rows(found), "Risks", (1, 3, 4)))
     parts.append("<h3>Drift between silos</h3>" + _table(_DRIFT_HEAD, _drift_rows(found), "Drift between silos"))

@@ -271,11 +271,7 @@ class Task:
         return {}, ()
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The rows with randomly permuted targets, on which an attacker trains.
-
-        Raises:
-            InputError: the rows have no targets.
-        """
+        """The rows with randomly permuted targets, on which an attacker trains; an InputError if they have none."""
         from fedfm.tasks import _shuffling
 
         return _shuffling.shuffle(rows, rng)
