@@ -77,6 +77,12 @@ def test_figures_of_a_run_are_those_of_the_pooled_rows(place, tmp_path, how):
         between, adjusted = by_hand(of, owner)
         assert about["between"] == pytest.approx(between, abs=1e-7)
         assert about["adjusted"] == pytest.approx(adjusted, abs=1e-7)
+    shares = np.bincount(y) / TRAIN
+    counts = np.array([np.bincount(y[owner == k], minlength=CLASSES) for k in np.unique(owner)])
+    pairs = (counts * (counts - 1)).sum(1)  # Simpson's unbiased sum of squares, weighted by n_k - 1
+    effective = found["counts"]["targets"]["effective_groups"]
+    assert effective["silo"] == pytest.approx((TRAIN - 4) / (pairs / counts.sum(1)).sum(), rel=1e-6)
+    assert effective["all"] == pytest.approx(1 / (1 - (1 - (shares**2).sum()) * TRAIN / (TRAIN - 1)), rel=1e-6)
     assert found["features"]["variance"] == pytest.approx(x.var(0).sum(), abs=1e-7)
     total = within = 0.0
     for c in range(CLASSES):

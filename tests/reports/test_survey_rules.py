@@ -11,6 +11,8 @@ def test_risks_follow_their_rules():
     assert risks_of(base) == []
     skew = base | {"counts": {"targets": {"adjusted": 0.3, "counts": [500, 50]}}}
     assert [r["risk"] for r in risks_of(skew)] == ["skew of targets", "unequal classes"]
+    few_groups = {"targets": {"adjusted": 0.06, "counts": [50] * 77, "effective_groups": {"all": 70.0, "silo": 20.0}}}
+    assert [r["risk"] for r in risks_of(base | {"counts": few_groups})] == ["skew of targets"]
     drift = base | {"features": {"adjusted": 0.4, "within_classes": {"adjusted": 0.2}}}
     assert [(r["risk"], r["value"]) for r in risks_of(drift)] == [("drift of features", 0.2)]
     by_classes = skew | {"features": {"adjusted": 0.4}}  # the skew of classes may explain it

@@ -4,6 +4,10 @@ Drift between silos is the share of the spread that the silo explains, 1 - W/T: 
 analysis of variance (Fisher 1925), and for classes Goodman and Kruskal's tau (Light, Margolin. JASA 66, 1971). Silos
 without drift have (K - 1)/(n - 1) of it by chance, so ``adjusted`` subtracts that: 1 - (W/(n - K)) / (T/(n - 1)),
 epsilon^2 of Kelley (PNAS 21, 1935). Within classes it is the same, over the pairs of a silo and a class.
+
+With many groups even silos of few groups explain little. So properties with one group a row also have the effective
+number of groups, 1 / sum p^2 (Hill. Ecology 54, 1973), of all rows and of the mean silo: the sum of p^2 is
+1 - T/(n - 1) and, over silos, 1 - W/(n - K), both without bias by few rows.
 """
 
 from __future__ import annotations
@@ -43,12 +47,24 @@ def figures_of(
         elif np.abs(total).max(initial=0.0) > 0:
             values = _hide(total, rows if block.most == 1 else None, least, deviations)
             counts[block.name] = {"groups": list(block.groups), "counts": values} | drift
+            if block.most == 1 and drift["between"] is not None:
+                spread = block.total_spread(total, rows)
+                error = 0.0 if deviations is None else 3 * deviations[block.name] / rows
+                counts[block.name]["effective_groups"] = {
+                    "all": _effective(1 - spread / (rows - 1), error),
+                    "silo": _effective(1 - within / (rows - silos), error),
+                }
     found["counts"] = counts
     if f"{BY_CLASS}.sum" in sums and FEATURES in found:
         found[FEATURES]["within_classes"] = _drift_within(sums, rows)
     if deviations is not None:
         found["noise"] = {"deviation_of_counts": deviations["count"]}
     return found
+
+
+def _effective(squares: float, error: float) -> float | None:
+    """1 / sum p^2; None if the sum is not above its error by noise, or by rounding and chance."""
+    return 1 / squares if squares > max(error, _LEAST_SPREAD) else None
 
 
 def _count(value: float, least: int) -> int | None:

@@ -11,7 +11,7 @@ from fedfm.reports.survey_rules import risks_of
 from fedfm.reports.text import NONE, count, esc, number, percent
 
 _HEAD = ("property", "group", "rows", "share")
-_DRIFT_HEAD = ("what", "between silos", "without chance")
+_DRIFT_HEAD = ("what", "between silos", "without chance", "groups of a silo", "groups of all")
 _RISK_HEAD = ("risk", "figure", "value", "rule", "what follows")
 _SILO_HEAD = ("silo", "rows", "distance of targets", "distance of features", "by chance")
 
@@ -32,7 +32,8 @@ def section(run: RunFiles) -> str:
 
 _ABOUT_DRIFT = (
     "The share of the spread that the silo explains: 0 if all silos have the same rows on average, 1 if a row's silo "
-    "determines it. Without chance: less the share that equal silos of these sizes would show."
+    "determines it. Without chance: less the share that equal silos of these sizes would show. Groups: the effective "
+    "number, 1 / sum of squared shares."
 )
 
 
@@ -99,9 +100,10 @@ def _drift_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for name, about in of.items():
         if about.get("between") is not None:
             more = f" ± {number(about['deviation'])}" if "deviation" in about else ""
-            lines.append((_words(name), f"{number(about['between'])}{more}", number(about["adjusted"])))
+            effective = [number(about.get("effective_groups", {}).get(key)) for key in ("silo", "all")]
+            lines.append((_words(name), f"{number(about['between'])}{more}", number(about["adjusted"]), *effective))
     if far := mapping(features.get("from_reference")):
-        lines.append(("features, from the reference", number(far["distance"]), NONE))
+        lines.append(("features, from the reference", number(far["distance"]), NONE, NONE, NONE))
     return lines
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 FEATURES, TARGETS, MISSING = "features", "targets", "missing"
 _SKEW, _DRIFT, _FAR = 0.1, 0.05, 0.1  # shares of a spread, without chance; squared distance in units of a variance
+_NARROW = 0.5  # of the effective number of groups of all rows
 _FEW_ROWS, _FEW_SILOS, _IMBALANCE, _GAPS = 100, 3, 10, 0.01
 _LEAST_SPREAD = 1e-9  # smaller spreads are rounding
 
@@ -28,14 +29,20 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     counts, features = figures["counts"], figures.get(FEATURES, {})
     targets = counts.get(TARGETS, {})
-    skew = targets.get("adjusted")
-    if skew is not None and skew >= _SKEW:
+    skew, figure, is_skewed = targets.get("adjusted"), "counts.targets.adjusted", False
+    rule, number = f"at least {_SKEW}", targets.get("effective_groups", {})
+    if number.get("silo") is not None and number.get("all") is not None:
+        skew, figure = number["silo"] / number["all"], "effective groups of a silo / of all rows"
+        rule, is_skewed = f"at most {_NARROW}", skew <= _NARROW
+    elif skew is not None:
+        is_skewed = skew >= _SKEW
+    if skew is not None and is_skewed:
         text = "one round whose result does not depend on the partition (analytic, fedncm, fedpft); with rounds "
         text += "scaffold or fedprox, and few local epochs"
-        add("skew of targets", "counts.targets.adjusted", skew, f"at least {_SKEW}", text)
+        add("skew of targets", figure, skew, rule, text)
     within = features.get("within_classes", {}).get("adjusted")
     apart, name = (within, "features.within_classes.adjusted") if within is not None else (None, "")
-    if within is None and (skew is None or skew < _SKEW):  # else skew of targets may be the cause
+    if within is None and not is_skewed:  # else skew of targets may be the cause
         apart, name = features.get("adjusted"), "features.adjusted"
     if apart is not None and apart >= _DRIFT:
         text = "a model for each silo (ditto, fedper, fedbip, fedala); hold out a whole silo to see what a shared "
