@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 from small import checked, experiment, pictures, tiny_vit
 
 METHODS = sorted(available("methods"))
-TRAINED = [m for m in METHODS if m != "zero_shot"]
+TRAINED = [m for m in METHODS if m not in ("zero_shot", "survey")]
 SAMPLE = (  # the five systems, and of each kind of method one that is quick
     *("fedpft", "fedbaf", "fedbip", "fedms", "blindfed"),
     *("fedavg", "scaffold", "fedadam", "ditto", "flora", "kd", "local"),

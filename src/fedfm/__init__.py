@@ -39,6 +39,7 @@ __all__ = [
     "resume",
     "run",
     "setting",
+    "survey",
     "worth",
 ]
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from fedfm.api.join import join
     from fedfm.api.leave import leave
     from fedfm.api.predict import export, predict
+    from fedfm.api.survey import survey
     from fedfm.api.worth import worth
     from fedfm.config.experiment import Experiment
     from fedfm.core.capabilities import Needs, Traits
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "api.execute": ("load_run", "resume", "run"),
     "api.audit_and_compare": ("audit", "compare", "report"),
-    **{f"api.{name}": (name,) for name in ("advise", "federate", "join", "leave", "worth")},
+    **{f"api.{name}": (name,) for name in ("advise", "federate", "join", "leave", "survey", "worth")},
     "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
     "core.capabilities": ("Needs", "Traits"),

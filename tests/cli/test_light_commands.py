@@ -125,7 +125,21 @@ ROWS = (
     "run exp.toml --out again --set method.rounds=0",
 )
 # These train, attack, or serve until they are stopped; app is for Flower, and doctor tries the libraries themselves.
-BESIDE = {"demo", "pretrain", "distil", "audit", "join", "leave", "worth", "watch", "advise", "start", "app", "doctor"}
+BESIDE = {
+    "demo",
+    "pretrain",
+    "distil",
+    "audit",
+    "join",
+    "leave",
+    "worth",
+    "watch",
+    "advise",
+    "survey",
+    "start",
+    "app",
+    "doctor",
+}
 HEAVY = (*LATE, "scipy", "numba", "transformers", "peft", "torch._dynamo", "torch._inductor", "sympy", "yaml", "jinja2")
 
 

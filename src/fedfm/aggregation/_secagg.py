@@ -83,6 +83,7 @@ from fedfm.privacy.crypto import keys, masks
 from fedfm.privacy.crypto.fixed_point import FixedPoint
 
 MEMORY = "SecAgg"  # key of the state in the memories of server and client
+WEIGHT = "SecAgg.weight"  # key in ``fed.process_memory``: the sum of the weights in the last mean
 _TOLD = "SecAgg/coarse"  # set once the user has got a notice about the rounding of sums
 _SEAL = KEY + SIGNATURE
 _WORD = 8  # bytes of a masked number
@@ -279,6 +280,7 @@ class SecAgg(Transport):
                 f"round {fed.round}: the weights in the sum add up to {weight:g}: no client had an update that can be "
                 "sent. The log of each silo says why; a smaller method.local.learning_rate is a likely cure"
             )
+        fed.process_memory[WEIGHT] = weight
         fed.metrics.update({name: x / weight for name, x in zip(self.metrics, totals, strict=True) if x})
         total = torch.from_numpy(body.decode(vectors[1]))
         self._judge(fed, body.step * math.sqrt(alive / 12), total)

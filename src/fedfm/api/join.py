@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from fedfm.aggregation.base import Aggregator
+from fedfm.api.figures_runs import need_model
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
@@ -73,6 +74,7 @@ def join(
     experiment = replace(experiment, model=replace(experiment.model, **run.manifest.get("chosen", {})))
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
+    need_model(run)
     if experiment.in_memory or experiment.own_code:
         raise InputError(f"{path}: its module is the user's own, but join takes only runs of an experiment file")
     method = experiment.method

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.api import user_runs
+from fedfm.api.figures_runs import need_model
 from fedfm.core import output_files, storage
 from fedfm.core.attachments import attachments_of
 from fedfm.core.capabilities import Predictor
@@ -104,6 +105,7 @@ def _find_run(path: str | Path, client: str | None) -> Run:
     run = Run.open(path)
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished; run `fedfm resume {path}` first")
+    need_model(run)
     personal, newcomers = predictions.personal(run.experiment.method), run.manifest.get("newcomers", {})
     known = [*(run.manifest["clients"] if personal else ()), *newcomers]
     if client not in known and personal:

@@ -21,6 +21,7 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.aggregation.base import Mechanism
+from fedfm.api.figures_runs import need_model
 from fedfm.api.leave import absent_clients
 from fedfm.api.shapley import Array, Coalition, Values, shapley_by_orders, shapley_over_sets
 from fedfm.audits.recorded_run import Turn
@@ -116,6 +117,7 @@ def worth(
 
 def _check(run: Run) -> None:
     """Refuse a run without a figure of a set of clients."""
+    need_model(run)
     experiment, method, where = run.experiment, run.experiment.method, run.path
     if experiment.aggregation.transport.form != "plain":
         raise InputError(

@@ -22,7 +22,8 @@ class FinalModelAudit(Audit):
     replies: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
-        return no_round(run)
+        figures = run.experiment.method.traits.figures_only
+        return "the run has figures and no model" if figures else no_round(run)
 
 
 class TextMemoryAudit(FinalModelAudit):

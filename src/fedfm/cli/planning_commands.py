@@ -1,4 +1,4 @@
-"""The subcommand ``fedfm advise``: what to decide before anybody trains."""
+"""The subcommands ``fedfm advise`` and ``fedfm survey``: what to know before anybody trains."""
 
 from __future__ import annotations
 
@@ -110,6 +110,58 @@ def _advise_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def survey(args: Namespace) -> int:
+    """Run ``fedfm survey``; return the exit code."""
+    with quick_imports():
+        from fedfm.api.survey import survey
+        from fedfm.cli.running import hint_on_stop, watch
+        from fedfm.config.toml import parse_override
+        from fedfm.reports.survey import text
+        from fedfm.reports.text import NBSP
+
+    changes = dict(map(parse_override, args.set))
+    if args.engine:
+        changes["run.engine"] = args.engine
+    asked = {"epsilon": args.epsilon, "delta": args.delta, "reference": args.reference}
+    progress = watch()
+    result = hint_on_stop(
+        lambda: survey(args.experiment, args.out, changes=changes, progress=progress, **asked), progress
+    )
+    return say(args, result, lambda: f"{text(result)}\n\n{Path(result['run']) / 'survey.json'}".replace(NBSP, " "))
+
+
+def _survey_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("experiment", type=Path, help="TOML file; its [method] is replaced")
+    parser.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as method.min_count"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "simulation", "deployment", "folder"),
+        help="engine to use instead of run.engine",
+    )
+    parser.add_argument("--epsilon", type=float, help="noise for single rows [that of [privacy], else none]")
+    parser.add_argument("--delta", type=float, help="delta of the noise [that of [privacy], else 1e-5]")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help="survey.json of other rows by the same model, e.g. of its training data [that in the model's folder]",
+    )
+
+
+_SURVEY_EXAMPLES = """examples:
+  fedfm survey exp.toml                                what the silos hold, by one round of sums; nothing is trained
+  fedfm survey exp.toml --epsilon 1                    with noise for single rows, which each silo's ledger counts
+  fedfm survey exp.toml --set privacy.aggregator=secagg      by secure sums: the server sees no silo's part
+  fedfm survey exp.toml --set method.by_silo=false     ask for sums only, also without secure aggregation
+  fedfm survey exp.toml --format json | tail -1        {"run": ..., "silos": ..., "counts": ..., "risks": ...}
+  fedfm show survey                                    its keys: bins, thresholds, what is told to whom
+
+A silo answers once, if its terms allow it, and its ledger has one line. Without secure aggregation and [privacy] the
+server sees each silo's sums and reports distances by silo.
+"""
 _ADVISE_EXAMPLES = """examples:
   fedfm advise exp.toml                                the protections that this experiment could have, with prices
   fedfm advise exp.toml --epsilon 2 --out options      the same at epsilon 2; each option as options/NAME.toml
@@ -133,6 +185,14 @@ COMMANDS = (
         "set out the protections of an experiment with their price",
         _ADVISE_EXAMPLES,
         _advise_arguments,
+        json=True,
+    ),
+    Command(
+        "survey",
+        survey,
+        "ask the silos what they hold, by one round of sums",
+        _SURVEY_EXAMPLES,
+        _survey_arguments,
         json=True,
     ),
 )

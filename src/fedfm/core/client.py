@@ -30,6 +30,7 @@ class ClientData:
 
     def __init__(self, train: Callable[[], Rows], val: Callable[[], Rows], test: Callable[[], Rows]) -> None:
         self._make = {"train": train, "val": val, "test": test}
+        self.table: Callable[[], Any] | None = None  # makes the table of the training rows as read; None without one
 
     @property
     def ready(self) -> list[Rows]:

@@ -55,6 +55,7 @@ class Traits:
         "means allow them",
     )
     hides_counts: bool = _trait(False, "clients may hide their number of rows, so they are asked for no scores")
+    figures_only: bool = _trait(False, "its result is figures in `details`: no model is scored or written")
     predicts_only: bool = _trait(False, "nothing is trained: silos predict rows without labels")
     clients_judge: bool = _trait(
         False, "the accuracy of the shared model comes from the clients' rows, since the server can read no test rows"

@@ -53,10 +53,10 @@ def _figures_of(item: Any) -> tuple[float, ...]:
     flat = pixels.reshape(pixels.shape[0] * pixels.shape[1], -1)
     low, high = int(flat.min()), int(flat.max())
     low = high if bool((flat == flat[0]).all()) else min(low, high - 1)
-    return low, high, float(flat.mean()), grey, *_size_of(item)
+    return low, high, float(flat.mean()), grey, *size_of(item)
 
 
-def _size_of(item: Any) -> tuple[int, int]:
+def size_of(item: Any) -> tuple[int, int]:
     """(width, height) of an array, or of a file, from its header."""
     if isinstance(item, np.ndarray):
         return item.shape[1], item.shape[0]

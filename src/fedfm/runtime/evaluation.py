@@ -114,8 +114,8 @@ class Evaluator:
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
         self.missing: list[Excluded] = []
         self.chosen: dict[str, dict[str, float]] = {}
-        self._run, self._fed, self.judge = run, fed, judge
         self._method: Method[Any] = run.experiment.method
+        self._run, self._fed, self.judge = run, fed, None if self._method.traits.figures_only else judge
         self._clients = Evaluation(self._method)
         late = run.experiment.run.asynchronous
         every = run.experiment.run.evaluate_every
@@ -150,7 +150,7 @@ class Evaluator:
         """
         models = self.models(state)
         if not keeps_parts(self._method):
-            return models
+            return {} if self._method.traits.figures_only else models
         if self._run.experiment.privacy is not None:
             return {}
         if self._revealed is None or self._revealed[0] is not state:

@@ -94,6 +94,7 @@ class Partitioned:
             if self.augment:
                 train = functools.partial(self._augment, train)
             self._data[client] = ClientData(train, val, test)
+            self._data[client].table = functools.partial(self.federated.table.take, rows.train)
         return self._data[client]
 
     def _forget_images(self) -> None:

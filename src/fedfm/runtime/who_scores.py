@@ -44,6 +44,8 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
         server_rows: number of test rows at the server.
         client_rows: number of test rows of all clients; None if silos have their own files, so the server cannot know.
     """
+    if experiment.method.traits.figures_only:
+        return []
     if not (why := why_unasked(experiment)):
         if client_rows == 0 and (not server_rows or judged_by_clients(experiment)):
             source = (

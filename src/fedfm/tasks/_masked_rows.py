@@ -192,6 +192,17 @@ def _pixels(part: Table, ignored: int) -> Counter[str | None]:
     return total
 
 
+def presence(table: Table, classes: Sequence[str], ignored: int) -> np.ndarray:
+    """1 where a row's mask has a pixel of a class, else 0: (n, C)."""
+    found = np.zeros((len(table), len(classes)))
+    code = {name: c for c, name in enumerate(classes)}
+    for i, (_, mask, names) in enumerate(table.inputs):
+        for number in np.unique(_mask_files.read(mask)).tolist():
+            if number != ignored:
+                found[i, code[number_to_name(number, names)]] = 1.0
+    return found
+
+
 def number_to_name(number: int, names: Sequence[str]) -> str:
     """The name of the class with this number in a mask; if it has no name, the number as text."""
     return names[number] if number < len(names) else str(number)

@@ -40,6 +40,8 @@ _COMMA = re.compile(r"[-+]?\d+,\d+")
 _LARGEST = 1e30  # largest absolute value of a target; a larger one is a mark or an error
 _FAR = 100.0  # a deviation of so many interquartile ranges comes from few numbers far away
 _ROUNDING = 1e-15  # the mean of equal numbers is rounded: it differs from them by at most this share
+_SCALED_BINS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # edges of bins of targets for a survey, in deviations from the mean
+_PLAIN_BINS = (-1000.0, -100.0, -10.0, -1.0, 0.0, 1.0, 10.0, 100.0, 1000.0)  # the same without a known scale
 _SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 
@@ -241,6 +243,29 @@ def row_losses(model: Network, batch: Batch, means: Sequence[float], scales: Seq
 def scale(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> Tensor:
     """Centre and scale targets (b, T), as the head predicts them; empty means count as 0, and empty scales as 1."""
     return (targets - targets.new_tensor(means or [0.0])) / targets.new_tensor(scales or [1.0])
+
+
+# --- survey -----------------------------------------------------------------------------------------------------------
+def _bins(scales: Sequence[float]) -> tuple[tuple[float, ...], str]:
+    """The edges of a target's bins and their unit: deviations from the mean if a scale is known, else its own unit."""
+    return (_SCALED_BINS, " deviations") if scales else (_PLAIN_BINS, "")
+
+
+def bin_names_of(names: Sequence[str], scales: Sequence[float]) -> tuple[str, ...]:
+    """Names of the bins of all targets, target by target."""
+    from fedfm.tasks._row_survey import bin_names
+
+    edges, unit = _bins(scales)
+    return tuple(f"{name}, {part}{unit}" for name in names for part in bin_names(edges))
+
+
+def into_bins_of(targets: Tensor, means: Sequence[float], scales: Sequence[float]) -> np.ndarray:
+    """Memberships (n, T B) of targets (n, T) in the bins of :func:`bin_names_of`."""
+    from fedfm.tasks._row_survey import into_bins
+
+    edges, _ = _bins(scales)
+    values = scale(targets, means, scales).numpy()
+    return np.concatenate([into_bins(values[:, j], edges) for j in range(values.shape[1])], axis=1)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -108,6 +108,11 @@ def to_rows(part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
             targets[i, at] = code[of[word]] if of else 0  # without tags, 0 marks the place of a word
     pad = int(tools.tokenizer.pad_token_id or 0)
     return Rows({"targets": targets}, tokens=pieces.tokens, pad=pad, token_arguments=pieces.token_arguments)
+
+
+def presence(table: Table, classes: Sequence[str]) -> np.ndarray:
+    """1 where a row has a word with a tag, else 0: (n, C)."""
+    return np.array([np.isin(classes, of) for _, of in table.inputs], np.float64).reshape(len(table), len(classes))
 
 
 def shuffle(rows: Table, rng: np.random.Generator) -> Table:

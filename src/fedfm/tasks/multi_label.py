@@ -12,6 +12,7 @@ from fedfm.tasks._own_targets import OwnTargetsTask
 from fedfm.tasks.task import Column, Scores, Sums, Trained
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from fedfm.core.row_targets import FigureTable, RowTargets
@@ -64,6 +65,16 @@ class MultiLabel(OwnTargetsTask):
         from fedfm.tasks import _label_sets
 
         return _label_sets.forewarnings(parts)
+
+    def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """The labels, of which a row may have all; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        return tuple(classes), len(classes)
+
+    def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:
+        """Whether each row has each label (n, C)."""
+        from fedfm.models.preprocessing import targets_of
+
+        return targets_of(table, tuple(classes), self)["targets"].numpy().astype("float64")
 
     # --- model --------------------------------------------------------------------------------------------------------
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:

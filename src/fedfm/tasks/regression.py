@@ -12,6 +12,7 @@ from fedfm.tasks._own_targets import OwnTargetsTask
 from fedfm.tasks.task import Column, Scores, Sums, Trained
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from fedfm.core.row_targets import FigureTable, RowTargets
@@ -99,6 +100,20 @@ class Regression(OwnTargetsTask):
         from fedfm.tasks import _numbers
 
         return _numbers.read(sheet, spec, source)
+
+    def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """Bins of each target, of which a row has one; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        from fedfm.tasks import _numbers
+
+        return _numbers.bin_names_of(classes, self.target_scales), len(classes)
+
+    def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:
+        """The bins of each row's targets (n, G)."""
+        from fedfm.models.preprocessing import targets_of
+        from fedfm.tasks import _numbers
+
+        targets = targets_of(table, tuple(classes), self)["targets"]
+        return _numbers.into_bins_of(targets, self.target_means, self.target_scales)
 
     # --- model --------------------------------------------------------------------------------------------------------
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:

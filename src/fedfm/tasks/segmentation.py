@@ -86,6 +86,16 @@ class Segmentation(Task):
 
         return _masked_rows.forewarnings(parts, self.ignore_index)
 
+    def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """The classes, of which a mask may have all; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        return tuple(classes), len(classes)
+
+    def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:
+        """Whether each row's mask has a pixel of each class (n, C)."""
+        from fedfm.tasks import _masked_rows
+
+        return _masked_rows.presence(table, classes, self.ignore_index)
+
     # --- model --------------------------------------------------------------------------------------------------------
     def input_kind(self, kind: str, *, text: bool) -> str:
         return "image"

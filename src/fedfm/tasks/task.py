@@ -271,20 +271,10 @@ class Task:
         return {}, ()
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The rows with randomly permuted targets, on which an attacker trains.
+        """The rows with randomly permuted targets, on which an attacker trains; an InputError if they have none."""
+        from fedfm.tasks import _shuffling
 
-        Raises:
-            InputError: the rows have no targets.
-        """
-        from dataclasses import replace
-
-        from fedfm.errors import InputError
-
-        if rows.targets is not None:
-            return replace(rows, targets=rows.targets[rng.permutation(len(rows))])
-        if rows.labels is None:
-            raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle', key="attack.name")
-        return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
+        return _shuffling.shuffle(rows, rng)
 
     def part(self, table: Table, index: np.ndarray) -> Table:
         """The rows ``index`` of the table, with what :meth:`rows` needs to know of the other rows."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,6 +79,16 @@ class TokenClassification(Task):
         from fedfm.tasks import _tagged_rows
 
         return _tagged_rows.forewarnings(parts, tools)
+
+    def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """The tags, of which a row may have all; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        return tuple(classes), len(classes)
+
+    def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:
+        """Whether each row has a word with each tag (n, C)."""
+        from fedfm.tasks import _tagged_rows
+
+        return _tagged_rows.presence(table, classes)
 
     # --- model --------------------------------------------------------------------------------------------------------
     def auto_class(self, kind: str) -> str:
