@@ -14,9 +14,9 @@ from carried import Carried, Summed
 from fedfm.api.leave import leave
 from fedfm.cli import main
 from fedfm.core import storage
+from fedfm.core.kept_sums import sums_of
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import sums_of
 from fedfm.methods.analytic import Analytic, _sums_of
 from fedfm.runtime.run_directory import Run
 

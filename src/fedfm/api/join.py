@@ -21,6 +21,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
 from fedfm.core.fields import toml_value
+from fedfm.core.kept_sums import KeepsSums, sums_of
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
@@ -28,7 +29,6 @@ from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.methods._kept_sums import KeepsSums, sums_of
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
@@ -141,8 +141,8 @@ def _by_sums(
         state = Params(load_file(run.adapter(earlier) / _SUMS))
     silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
     own = method.own_sums(silos.client(Request(name, "", {}, method.rounds, 1)), seed)
-    joined = method.model_of(model, sums_of(state) + own, seed)
-    w, start, alone = (method.params_for(of, name) for of in (joined, state, method.model_of(model, own, seed)))
+    joined = method.state_of(model, sums_of(state) + own, seed)
+    w, start, alone = (method.params_for(of, name) for of in (joined, state, method.state_of(model, own, seed)))
     return w, start, alone, joined
 
 

@@ -63,7 +63,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
     _, sums = own_sums.read(run, state, file, name)
     rest = own_sums.subtract(method, state, sums, name)
     _, model, _ = load(run.path)
-    now = method.model_of(model, rest, experiment.run.seed)
+    now = method.state_of(model, rest, experiment.run.seed)
     record, _ = run.newest()
     assert record is not None  # noqa: S101 - state() has read it
     new = Run.create(without, out)

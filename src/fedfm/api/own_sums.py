@@ -14,10 +14,10 @@ from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.core import storage, tasks
 from fedfm.core.checks import conform
+from fedfm.core.kept_sums import KeepsSums, sums_of
 from fedfm.core.messages import ROUND, Request
 from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import KeepsSums, sums_of
 from fedfm.runtime.client import Silos
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_sums import AddsRows
