@@ -161,7 +161,7 @@ def _check_sums(experiment: Experiment, method: KeepsSums) -> None:
             f"join: with these settings the result of {experiment.method_name} is no head of the model, which a "
             "newcomer could keep; run again with all"
         )
-    if not method.traits.independent_messages:
+    if not experiment.method.traits.independent_messages:
         raise InputError(
             "join: the class weights depend on the rows of all clients, so the others' sums would change; run again "
             "with all"

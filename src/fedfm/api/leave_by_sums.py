@@ -79,7 +79,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         write_models(new, model, w)
         new.log({"round": 1, "seconds": round(seconds, 3), "cohort": others, "excluded": [], "train_loss": None})
         result = copy.deepcopy(run.manifest["result"])
-        result |= dict.fromkeys(SCORES) | {"client_accuracy": {}, "details": method.details(now, None)}
+        result |= dict.fromkeys(SCORES) | {"client_accuracy": {}, "details": experiment.method.details(now, None)}
         result |= {"run": str(new.path), "seconds": round(seconds, 3), "bytes_up": 0, "bytes_down": 0}
         result |= {"params_sha256": sha256_of(w), "engine": without.run.engine}
         new.manifest |= {key: copy.deepcopy(run.manifest[key]) for key in KEPT if key in run.manifest}

@@ -37,7 +37,7 @@ def method_with_sums(run: Run) -> KeepsSums:
         raise InputError(f"{run.path}: the server keeps no sums of {run.experiment.method_name}")
     if experiment.privacy is not None and experiment.privacy.states_epsilon:
         why = "under [privacy] the message had noise, and the sums without it would be another release"
-    elif not method.traits.independent_messages:
+    elif not experiment.method.traits.independent_messages:
         why = "the class weights depend on the rows of all clients"
     elif isinstance(tasks.task_named(experiment.model.task), AddsRows):
         why = f"the scale of the targets of {experiment.model.task} depends on the rows of all clients"
@@ -79,8 +79,8 @@ def compute(run: Run, client: str, population: Partitioned, memory: Path) -> Par
     """
     method, seed = method_with_sums(run), run.experiment.run.seed
     check_in_sum(run, client)
-    silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
-    return method.own_sums(silos.client(Request(client, "", {}, method.rounds, 1)), seed)
+    silos = Silos(run.experiment.method, Aggregator(), population, memory=memory, seed=seed)
+    return method.own_sums(silos.client(Request(client, "", {}, 1, 1)), seed)
 
 
 def write(run: Run, client: str, sums: Params, path: Path) -> None:
