@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from fedfm.aggregation.base import Aggregator
+from fedfm.api.own_sums import why_no_sum
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
@@ -156,6 +157,8 @@ def _check_sums(experiment: Experiment, method: KeepsSums) -> None:
         raise InputError(
             "join: the run has [privacy], and no ledger would count the newcomer's release; run again with all"
         )
+    if why := why_no_sum(experiment):
+        raise InputError(f"join: the run keeps no sums over rows: {why}; run again with all")
     if not method.one_head:
         raise InputError(
             f"join: with these settings the result of {experiment.method_name} is no head of the model, which a "

@@ -12,6 +12,7 @@ from typing import Any
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
+from fedfm.config.experiment import Experiment
 from fedfm.core import storage, tasks
 from fedfm.core.checks import conform
 from fedfm.core.kept_sums import KeepsSums, sums_of
@@ -41,15 +42,20 @@ def method_with_sums(run: Run) -> KeepsSums:
         why = "the class weights depend on the rows of all clients"
     elif isinstance(tasks.task_named(experiment.model.task), AddsRows):
         why = f"the scale of the targets of {experiment.model.task} depends on the rows of all clients"
-    elif not isinstance(experiment.aggregation, Mean | Secure) or getattr(experiment.aggregation, "clip_norm", None):
-        why = "the [aggregation] is not the plain sum of the messages"
-    elif experiment.attack is not None:
-        why = "some clients changed their messages by [attack]"
+    elif why_no_sum(experiment):
+        why = why_no_sum(experiment)
     elif run.manifest["result"]["rounds"] != 1:
         why = "it has no round"
     if why:
         raise InputError(f"{run.path}: the kept sums minus a client's own are not those without it: {why}")
     return method
+
+
+def why_no_sum(experiment: Experiment) -> str:
+    """Why the kept sums are not those over the clients' rows; "" if they are."""
+    if not isinstance(experiment.aggregation, Mean | Secure) or getattr(experiment.aggregation, "clip_norm", None):
+        return "the [aggregation] is not the plain sum of the messages"
+    return "" if experiment.attack is None else "some clients changed their messages by [attack]"
 
 
 def check_in_sum(run: Run, client: str) -> None:
