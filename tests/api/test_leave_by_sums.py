@@ -14,9 +14,9 @@ from carried import Carried, Summed
 from fedfm.api.leave import leave
 from fedfm.cli import main
 from fedfm.core import storage
+from fedfm.core.kept_sums import sums_of
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import sums_of
 from fedfm.methods.analytic import Analytic, _sums_of
 from fedfm.runtime.run_directory import Run
 
@@ -217,3 +217,9 @@ def test_sums_of_some_rows_are_possible_and_those_of_more_than_all_are_not(seed,
     method = Analytic()
     assert method.could_be_sums(Params(dict(total - own)))
     assert not method.could_be_sums(Params(dict(own - (total + total))))
+
+
+def test_where_the_rows_are_here_no_file_is_needed(analytic, tmp_path):
+    local = fedfm.run(analytic.carried.tables(**analytic.tables), tmp_path / "local", progress=QUIET)["run"]
+    with pytest.raises(InputError, match="leave out --sums"):
+        leave(local, "north", tmp_path / "rest", sums=tmp_path / "north.sums", progress=QUIET)

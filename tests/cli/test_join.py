@@ -146,6 +146,14 @@ def test_a_newcomers_sums_give_the_head_of_a_run_with_all(tmp_path, method):
         assert torch.allclose(joined[name], tensor, rtol=1e-5, atol=1e-5)
 
 
+def test_a_median_of_sums_is_no_sum(tmp_path, capsys):
+    tables = experiment(tmp_path) | {"method": {"name": "fedncm"}, "aggregation": {"name": "median"}}
+    run = fedfm.run(tables, tmp_path / "run")["run"]
+    code, _, err = call(capsys, "join", run, features(tmp_path))
+    assert code == 2
+    assert "the [aggregation] is not the plain sum" in err
+
+
 def test_a_quadratic_head_is_no_model_for_a_newcomer(tmp_path, capsys):
     tables = experiment(tmp_path)
     tables["method"] = {"name": "ghofl", "form": "nb"}

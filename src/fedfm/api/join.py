@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.api.figures_runs import need_model
+from fedfm.api.own_sums import why_no_sum
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
 from fedfm.core.fields import toml_value
+from fedfm.core.kept_sums import KeepsSums, sums_of
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
@@ -29,7 +31,6 @@ from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.methods._kept_sums import KeepsSums, sums_of
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
@@ -152,8 +153,8 @@ def _by_sums(
         state = Params(load_file(run.adapter(earlier) / _SUMS))
     silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
     own = method.own_sums(silos.client(Request(name, "", {}, method.rounds, 1)), seed)
-    joined = method.model_of(model, sums_of(state) + own, seed)
-    w, start, alone = (method.params_for(of, name) for of in (joined, state, method.model_of(model, own, seed)))
+    joined = method.state_of(model, sums_of(state) + own, seed)
+    w, start, alone = (method.params_for(of, name) for of in (joined, state, method.state_of(model, own, seed)))
     return w, start, alone, joined
 
 
@@ -167,12 +168,14 @@ def _check_sums(experiment: Experiment, method: KeepsSums) -> None:
         raise InputError(
             "join: the run has [privacy], and no ledger would count the newcomer's release; run again with all"
         )
+    if why := why_no_sum(experiment):
+        raise InputError(f"join: the run keeps no sums over rows: {why}; run again with all")
     if not method.one_head:
         raise InputError(
             f"join: with these settings the result of {experiment.method_name} is no head of the model, which a "
             "newcomer could keep; run again with all"
         )
-    if not method.traits.independent_messages:
+    if not experiment.method.traits.independent_messages:
         raise InputError(
             "join: the class weights depend on the rows of all clients, so the others' sums would change; run again "
             "with all"

@@ -21,12 +21,12 @@ from typing import Any
 from fedfm.aggregation.base import Mechanism
 from fedfm.api.execute import drive
 from fedfm.config.experiment import Experiment
+from fedfm.core.kept_sums import KeepsSums
 from fedfm.core.text import safe_name
 from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError, close, quote_names
-from fedfm.methods._kept_sums import KeepsSums
 from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import FIRSTS

@@ -21,7 +21,7 @@ from fedfm.runtime import logs
 from fedfm.runtime.result import write_models
 from fedfm.runtime.run_directory import Run
 
-KEPT = ("versions", "machine", "device", "fingerprints", "split", "model", "guarantee", "seen", "do_not_share")
+KEPT = ("fingerprints", "model", "guarantee", "seen", "do_not_share", "ledger")  # of the manifest
 SCORES = ("accuracy", "global_accuracy", "local_accuracy", "local_loss", "balanced_accuracy", "macro_f1", "loss")
 _LEAST = 2  # of the others, while sums are hidden: the sum of a single client would be this client's own
 
@@ -40,6 +40,11 @@ def check(run: Run, name: str) -> None:
         raise InputError(
             f"{run.path}: without {name} the sum is that of {' and '.join(others) or 'nobody'} alone, which secure "
             "aggregation hid: run the experiment again"
+        )
+    if run.manifest["split"] is not None:
+        raise InputError(
+            f"{run.path}: its rows are on this machine: leave out --sums, and the others send their own again, with "
+            "scores and an attack on the result"
         )
 
 
@@ -63,7 +68,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
     _, sums = own_sums.read(run, state, file, name)
     rest = own_sums.subtract(method, state, sums, name)
     _, model, _ = load(run.path)
-    now = method.model_of(model, rest, experiment.run.seed)
+    now = method.state_of(model, rest, experiment.run.seed)
     record, _ = run.newest()
     assert record is not None  # noqa: S101 - state() has read it
     new = Run.create(without, out)
@@ -77,13 +82,14 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         if (start := storage.load(run.checkpoint(0))) is not None:
             storage.save(new.checkpoint(0), start)
         write_models(new, model, w)
-        new.log({"round": 1, "seconds": round(seconds, 3), "cohort": others, "excluded": [], "train_loss": None})
+        for t, cohort in enumerate(([], others)):
+            new.log({"round": t, "seconds": round(seconds, 3), "cohort": cohort, "excluded": [], "train_loss": None})
         result = copy.deepcopy(run.manifest["result"])
-        result |= dict.fromkeys(SCORES) | {"client_accuracy": {}, "details": method.details(now, None)}
+        result |= dict.fromkeys(SCORES) | {"client_accuracy": {}, "details": experiment.method.details(now, None)}
         result |= {"run": str(new.path), "seconds": round(seconds, 3), "bytes_up": 0, "bytes_down": 0}
         result |= {"params_sha256": sha256_of(w), "engine": without.run.engine}
         new.manifest |= {key: copy.deepcopy(run.manifest[key]) for key in KEPT if key in run.manifest}
-        new.manifest |= {"clients": others, "result": result, "ledger": copy.deepcopy(run.manifest["ledger"])}
+        new.manifest |= {"clients": others, "result": result}
         new.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
         new.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         new.write_manifest()

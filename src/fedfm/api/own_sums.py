@@ -12,12 +12,13 @@ from typing import Any
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
+from fedfm.config.experiment import Experiment
 from fedfm.core import storage, tasks
 from fedfm.core.checks import conform
+from fedfm.core.kept_sums import KeepsSums, sums_of
 from fedfm.core.messages import ROUND, Request
 from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import KeepsSums, sums_of
 from fedfm.runtime.client import Silos
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_sums import AddsRows
@@ -37,19 +38,24 @@ def method_with_sums(run: Run) -> KeepsSums:
         raise InputError(f"{run.path}: the server keeps no sums of {run.experiment.method_name}")
     if experiment.privacy is not None and experiment.privacy.states_epsilon:
         why = "under [privacy] the message had noise, and the sums without it would be another release"
-    elif not method.traits.independent_messages:
+    elif not experiment.method.traits.independent_messages:
         why = "the class weights depend on the rows of all clients"
     elif isinstance(tasks.task_named(experiment.model.task), AddsRows):
         why = f"the scale of the targets of {experiment.model.task} depends on the rows of all clients"
-    elif not isinstance(experiment.aggregation, Mean | Secure) or getattr(experiment.aggregation, "clip_norm", None):
-        why = "the [aggregation] is not the plain sum of the messages"
-    elif experiment.attack is not None:
-        why = "some clients changed their messages by [attack]"
+    elif why_no_sum(experiment):
+        why = why_no_sum(experiment)
     elif run.manifest["result"]["rounds"] != 1:
         why = "it has no round"
     if why:
         raise InputError(f"{run.path}: the kept sums minus a client's own are not those without it: {why}")
     return method
+
+
+def why_no_sum(experiment: Experiment) -> str:
+    """Why the kept sums are not those over the clients' rows; "" if they are."""
+    if not isinstance(experiment.aggregation, Mean | Secure) or getattr(experiment.aggregation, "clip_norm", None):
+        return "the [aggregation] is not the plain sum of the messages"
+    return "" if experiment.attack is None else "some clients changed their messages by [attack]"
 
 
 def check_in_sum(run: Run, client: str) -> None:
@@ -79,8 +85,8 @@ def compute(run: Run, client: str, population: Partitioned, memory: Path) -> Par
     """
     method, seed = method_with_sums(run), run.experiment.run.seed
     check_in_sum(run, client)
-    silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
-    return method.own_sums(silos.client(Request(client, "", {}, method.rounds, 1)), seed)
+    silos = Silos(run.experiment.method, Aggregator(), population, memory=memory, seed=seed)
+    return method.own_sums(silos.client(Request(client, "", {}, 1, 1)), seed)
 
 
 def write(run: Run, client: str, sums: Params, path: Path) -> None:

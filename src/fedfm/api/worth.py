@@ -28,11 +28,11 @@ from fedfm.audits.recorded_run import Turn
 from fedfm.audits.replay import open_finished, replay
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
+from fedfm.core.kept_sums import KeepsSums
 from fedfm.core.messages import Reply, Request
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import KeepsSums
 from fedfm.models.model import Model
 from fedfm.reports import renewal
 from fedfm.runtime.partitioned import Partitioned

@@ -16,10 +16,10 @@ import numpy as np
 from fedfm import seeds
 from fedfm.api import own_sums
 from fedfm.api.shapley import Array, Coalition, Values, shapley_by_orders, shapley_over_sets
+from fedfm.core.kept_sums import sums_of
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import sums_of
 from fedfm.models.model import Model
 from fedfm.runtime.own_rows import OwnRows, columns_of
 from fedfm.runtime.own_rows import populate as read_rows
@@ -81,7 +81,7 @@ def value(
         if not chosen:
             return measure(model, judged, method.params_for(start, ""))
         sums = total if len(chosen) == len(parts) else functools.reduce(Params.__add__, (parts[c] for c in chosen))
-        w = method.model_of(model, sums, seed)
+        w = method.state_of(model, sums, seed)
         return measure(model, judged, method.params_for(w, ""))
 
     exact = len(clients) < 30 and 2 ** len(clients) <= evaluations

@@ -30,11 +30,11 @@ from fedfm.core.capabilities import Needs, Predictor, Private, Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
+from fedfm.core.kept_sums import SEED, KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import SEED, KeepsSums
-from fedfm.methods._one_shot import head_of, need_head
+from fedfm.methods._one_shot import OneShot, head_of, need_head
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant, Spent
@@ -84,7 +84,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Analytic(Predictor, Private, KeepsSums):
+class Analytic(KeepsSums, Predictor, Private, OneShot):
     """One round: clients send sums over their rows, and the server solves the ridge regression of all rows.
 
     Classification's targets y are 1 for the row's class and 0 for the others; multi_label's are 1 and -1; regression's
@@ -213,13 +213,13 @@ class Analytic(Predictor, Private, KeepsSums):
     def _state(self, model: Model, total: Params, seed: int, clients: int = 1) -> Params:
         """The model of the sums over all clients, together with the sums and the seed of their features."""
         W, b = self.solve(total["C"].numpy(), total["b"].numpy(), clients)
-        return Params({**self.with_sums(self._head(model, W, b, seed), total), SEED: torch.tensor(seed)})
+        return Params({**with_sums(self._head(model, W, b, seed), total), SEED: torch.tensor(seed)})
 
     # --- a client that joins or leaves after training -----------------------------------------------------------------
     def own_sums(self, client: Client, seed: int) -> Params:
         return self.sums(client, seed=_feature_seed(seed), weights=torch.zeros(0, dtype=torch.float64)).delta
 
-    def model_of(self, model: Model, total: Params, seed: int) -> Params:
+    def state_of(self, model: Model, total: Params, seed: int) -> Params:
         return self._state(model, total, _feature_seed(seed))
 
     def could_be_sums(self, total: Params) -> bool:

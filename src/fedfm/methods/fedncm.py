@@ -20,15 +20,15 @@ from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
+from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import KeepsSums
-from fedfm.methods._one_shot import class_sums, head_of, rows_of
+from fedfm.methods._one_shot import OneShot, class_sums, head_of, rows_of
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
 
 @dataclass(frozen=True)
-class FedNCM(KeepsSums):
+class FedNCM(KeepsSums, OneShot):
     """One round: clients send class sums and counts; the server computes the nearest-class-mean head."""
 
     traits: ClassVar[Traits] = Traits(independent_messages=True)
@@ -42,7 +42,7 @@ class FedNCM(KeepsSums):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
         mean = fed.mean(self.sums, like=like)  # the mean has a factor 1/K, which cancels
-        return self.with_sums(self._head(fed.model, mean), fed.heard * mean)
+        return with_sums(self._head(fed.model, mean), fed.heard * mean)
 
     def _head(self, model: Model, sums: Params) -> Params:
         return head_of(model, *nearest_mean(sums["count"], sums["total"], self.distance))
@@ -55,8 +55,8 @@ class FedNCM(KeepsSums):
     def own_sums(self, client: Client, seed: int) -> Params:
         return self.sums(client).delta
 
-    def model_of(self, model: Model, total: Params, seed: int) -> Params:
-        return self.with_sums(self._head(model, total), total)
+    def state_of(self, model: Model, total: Params, seed: int) -> Params:
+        return with_sums(self._head(model, total), total)
 
 
 def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:

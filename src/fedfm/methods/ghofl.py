@@ -22,10 +22,10 @@ from fedfm.core.capabilities import Predictor, Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
+from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.methods._kept_sums import KeepsSums
-from fedfm.methods._one_shot import class_sums, head_of, need_head, rows_of
+from fedfm.methods._one_shot import OneShot, class_sums, head_of, need_head, rows_of
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -33,7 +33,7 @@ _LEAST = 1e-6  # smallest variance, as in the authors' code
 
 
 @dataclass(frozen=True)
-class GHOFL(Predictor, KeepsSums):
+class GHOFL(KeepsSums, Predictor, OneShot):
     """One round: clients send moments of features by class; the server computes a Gaussian classifier from them.
 
     The head ``lda`` is linear. The others are quadratic, so the result is no single model for an export.
@@ -61,16 +61,16 @@ class GHOFL(Predictor, KeepsSums):
         C, d = len(fed.model.classes), fed.model.feature_dim
         like = moments_of(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), C, self.form).layout
         sums = fed.mean(self.moments, like=like)
-        return self.model_of(fed.model, fed.heard * sums, fed.seed)  # the mean was unweighted: the sum is K times it
+        return self.state_of(fed.model, fed.heard * sums, fed.seed)  # the mean was unweighted: the sum is K times it
 
-    def model_of(self, model: Model, total: Params, seed: int) -> Params:
+    def state_of(self, model: Model, total: Params, seed: int) -> Params:
         found = gaussians(total, self.form, self.shrinkage)
         if self.one_head:
             head = head_of(model, *linear_head(found["mean"], found["covariance"], found["log_prior"]))
         else:
             w = quadratic_head(found["mean"], found["covariance"], found["log_prior"])
             head = Params({name: tensor.float() for name, tensor in w.items()})
-        return self.with_sums(head, total)
+        return with_sums(head, total)
 
     @property
     def one_head(self) -> bool:

@@ -24,7 +24,7 @@ def section(run: RunFiles) -> str:
         "which clients could join. Brackets: 95 % intervals over test rows and drawn orders; a figure without them is "
         f"one of all rows. The values add up to {total:.4f}."
     )
-    text += _opened(found)
+    text += _of_own_sums(found)
     return note(esc(text)) + table(["client", "Shapley value", "leave one out"], rows, "What each client brought")
 
 
@@ -32,14 +32,11 @@ def summary(run: RunFiles) -> list[str]:
     """A sentence for the dossier; none if nobody computed the values."""
     found = mapping(run.manifest.get("worth"))
     values = [f"{name} {interval(mapping(about), 'value')}" for name, about in mapping(found.get("shapley")).items()]
-    return (
-        [f"What each client brought ({found.get('measure')}, Shapley values): {', '.join(values)}.{_opened(found)}"]
-        if values
-        else []
-    )
+    what = f"What each client brought ({found.get('measure')}, Shapley values)"
+    return [f"{what}: {', '.join(values)}.{_of_own_sums(found)}"] if values else []
 
 
-def _opened(found: Mapping[str, Any]) -> str:
+def _of_own_sums(found: Mapping[str, Any]) -> str:
     """A sentence on the clients that disclosed their own sums, with a space before it; "" if none did."""
     names = ", ".join(map(str, mapping(found.get("opened"))))
     return f" To be valued, {names} gave their own sums, which the run hid or did not keep." if names else ""

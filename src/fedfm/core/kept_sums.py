@@ -1,27 +1,28 @@
-"""Base of the one-round methods whose model is a function of sums over all rows.
+"""The role of a one-round method whose model is a function of sums over all rows.
 
 The server keeps the sums in its state. So a client that joins later adds its own sums, one that leaves subtracts them,
-and the model is that of a run with, or without, this client from the start.
+and the model is that of a run with, or without, this client from the start. Caller: ``fedfm join``, ``leave`` and
+``worth``. The role stands apart from :mod:`fedfm.core.capabilities`, since no round calls it.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from fedfm.core.client import Client, ClientId
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot
-from fedfm.models.model import Model
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
 SEED = f"{SUMS}seed"  # in the state, if the sums are of random features
 _ROUNDING = 1e-3  # of a number of rows, which is a whole number
 
 
-@dataclass(frozen=True)
-class KeepsSums(OneShot):
-    """A method whose state is the model and the sums over all clients."""
+class KeepsSums(ABC):
+    """A method whose state is the model and the sums over all clients. Derive from it first."""
 
     @abstractmethod
     def own_sums(self, client: Client, seed: int) -> Params:
@@ -32,8 +33,12 @@ class KeepsSums(OneShot):
         """
 
     @abstractmethod
-    def model_of(self, model: Model, total: Params, seed: int) -> Params:
-        """The model that the sums over all clients determine; arguments as in :meth:`own_sums`."""
+    def state_of(self, model: Model, total: Params, seed: int) -> Params:
+        """The state that the sums over all clients determine.
+
+        Args:
+            seed: the run's seed.
+        """
 
     def could_be_sums(self, total: Params) -> bool:
         """Whether rows could have these sums, but for rounding. By default, no class has a negative number of rows."""
@@ -45,11 +50,13 @@ class KeepsSums(OneShot):
         return True
 
     def params_for(self, w: Params, client: ClientId) -> Params:
+        """The state without the sums."""
         return w.only(name for name in w if not name.startswith(SUMS))
 
-    def with_sums(self, w: Params, total: Params) -> Params:
-        """The state of a model w and the sums that determine it."""
-        return Params({**w, **{f"{SUMS}{name}": total[name] for name in total}})
+
+def with_sums(w: Params, total: Params) -> Params:
+    """The state of a model w and the sums that determine it."""
+    return Params({**w, **{f"{SUMS}{name}": total[name] for name in total}})
 
 
 def sums_of(state: Params) -> Params:
