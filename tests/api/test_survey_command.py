@@ -201,3 +201,13 @@ def test_banking77_of_few_classes_a_silo_is_skewed(tmp_path):
     number = found["counts"]["targets"]["effective_groups"]
     assert number["silo"] < 0.5 * number["all"]
     assert "skew of targets" in [risk["risk"] for risk in found["risks"]]
+
+
+@pytest.mark.deployment
+def test_a_super_link_gives_the_same_file(tmp_path):
+    pytest.importorskip("flwr")
+    tables = small.experiment(tmp_path)
+    tables["data"]["partition"] = {"name": "by_column", "column": "domain"}
+    for engine in ("local", "deployment"):
+        fedfm.survey(tables, tmp_path / engine, changes={"run.engine": engine, "run.workers": 0})
+    assert (tmp_path / "local/survey.json").read_bytes() == (tmp_path / "deployment/survey.json").read_bytes()
