@@ -78,6 +78,7 @@ def survey(
     before = _read_reference(reference, made)
     run = Run.create(made, None if out is None else Path(out))
     result = drive(run, progress, fresh=True)
+    run = Run.open(run.path)  # on a SuperLink another process has written it
     found = json.loads(run.state(made.method.state_type).found)
     mine = run.manifest["fingerprints"]["model"]
     if before is not None and "features" in found:
