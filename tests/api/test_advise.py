@@ -228,6 +228,29 @@ def test_what_it_refuses(tmp_path, changes, words):
         advise(file(tmp_path), changes=changes, progress=QUIET)
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"epsilon": 0.0}, r"--epsilon 0: expected a number above 0"),
+        ({"epsilon": math.nan}, r"--epsilon nan"),
+        ({"delta": 0.0}, r"--delta 0: expected a number in \(0, 1\)"),
+        ({"delta": 1.0}, r"--delta 1"),
+        ({"clip_norm": 0.0}, r"--clip-norm 0"),
+    ],
+)
+def test_a_target_that_no_noise_has_is_refused_and_not_replaced(tmp_path, target, words):
+    with pytest.raises(InputError, match=words):
+        advise(file(tmp_path), progress=QUIET, **target)
+
+
+def test_the_bytes_of_cohorts_by_coins_are_those_of_the_mean_cohort(tmp_path):
+    """Whatever the coins of a rehearsal are: two of them agree, and no run has to."""
+    privacy = {"unit": "client", "noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0}
+    made = Experiment.from_dict(experiment(tmp_path, method={"rounds": 3, "fraction": 0.5}, privacy=privacy))
+    found = [rehearse(made, populate(made), 0.1) for _ in range(3)]
+    assert len({(of.bytes_up, of.bytes_down) for of in found}) == 1
+
+
 def test_rows_that_do_not_fit_are_the_experiment_s_fault(tmp_path):
     path = file(tmp_path, data={"partition": {"name": "iid", "clients": 10_000}})
     with pytest.raises(InputError, match=r"data.partition.clients = 10000"):

@@ -9,6 +9,7 @@ that follow are rehearsed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,6 +29,7 @@ from fedfm.core.toml_text import put
 from fedfm.errors import FedfmError, InputError
 from fedfm.linalg.params import Params
 from fedfm.models.locate import BUILT_IN
+from fedfm.reports.read import sequence
 from fedfm.reports.readers import readers
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
@@ -78,6 +80,7 @@ def advise(
     asked = Experiment.from_dict(given, imports=True)
     _check(asked)
     privacy = asked.privacy
+    _check_target(epsilon, delta, clip_norm)
     spend = PrivacyTarget(
         epsilon or (privacy and privacy.target_epsilon) or 8.0,
         delta or (privacy and privacy.delta) or 1e-5,
@@ -174,6 +177,18 @@ def _check(experiment: Experiment) -> None:
             )
 
 
+def _check_target(epsilon: float | None, delta: float | None, clip_norm: float | None) -> None:
+    """Refuse values that no option with noise can have; None leaves the experiment's value or the default."""
+    for name, value, most in (
+        ("epsilon", epsilon, math.inf),
+        ("delta", delta, 1.0),
+        ("clip-norm", clip_norm, math.inf),
+    ):
+        if value is not None and not 0 < value < most:
+            bounds = "in (0, 1)" if most == 1.0 else "above 0, and finite"
+            raise InputError(f"--{name} {value:g}: expected a number {bounds}")
+
+
 def _claim(folder: Path) -> None:
     """Make the folder of the options.
 
@@ -208,7 +223,8 @@ def _price(protection: Protection, made: Experiment, seconds: float, progress: P
         "rounds": made.method.rounds,
         "accuracy": find_accuracy(protection.name, made, population),
     }
-    found["notes"] = [*of_delta(made, population), *of_privacy(made, spent, len(population.clients))]
+    warnings = found.pop("warnings", [])
+    found["notes"] = [*of_delta(made, population), *of_privacy(made, spent, len(population.clients)), *warnings]
     return found
 
 
@@ -216,7 +232,10 @@ def _rehearsal_price(made: Experiment, population: Partitioned, seconds: float) 
     found = rehearse(made, population, seconds)
     halves = (getattr(made.method, name) for name in (*made.method.means, *made.method.asks))
     weights = any(Params in get_type_hints(half).values() for half in halves)
-    return _costs(found, found.seconds) | {"basis": found.basis, "readable": dict(readers(found.run, weights))}
+    whole = found.rows == found.all_rows and found.rounds == found.all_rounds  # else they may be of too few rows
+    warnings = [str(text) for text in sequence(found.run.result.get("warnings"))] if whole else []
+    costs = _costs(found, found.seconds) | {"basis": found.basis, "warnings": warnings}
+    return costs | {"readable": dict(readers(found.run, weights))}
 
 
 def _costs(found: Rehearsal, seconds: float) -> dict[str, Any]:

@@ -116,7 +116,11 @@ def rehearse(experiment: Experiment, population: Partitioned, seconds: float) ->
     marks, end, rounds = _marks(found), found.result, experiment.method.rounds
     done = int(end["rounds"])
     ends = {key: float(end[key]) for key in ("seconds", "bytes_up", "bytes_down")}
-    more = (rounds - done) * _of_usual_round(found, experiment, len(population.clients))
+    usual_round = _of_usual_round(found, experiment, len(population.clients))
+    more = (rounds - done) * usual_round
+    if _by_coins(experiment):  # the rounds that were run have the cohorts of their own coins
+        ends |= {key: marks[0][i] + done * usual_round[i] for i, key in enumerate(("bytes_up", "bytes_down"))}
+        grows |= not any(r.cohort for r in found.rounds)
     up, down, lasts = (ends[key] + more[i] for i, key in enumerate(("bytes_up", "bytes_down", "seconds")))
     if rows < total:
         usual = _of_usual_round(earlier, experiment, len(population.clients))[2]
@@ -213,15 +217,19 @@ def _of_usual_round(run: RunFiles, experiment: Experiment, clients: int) -> np.n
     If cohorts are drawn by coins, a rehearsal of three rounds may draw other sizes than the mean.
     """
     marks = _marks(run)
-    if len(marks) <= ROUNDS:
-        return np.zeros(3)
+    if not _by_coins(experiment):
+        return np.asarray(marks[2] - marks[1]) if len(marks) > ROUNDS else np.zeros(3)
     cohorts = [len(r.cohort) for r in run.rounds[1:]]
-    if len(set(cohorts)) == 1:
-        return np.asarray(marks[2] - marks[1])
     # The first round also loads compiled loops, so only its bytes count.
     each = np.array([*(marks[-1] - marks[0])[:2] / max(sum(cohorts), 1), 0.0])
     each[2] = (marks[-1] - marks[1])[2] / max(sum(cohorts[1:]), 1)
     return each * fraction_of(experiment.method) * clients
+
+
+def _by_coins(experiment: Experiment) -> bool:
+    """Whether secret coins choose each cohort, so that its size is random."""
+    fraction = experiment.aggregation.mechanism.fraction
+    return fraction is not None and fraction < 1
 
 
 def counts_of(population: Partitioned) -> list[Sequence[int]]:
