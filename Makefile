@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
 LATEST := .venv-latest
+LOWEST := .venv-lowest
+SIGN := .venv-sign
 STAMP := $(VENV)/.stamp
 export HF_HUB_OFFLINE ?= 1
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo wheel wheel-runs sbom image test test-proofs test-engines test-release test-models test-latest test-outages test-gpu campaign lint type bench docs site clean
+.PHONY: help setup demo wheel wheel-runs sbom sign image test test-proofs test-engines test-release test-models test-latest test-lowest test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +48,12 @@ wheel-runs: ## build sdist and wheel, install the wheel alone in a new environme
 sbom: $(VENV)/.stamp-run ## what an installation has, with licences, as CycloneDX, into dist/
 	@$(BIN)/python release/sbom.py
 
+sign: ## sign what is in dist/, KEY=key.pem, as a Sigstore bundle
+	@test -n "$(KEY)" || { echo "make sign KEY=key.pem: a private key on P-256; SECURITY.md says how to make one"; exit 2; }
+	@test -x $(SIGN)/bin/python || $(PYTHON) -m venv $(SIGN)
+	@$(SIGN)/bin/python -m pip install --quiet --disable-pip-version-check -r release/signing.txt
+	@release/sign.sh $(SIGN)/bin/python $(KEY)
+
 image: ## a container image for the machines of a federation, where Docker is
 	docker build --tag fedfm:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
 
@@ -74,6 +82,20 @@ test-latest: ## the test suite with the newest libraries that pyproject.toml adm
 	@test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
 	@$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
 	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
+
+# Each of these touches several libraries; the rest of the suite repeats what they use.
+LOW_EXTRAS := flower accounting hub partitioners encrypted tensorboard mlflow seq2seq audio vision quantized completion
+LOW_TESTS := tests/linalg tests/data tests/privacy tests/models/test_mixtures.py tests/models/test_quantised.py \
+	tests/models/test_model_export.py tests/models/test_model_inputs.py tests/models/test_merged_export.py \
+	tests/engines/test_private_api.py tests/encrypted/test_ckks.py tests/docs/test_gallery.py
+
+test-lowest: $(STAMP) ## part of the test suite with the lowest versions that pyproject.toml admits, in an environment of its own
+	@$(BIN)/python release/lowest.py
+	@test -x $(LOWEST)/bin/python || $(BIN)/uv venv --quiet --python $(PYTHON) $(LOWEST)
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml $(LOW_EXTRAS:%=--extra %)
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python -c constraints.txt pytest pytest-xdist hypothesis jsonschema
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps -e .
+	$(LOWEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not simulation and not outage and not gpu and not models and not release' $(LOW_TESTS)
 
 test-outages: $(STAMP) ## silos and servers that are killed and come back
 	$(BIN)/python -m pytest -m outage tests/engines tests/sites
@@ -118,4 +140,4 @@ site: $(VENV)/.stamp-docs ## the documents with the API reference as a site, in 
 	@echo "open site/index.html"
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(BENCH) $(LATEST) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) $(LATEST) $(LOWEST) $(SIGN) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -31,7 +31,15 @@ def test_the_range_of_flower_is_that_of_the_code_and_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert private_api.TESTED == ("1.41.", "1.42.")
     assert "flwr>=1.41,<1.43" in project["optional-dependencies"]["flower"]
-    assert "Of Flower, 1.41 and\n1.42 are accepted" in PAGE
+    assert "Of Flower, 1.41 and 1.42 are accepted" in " ".join(PAGE.split())
+
+
+def test_the_versions_that_a_page_requires_are_those_of_the_package():
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = dict(line.split(">=") for line in lines)
+    page = " ".join((ROOT / "docs/reference/engines.md").read_text().split())
+    found = re.search(r"PyTorch \(([\d.]+) or newer\), transformers \(([\d.]+)\) and PEFT \(([\d.]+) or newer\)", page)
+    assert found.groups() == (least["torch"], least["transformers"], least["peft"])
 
 
 def test_a_ledger_of_a_newer_version_is_refused_with_both_numbers(tmp_path):

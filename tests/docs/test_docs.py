@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import fedfm
 from fedfm.api.pretrain_spec import Pretraining
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
@@ -22,6 +23,7 @@ from fedfm.encrypted.student.distil_spec import Distillation
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for kind in ("tutorial", "how-to") for p in (ROOT / "docs" / kind).glob("*.md"))]
+NAMES = sorted((ROOT / "docs/reference/python").glob("*.md"))  # a page for each public name
 EXTERNAL = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[\w.~/@%+-]*)?(#[\w.-]+)?")
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
 DOCUMENTS = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,7 +54,14 @@ LONG = (
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")  # by a Trainer, where there is no GPU
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.proof] * (p.stem in LONG), id=p.stem) for p in PAGES]
+    "page",
+    [
+        *(pytest.param(p, marks=[pytest.mark.proof] * (p.stem in LONG), id=p.stem) for p in PAGES),
+        *(
+            pytest.param(p, marks=[pytest.mark.proof] * (p.stem in ("advise", "audit")), id=f"fedfm.{p.stem}")
+            for p in NAMES
+        ),
+    ],
 )
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -75,6 +84,16 @@ def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+def test_each_public_name_has_a_page_that_uses_it():
+    titles = {p.read_text().splitlines()[0].removeprefix("# fedfm."): p for p in NAMES}
+    assert set(titles) == set(fedfm.__all__)
+    for name, page in titles.items():
+        code = "\n".join(text for _, language, text in blocks(page) if language == "python")
+        assert re.search(rf"\b{name}\b", code), name
+    listed = re.findall(r"^   python/(\w+)$", (ROOT / "docs/reference/python.rst").read_text(), re.M)
+    assert sorted(listed) == [p.stem for p in NAMES]
 
 
 def command(line):

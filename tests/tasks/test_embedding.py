@@ -12,7 +12,8 @@ from PIL import Image
 
 import tiny_text
 from fedfm.api.execute import run
-from fedfm.api.predict import export, predict, write
+from fedfm.api.predict import export, predict
+from fedfm.api.prediction_files import write
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, fingerprint

@@ -15,8 +15,9 @@ from task_files import jsonl, loader
 
 import tiny_text
 from fedfm.api.execute import run
-from fedfm.api.predict import export, predict, write
+from fedfm.api.predict import export, predict
 from fedfm.api.predict import load as load_run
+from fedfm.api.prediction_files import write
 from fedfm.config.experiment import Experiment
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table

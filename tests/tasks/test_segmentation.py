@@ -17,7 +17,8 @@ from sklearn.metrics import accuracy_score, f1_score, jaccard_score
 
 import tiny_segformer
 from fedfm.api.execute import run
-from fedfm.api.predict import export, predict, write
+from fedfm.api.predict import export, predict
+from fedfm.api.prediction_files import write
 from fedfm.config.experiment import Experiment
 from fedfm.core.attachments import Attachment
 from fedfm.core.rows import Rows

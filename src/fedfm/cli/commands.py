@@ -141,7 +141,8 @@ def compare(args: Namespace) -> int:
 def predict(args: Namespace) -> int:
     """Run ``fedfm predict``; return the exit code."""
     with quick_imports():
-        from fedfm.api.predict import by_row, check_out, predict, write
+        from fedfm.api.predict import predict
+        from fedfm.api.prediction_files import by_row, check_out, write
 
     if args.out is not None:
         check_out(args.out)

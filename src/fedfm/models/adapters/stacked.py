@@ -44,14 +44,8 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
         InputError: PEFT adapts other modules.
     """
     from peft import get_peft_model
-    from peft.tuners.lora import LoraLayer, layer
+    from peft.tuners.lora import LoraLayer
 
-    wrapper = vars(layer).get("ParamWrapper")
-    if config.target_parameters and (wrapper is None or "get_delta_factors" not in vars(wrapper)):
-        raise InputError(
-            f"model.adaptation.targets: {config.target_parameters[0]} holds experts, which need a newer "
-            "release of PEFT: update peft, or add the name to exclude_modules"
-        )
     wanted = {*(config.target_parameters or ()), *(maps or ())}
     with quiet(), _names_as_given():
         adapted: nn.Module = get_peft_model(module, config)
@@ -131,10 +125,9 @@ def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
 
 def _layers(module: nn.Module) -> dict[str, Any]:
     """PEFT's layers around experts, by name; each layer adapts one of the experts' parameters."""
-    from peft.tuners.lora import layer
+    from peft.tuners.lora.layer import ParamWrapper
 
-    wrapper = vars(layer).get("ParamWrapper", ())
-    return {name: m for name, m in module.named_modules() if isinstance(m, wrapper)}
+    return {name: m for name, m in module.named_modules() if isinstance(m, ParamWrapper)}
 
 
 def path_of(name: str) -> str:

@@ -1,0 +1,108 @@
+"""The file that ``fedfm predict --out`` writes: the result of :func:`fedfm.api.predict.predict`, row by row."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from fedfm.core import storage
+from fedfm.core.text import to_json
+from fedfm.errors import InputError, RunError
+from fedfm.models.user import language
+
+_NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
+FORMATS = (".json", ".jsonl", ".csv", ".npz")
+
+
+def check_out(out: Path) -> None:
+    """Check a path before :func:`write`.
+
+    Raises:
+        InputError: its suffix is unknown, its folder does not exist or cannot be written, or the file exists already.
+    """
+    if out.suffix not in FORMATS:
+        raise InputError(f"--out {out}: expected a name that ends in {', '.join(FORMATS)}")
+    if out.exists():
+        raise InputError(f"--out {out} exists; give another")
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise InputError(f"--out {out}: {out.parent} cannot be written; give another place")
+
+
+def write(result: Mapping[str, Any], out: Path) -> None:
+    """Write a result. ``.json`` gets all of it, ``.jsonl`` and ``.csv`` get one line per row, and
+    ``.npz`` gets one array per column.
+
+    Raises:
+        InputError: another process has written the file since, or a column is no array.
+        RunError: the file cannot be written.
+    """
+    rows, text = _lines(result), io.StringIO(newline="")
+    if out.suffix == ".csv":
+        rows = [_flat(row) for row in rows]
+        table = csv.DictWriter(text, list(rows[0]) if rows else [])
+        table.writeheader()
+        table.writerows(rows)
+    elif out.suffix != ".npz":
+        things = [result] if out.suffix == ".json" else rows
+        text.writelines(f"{to_json(thing)}\n" for thing in things)
+    if out.suffix == ".npz":
+        from fedfm.api.prediction_arrays import to_npz
+
+        content = to_npz(rows, out)
+    else:
+        content = text.getvalue().encode("utf-8", "backslashreplace")
+    try:
+        storage.write_new(out, content)
+    except FileExistsError:
+        raise InputError(f"--out {out} exists; give another") from None
+    except OSError as error:
+        raise RunError(f"--out {out}: cannot be written: {storage.why(error)}") from None
+
+
+def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One record per row: its index in the file, from 0; its id or file, if it has one; and its prediction."""
+    names: Any = [{"id": name} for name in result["ids"]] if "ids" in result else repeat({})
+    files: Any = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
+    if "losses" in result:
+        return [{"row": i, **line} for i, line in enumerate(language.lines(result))]
+    if "answers" in result:
+        cut, rows = set(result["cut"]), enumerate(zip(names, files, result["answers"], strict=False))
+        return [{"row": i, **name, **file, "answer": answer, "cut": i in cut} for i, (name, file, answer) in rows]
+    if "outputs" in result:
+        outputs = (row if isinstance(row, Mapping) else dict(enumerate(row)) for row in result["outputs"])
+        return [{"row": i, **{str(k): x for k, x in row.items()}} for i, row in enumerate(outputs)]
+    if "predictions" not in result:
+        return by_row(result)
+    if not result["predictions"]:
+        return [{key: result[key] for key in ("loss", "perplexity")}]
+    found = enumerate(zip(names, files, result["predictions"], result["probabilities"], strict=False))
+    return [
+        {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
+    ]
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a row, with a column ``key.name`` for each entry of a dict; a list is written as JSON."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": x for name, x in value.items()}
+        else:
+            found[key] = to_json(value) if isinstance(value, list) else value
+    return found
+
+
+def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Records from all lists that have an entry for each row, for a task without class predictions."""
+    lists = {key: value for key, value in result.items() if isinstance(value, list) and key not in _NOT_BY_ROW}
+    n = max(map(len, lists.values()), default=0)
+    names = {one: result[many] for one, many in (("id", "ids"), ("file", "files")) if many in result}
+    kept = names | {key: value for key, value in lists.items() if len(value) == n}
+    return [{"row": i, **{key: value[i] for key, value in kept.items()}} for i in range(n)]
