@@ -86,6 +86,45 @@ def test_features_stay_near_the_models_without_training(student):
     assert float(distance) < 0.05
 
 
+def test_a_row_beyond_the_measured_ones_keeps_its_numbers(student):
+    """Row sums and variances have room above; brighter pictures than all measured ones are the simplest such rows."""
+    folder, x, _ = student
+    module = load_model(ModelSpec(str(folder), adaptation=AdaptationSpec("full")), classes=("a", "b"), kind="image")
+    entries = module.module.config.fedfm_polynomials["blocks"]
+    for entry in entries:
+        assert entry["exp"]["interval"][1] == pytest.approx(
+            np.log(entry["inverse"]["interval"][1] / 2 * sum_end(entry))
+        )
+    with torch.no_grad():
+        states = conversion.block_states(module.module, 1.5 * x)
+    assert bool(states.isfinite().all())
+    assert float(states.abs().max()) < 10 * max(entry["range"] for entry in entries)
+
+
+def sum_end(entry):
+    """The largest row sum of any head, over the largest scaled one, times two."""
+    return 2 / min(entry["inverse"]["scales"])
+
+
+def test_maps_fitted_to_the_exact_states_take_back_errors(tmp_path, monkeypatch):
+    start = tiny("vit", tmp_path / "start", (8, 8))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        batch = {"pixel_values": torch.randn(96, 3, 8, 8)}
+    teacher = Distiller(full(start), full(start), Recipe(), new_head=True).teacher
+
+    def distance():
+        taps = Distiller(full(start), full(start), Recipe(), new_head=True).student
+        convert(taps, lambda: [batch])
+        with torch.no_grad():
+            teacher(batch), taps(batch)
+        return float((teacher.features - taps.features).square().mean())
+
+    fitted = distance()
+    monkeypatch.setattr("fedfm.encrypted.student.direct_conversion._Fitting._fit", lambda *_: None)
+    assert fitted < 0.7 * distance()
+
+
 def test_the_offset_changes_no_exact_softmax(student):
     softmax = PolynomialSoftmax(2)
     q, k = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
@@ -123,6 +162,31 @@ def test_a_converted_block_computes_on_ciphertexts(student):
     np.testing.assert_allclose(got[:, :, 0], want, atol=2e-3)
     block, again = conversion.fold(module).blocks[1], model_of(model_bytes(conversion.fold(module))).blocks[1]
     np.testing.assert_array_equal(np.asarray(again.gelu.shifts), np.asarray(block.gelu.shifts))
+
+
+@pytest.mark.proof
+def test_a_converted_vit_of_197_tokens_computes_on_ciphertexts(tmp_path):
+    """14 x 14 patches and a class token in 256 places, against the module in float64."""
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    from fedfm.core.rows import Rows
+    from fedfm.encrypted.protocol.masked import in_one_place
+
+    start = tiny("vit", tmp_path / "start", (56, 56))
+    distiller = Distiller(full(start), full(start), Recipe(), new_head=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        batch = {"pixel_values": torch.randn(24, 3, 56, 56)}
+    distiller.put(convert(distiller.student, lambda: [batch]))
+    interval_table.finish(distiller, lambda: [batch], 0.0)
+    save(distiller.student.model, tmp_path / "student", new_head=True)
+    adaptation = AdaptationSpec("side_adapter", released="class", projection=3)
+    model = load_model(ModelSpec(str(tmp_path / "student"), adaptation=adaptation), classes=("a", "b"), kind="image")
+    module, x = model.backbone.module.double(), batch["pixel_values"][:3]
+    assert min(block.softmax.inverse.start for block in distiller.student.functions) < 1
+    with torch.no_grad():
+        want = conversion.block_states(module, x.double())[:, :, 0] / model.scales[:, None]
+    got = in_one_place(model, Rows({"pixel_values": x})).tensors["states"]
+    np.testing.assert_allclose(got[:, :, 0], want, atol=5e-3)
 
 
 def test_drawn_pictures_come_from_their_seed():
