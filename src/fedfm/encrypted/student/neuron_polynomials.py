@@ -30,7 +30,7 @@ MARGIN = 1.3  # by default, a neuron's interval is wider than its measured pre-a
 _POWERS = DEGREE // 2
 _EVEN = 0.02  # fraction of the weight of the least squares that is spread evenly over the interval
 _POINTS = 41  # number of these even points
-_LEADING = 0.02  # smallest leading coefficient of P_j, over the largest coefficient
+_LEADING = 0.25  # smallest leading coefficient of P_j, over the largest coefficient
 _RIDGE = 1e-7
 _ARRAYS = ("centres", "scales", "factors", "slopes", "constants")
 

@@ -213,10 +213,13 @@ class InverseSquareRoot(Polynomial):
 
     def evaluate_folded(self, u: X) -> X:
         m, (p, q) = self.interval[0], self.line
-        last = 1 / math.sqrt(m)  # folded into the last step
+        ratio = self.interval[1] / m
+        # s y takes the place of y, and z / s^2 that of z: of a wide interval both then stay near the root of the ratio.
+        s = 1.0 if ratio <= WIDEST else 2.0 ** round(math.log2(ratio) / 4)
+        last = 1 / (math.sqrt(m) * s)  # folded into the last step
         if not self.steps:
-            return u * (-q / m * last) + p * last
-        y, half = u * (-q / m) + p, u * (-0.5 / m)
+            return u * (-q / m * last * s) + p * last * s
+        y, half = u * (-q / m * s) + p * s, u * (-0.5 / m / s**2)
         for step in range(self.steps):
             c = last if step == self.steps - 1 else 1.0
             h = half * c if c != 1.0 else half
