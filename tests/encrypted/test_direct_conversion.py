@@ -14,7 +14,6 @@ from fedfm.encrypted.student.direct_conversion import convert
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.distillation_loss import Distiller, Recipe, save
 from fedfm.encrypted.student.drawn_pictures import SIDE, drawn_pictures
-from fedfm.encrypted.student.fit_polynomials import Measured
 from fedfm.encrypted.student.modules import PolynomialSoftmax
 from fedfm.encrypted.student.neuron_polynomials import MARGIN, NeuronGelu, fit_neurons
 from fedfm.errors import InputError
@@ -92,18 +91,12 @@ def test_a_row_beyond_the_measured_ones_keeps_its_numbers(student):
     module = load_model(ModelSpec(str(folder), adaptation=AdaptationSpec("full")), classes=("a", "b"), kind="image")
     entries = module.module.config.fedfm_polynomials["blocks"]
     for entry in entries:
-        assert entry["exp"]["interval"][1] == pytest.approx(
-            np.log(entry["inverse"]["interval"][1] / 2 * sum_end(entry))
-        )
+        largest = entry["inverse"]["interval"][1] / min(entry["inverse"]["scales"])  # row sum
+        assert entry["exp"]["interval"][1] == pytest.approx(np.log(largest))
     with torch.no_grad():
         states = conversion.block_states(module.module, 1.5 * x)
     assert bool(states.isfinite().all())
     assert float(states.abs().max()) < 10 * max(entry["range"] for entry in entries)
-
-
-def sum_end(entry):
-    """The largest row sum of any head, over the largest scaled one, times two."""
-    return 2 / min(entry["inverse"]["scales"])
 
 
 def test_maps_fitted_to_the_exact_states_take_back_errors(tmp_path, monkeypatch):
@@ -220,7 +213,7 @@ def test_a_conversion_outside_its_intervals_asks_for_rows_not_for_training(stude
     assert folding.remedy([{"gelu": {"a": 0.1}}]) == "train it longer"
 
 
-def test_a_wider_margin_widens_every_interval():
+def test_a_wider_margin_widens_the_neurons_intervals():
     x = torch.randn(300, 4, dtype=torch.float64)
     narrow, wide = (fit_neurons(x, x.amin(0), x.amax(0), margin) for margin in (1.3, 1.8))
     reach = (x.amax(0) - x.amin(0)) / 2
@@ -228,11 +221,19 @@ def test_a_wider_margin_widens_every_interval():
         middle = (x.amax(0) + x.amin(0)) / 2
         for end in (middle - margin * reach, middle + margin * reach):
             assert float(fitted.places(end[None]).abs().max()) <= 1 + 1e-9
-    found = [Measured(margin) for margin in (1.3, 1.8)]
-    for one in found:
-        one.extremes = {"scores": torch.tensor([-2.0, 4.0]), "first": torch.tensor([1.0, 2.0])}
-    assert [one.around("scores") for one in found] == [pytest.approx((-2.9, 4.9)), pytest.approx((-4.4, 6.4))]
-    assert found[1].positive("first").tolist() == pytest.approx([1 / 1.8, 3.6])
+
+
+def test_a_wider_margin_widens_sums_and_variances(tmp_path):
+    start = tiny("vit", tmp_path / "start", (8, 8))
+    batch = {"pixel_values": torch.linspace(-2, 2, 48 * 192).sin().view(48, 3, 8, 8)}
+    found = []
+    for margin in (1.3, 1.8):
+        taps = Distiller(full(start), full(start), Recipe(), new_head=True).student
+        found.append(convert(taps, lambda: [batch], margin=margin)[0])
+    ends = [np.array([e["inverse"]["interval"], e["norms"][0]["interval"]]) for e in found]
+    narrow, wide = (e[:, 1] / e[:, 0] for e in ends)
+    assert wide[0] / narrow[0] == pytest.approx((1.8 / 1.3) ** 2)
+    assert wide[1] / narrow[1] == pytest.approx((1.8 / 1.3) ** 3)
 
 
 def test_a_margin_without_a_conversion_is_refused(tmp_path):

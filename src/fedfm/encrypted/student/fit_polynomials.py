@@ -29,12 +29,10 @@ class Measured:
         extremes: smallest and largest values by argument: (2,) for ``scores``, ``hidden`` (inputs of GELU), ``first``
             and ``second`` (the variances before attention and MLP); (2, heads) for ``sums``, the row sums of the
             polynomial of exp.
-        wider: factor by which the extremes are widened to intervals.
         moments, targets: sums of x^0 .. x^4 and of gelu(x) x^0 .. x^2 over the inputs x of GELU, for least squares.
     """
 
-    def __init__(self, wider: float = WIDER) -> None:
-        self.wider = wider
+    def __init__(self) -> None:
         self.extremes: dict[str, Tensor] = {}
         self.moments = torch.zeros(5, dtype=torch.float64)
         self.targets = torch.zeros(3, dtype=torch.float64)
@@ -66,18 +64,18 @@ class Measured:
         return a, b, c
 
     def around(self, name: str) -> tuple[float, float]:
-        """Return the extremes, widened around their middle by ``wider``."""
+        """Return the extremes, widened around their middle by :data:`WIDER`."""
         low, high = self.extremes[name].tolist()
-        middle, half = (low + high) / 2, (high - low) / 2 * self.wider
+        middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
 
     def positive(self, name: str, widest: float = WIDEST) -> Tensor:
-        """Return extremes (2, ...) of positive values; ``wider`` divides the lower and multiplies the upper one.
+        """Return extremes (2, ...) of positive values; :data:`WIDER` divides the lower and multiplies the upper.
 
         A smaller factor is used if the ratio of the extremes would otherwise be above ``widest``.
         """
         low, high = self.extremes[name]
-        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(self.wider)
+        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
         return torch.stack([low / factor, high * factor])
 
 
@@ -86,21 +84,16 @@ def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
     return Exponential(6, 0) if kind == "paper" else Exponential(degree, squarings)
 
 
-def entry(
-    measured: Measured, kind: str, exponential: Exponential, where: str, widest: float = WIDEST
-) -> dict[str, Any]:
+def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -> dict[str, Any]:
     """Choose the polynomials of one block; return them in the form for :func:`apply` and ``config.json``.
-
-    Args:
-        widest: the largest ratio of the ends of an interval of 1 / x or 1 / sqrt(x).
 
     Raises:
         InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or the fit of GELU has a <= 0.
     """
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
-        inverse = inverse_entry(measured.positive("sums", widest), kind, widest)
-        norms = [_norm(measured.positive(name, widest), kind, name, widest) for name in _NORMS]
+        inverse = inverse_entry(measured.positive("sums"), kind, WIDEST)
+        norms = [_norm(measured.positive(name), kind, name, WIDEST) for name in _NORMS]
         exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
@@ -108,7 +101,6 @@ def entry(
             f"{where}: {error}; train longer in the tame stage (the first of distil.epochs), or use a higher rate there"
         ) from None
     return {
-        **({} if widest == WIDEST else {"widest": widest}),
         "exp": {
             "degree": exponential.degree,
             "squarings": exponential.squarings,
