@@ -47,9 +47,8 @@ def main() -> None:
     lines.append({"block": "all"} | {name: sum(line[name] for line in lines) for name in list(lines[0])[1:]})
     print(table(lines))
     each = distance(parameters, messages.floor_of(parameters), parameters.scale, folded.bound)
-    print(
-        f"largest value {folded.bound:.4g}; statistical distance of a batch {lines[-1]['refreshed ciphertexts'] * each:.3g}"
-    )
+    spent = lines[-1]["refreshed ciphertexts"] * each
+    print(f"largest value {folded.bound:.4g}; statistical distance of a batch {spent:.3g}")
     if not a.no_page:
         write("refreshes at 224", table(lines))
 
