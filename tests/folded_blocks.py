@@ -30,7 +30,8 @@ def by_definition(block, x):
         shift = block.weights["score_shift"][h] if "score_shift" in block.weights else 0.0
         powers = value(block.exponential, np.einsum("ntd,nsd->nts", q[..., at], keys) + shift)
         c = block.inverse_scales[h]
-        inverses = block.inverse.evaluate_folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy() * c
+        inverses = block.inverse.evaluate_folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy()
+        inverses = inverses * c / block.inverse.start
         heads.append((powers * inverses) @ v[..., at])
     z = x + linear("output", np.concatenate(heads, -1))
     y = norm(z, block.norms[1])

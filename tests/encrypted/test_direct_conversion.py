@@ -14,7 +14,6 @@ from fedfm.encrypted.student.direct_conversion import convert
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.distillation_loss import Distiller, Recipe, save
 from fedfm.encrypted.student.drawn_pictures import SIDE, drawn_pictures
-from fedfm.encrypted.student.fit_polynomials import Measured
 from fedfm.encrypted.student.modules import PolynomialSoftmax
 from fedfm.encrypted.student.neuron_polynomials import MARGIN, NeuronGelu, fit_neurons
 from fedfm.errors import InputError
@@ -86,6 +85,39 @@ def test_features_stay_near_the_models_without_training(student):
     assert float(distance) < 0.05
 
 
+def test_a_row_beyond_the_measured_ones_keeps_its_numbers(student):
+    """Row sums and variances have room above; brighter pictures than all measured ones are the simplest such rows."""
+    folder, x, _ = student
+    module = load_model(ModelSpec(str(folder), adaptation=AdaptationSpec("full")), classes=("a", "b"), kind="image")
+    entries = module.module.config.fedfm_polynomials["blocks"]
+    for entry in entries:
+        largest = entry["inverse"]["interval"][1] / min(entry["inverse"]["scales"])  # row sum
+        assert entry["exp"]["interval"][1] == pytest.approx(np.log(largest))
+    with torch.no_grad():
+        states = conversion.block_states(module.module, 1.5 * x)
+    assert bool(states.isfinite().all())
+    assert float(states.abs().max()) < 10 * max(entry["range"] for entry in entries)
+
+
+def test_maps_fitted_to_the_exact_states_take_back_errors(tmp_path, monkeypatch):
+    start = tiny("vit", tmp_path / "start", (8, 8))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        batch = {"pixel_values": torch.randn(96, 3, 8, 8)}
+    teacher = Distiller(full(start), full(start), Recipe(), new_head=True).teacher
+
+    def distance():
+        taps = Distiller(full(start), full(start), Recipe(), new_head=True).student
+        convert(taps, lambda: [batch])
+        with torch.no_grad():
+            teacher(batch), taps(batch)
+        return float((teacher.features - taps.features).square().mean())
+
+    fitted = distance()
+    monkeypatch.setattr("fedfm.encrypted.student.direct_conversion._Fitting._fit", lambda *_: None)
+    assert fitted < 0.7 * distance()
+
+
 def test_the_offset_changes_no_exact_softmax(student):
     softmax = PolynomialSoftmax(2)
     q, k = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
@@ -125,6 +157,31 @@ def test_a_converted_block_computes_on_ciphertexts(student):
     np.testing.assert_array_equal(np.asarray(again.gelu.shifts), np.asarray(block.gelu.shifts))
 
 
+@pytest.mark.proof
+def test_a_converted_vit_of_197_tokens_computes_on_ciphertexts(tmp_path):
+    """14 x 14 patches and a class token in 256 places, against the module in float64."""
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    from fedfm.core.rows import Rows
+    from fedfm.encrypted.protocol.masked import in_one_place
+
+    start = tiny("vit", tmp_path / "start", (56, 56))
+    distiller = Distiller(full(start), full(start), Recipe(), new_head=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        batch = {"pixel_values": torch.randn(24, 3, 56, 56)}
+    distiller.put(convert(distiller.student, lambda: [batch]))
+    interval_table.finish(distiller, lambda: [batch], 0.0)
+    save(distiller.student.model, tmp_path / "student", new_head=True)
+    adaptation = AdaptationSpec("side_adapter", released="class", projection=3)
+    model = load_model(ModelSpec(str(tmp_path / "student"), adaptation=adaptation), classes=("a", "b"), kind="image")
+    module, x = model.backbone.module.double(), batch["pixel_values"][:3]
+    assert min(block.softmax.inverse.start for block in distiller.student.functions) < 1
+    with torch.no_grad():
+        want = conversion.block_states(module, x.double())[:, :, 0] / model.scales[:, None]
+    got = in_one_place(model, Rows({"pixel_values": x})).tensors["states"]
+    np.testing.assert_allclose(got[:, :, 0], want, atol=5e-3)
+
+
 def test_drawn_pictures_come_from_their_seed():
     first, again, other = drawn_pictures(0, 12), drawn_pictures(0, 12, 6), drawn_pictures(1, 12)
     assert [p.size for p in first] == [(SIDE, SIDE)] * 12
@@ -156,7 +213,7 @@ def test_a_conversion_outside_its_intervals_asks_for_rows_not_for_training(stude
     assert folding.remedy([{"gelu": {"a": 0.1}}]) == "train it longer"
 
 
-def test_a_wider_margin_widens_every_interval():
+def test_a_wider_margin_widens_the_neurons_intervals():
     x = torch.randn(300, 4, dtype=torch.float64)
     narrow, wide = (fit_neurons(x, x.amin(0), x.amax(0), margin) for margin in (1.3, 1.8))
     reach = (x.amax(0) - x.amin(0)) / 2
@@ -164,11 +221,19 @@ def test_a_wider_margin_widens_every_interval():
         middle = (x.amax(0) + x.amin(0)) / 2
         for end in (middle - margin * reach, middle + margin * reach):
             assert float(fitted.places(end[None]).abs().max()) <= 1 + 1e-9
-    found = [Measured(margin) for margin in (1.3, 1.8)]
-    for one in found:
-        one.extremes = {"scores": torch.tensor([-2.0, 4.0]), "first": torch.tensor([1.0, 2.0])}
-    assert [one.around("scores") for one in found] == [pytest.approx((-2.9, 4.9)), pytest.approx((-4.4, 6.4))]
-    assert found[1].positive("first").tolist() == pytest.approx([1 / 1.8, 3.6])
+
+
+def test_a_wider_margin_widens_sums_and_variances(tmp_path):
+    start = tiny("vit", tmp_path / "start", (8, 8))
+    batch = {"pixel_values": torch.linspace(-2, 2, 48 * 192).sin().view(48, 3, 8, 8)}
+    found = []
+    for margin in (1.3, 1.8):
+        taps = Distiller(full(start), full(start), Recipe(), new_head=True).student
+        found.append(convert(taps, lambda: [batch], margin=margin)[0])
+    ends = [np.array([e["inverse"]["interval"], e["norms"][0]["interval"]]) for e in found]
+    narrow, wide = (e[:, 1] / e[:, 0] for e in ends)
+    assert wide[0] / narrow[0] == pytest.approx((1.8 / 1.3) ** 2)
+    assert wide[1] / narrow[1] == pytest.approx((1.8 / 1.3) ** 3)
 
 
 def test_a_margin_without_a_conversion_is_refused(tmp_path):

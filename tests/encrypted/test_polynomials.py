@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedfm.encrypted.student.folding import _Watched
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 
 
@@ -113,6 +114,24 @@ def test_ranges_of_inverses(steps, widest):
     found = np.abs(x * polynomial(torch.from_numpy(x)).numpy() - 1).max()
     assert found == pytest.approx(polynomial.error(), rel=1e-3)
     assert polynomial.evaluate_folded(Leveled(1.2)).level == steps + 1 == polynomial.depth
+
+
+@given(st.floats(65.0, 60000.0), st.floats(-3.0, 3.0))
+def test_a_wide_inverse_has_no_value_far_above_the_root_of_its_ratio(ratio, power):
+    low = 10.0**power
+    interval = (low, low * ratio)
+    steps = next(k for k in range(1, 64) if Inverse(k, interval).error() <= 5e-3)
+    polynomial, x = Inverse(steps, interval), np.geomspace(*interval, 301)
+    np.testing.assert_allclose(polynomial(torch.from_numpy(x)).numpy() * x, 1, atol=6e-3)
+    assert polynomial.start == 2.0 ** round(math.log2(polynomial.start)) < 1
+    most = [0.0]
+    polynomial.evaluate_folded(_Watched(polynomial.fold[0] * x, most))
+    assert most[0] < math.sqrt(2 * ratio)
+    assert polynomial.evaluate_folded(Leveled(1.2)).level == steps + 1 == polynomial.depth
+
+
+def test_a_narrow_inverse_starts_at_one():
+    assert Inverse(7, (1.0, 64.0)).start == Inverse(0, (1.0, 4096.0)).start == 1.0
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,8 @@ class EncryptedBlock:
         query, key, value = (x.refresh() for x in (query, key, value))
         powers = self.exponential.evaluate_folded(self._add_shifts(self._scores(query, key), a, b))
         sums = self._scaled_row_sums(powers)
-        inverses = self.inverse.evaluate_folded(sums).times(self.inverse_scales)
+        after = self.inverse_scales / getattr(self.inverse, "start", 1.0)
+        inverses = self.inverse.evaluate_folded(sums).times(after)
         # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
 

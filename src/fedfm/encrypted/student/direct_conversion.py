@@ -6,21 +6,26 @@ The polynomials of a trained ViT's functions fail for four reasons. Each has a c
   which does not change the softmax: an offset of the keys, and a number a head. It is fitted to the logarithms of the
   row sums, in a norm that weighs large residuals (p = 8).
 - Scores reach 20. The polynomial of exp is squared more often, as far as the block's scores need it.
-- Variances and row sums keep ratios above 64. A larger ratio takes more steps on one ciphertext for the variances, and
-  on one for each head for the row sums: few among the hundreds of the other steps. Where a block needs more than
-  :data:`WIDEST_DIRECT`, its rare small arguments are left below the interval, where iterations only fall short.
+- One row sum or variance above its interval makes an iteration diverge, and the row is lost. Their intervals have much
+  room above the largest measured argument (:data:`ROOM_ABOVE`). A doubling takes one step more of 1 / x, on one
+  ciphertext for each head, or less than two steps of 1 / sqrt(x), on one ciphertext: few among the hundreds of the
+  other steps. Where a block needs more than :data:`WIDEST_DIRECT`, its rare small arguments are left below the
+  interval, where iterations only fall short.
 - GELU is no quadratic there. Each neuron gets a polynomial of degree 8
-  (:mod:`fedfm.encrypted.student.neuron_polynomials`), and ridge regression fits the map after it again.
+  (:mod:`fedfm.encrypted.student.neuron_polynomials`).
+
+Errors add up over the blocks. So both maps whose outputs are added to the tokens, after the attention and after GELU,
+are fitted again by ridge regression, to the states that the exact model has there: a block takes back what it can of
+the errors of the blocks before it.
 
 Some ViTs have a neuron whose output is a hundred times the other features (Darcet et al. Vision transformers need
-registers. ICLR 2024). Its weights after GELU are scaled down to a largest output (:data:`_PEAK`): the norms that follow
-read its direction, not its length.
-
-Later blocks are fitted to the states that the earlier polynomials give, so that errors do not add up unseen.
+registers. ICLR 2024). Its weights after GELU are scaled down to a largest output (:data:`_PEAK`), in the exact model
+as well: the norms that follow read its direction, not its length.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,20 +35,21 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch
 from fedfm.encrypted.student import conversion, fit_polynomials
 from fedfm.encrypted.student.distillation_loss import Taps
-from fedfm.encrypted.student.fit_polynomials import Measured
 from fedfm.encrypted.student.modules import Functions
 from fedfm.encrypted.student.neuron_polynomials import MARGIN, fit_neurons
-from fedfm.encrypted.student.polynomials import Exponential
-from fedfm.encrypted.student.recalibrate import Call, first_inputs, run_block
+from fedfm.encrypted.student.recalibrate import Call, first_inputs
 from fedfm.errors import InputError
 
-WIDEST_DIRECT = 4096.0  # largest ratio of an interval of 1 / x or 1 / sqrt(x)
+WIDEST_DIRECT = 65536.0  # largest ratio of an interval of 1 / x or 1 / sqrt(x)
+ROOM_ABOVE = 8.0  # a largest row sum or variance may be exceeded by this factor
 _PEAK = 12.0  # largest output of one neuron, in multiples of the root mean square of the median token
 _POWER, _TURNS = 8, 12  # the norm of the offsets' residuals, and the turns of its reweighted least squares
 _RIDGE = 1e-3
-_SAMPLE = 6144  # number of tokens to which the map after GELU is fitted
-_FEW = 1024  # number of tokens to which a neuron's polynomial is fitted
-_CLOSE = 0.03  # largest relative error of exp at the largest score
+_SAMPLE = 16384  # number of tokens to which the maps are fitted
+_FEW = 2048  # number of tokens to which a neuron's polynomial is fitted
+_CLASS = 0.3  # share of the class tokens in the weight of a fit
+_CLOSE = 0.03  # largest relative error of exp at the largest measured score
+_LOWEST = -1.5  # scores may be as low as this times 2^squarings, where exp is nearly zero
 _MOST_SQUARINGS = 7
 
 
@@ -54,7 +60,7 @@ def convert(
     tick: Callable[[], None] = lambda: None,
     margin: float = MARGIN,
 ) -> list[Any]:
-    """Fit all polynomials, install them, and fit the maps after GELU again; return the entries of all blocks.
+    """Fit all polynomials, install them, and fit the maps to the tokens again; return the entries of all blocks.
 
     Args:
         taps: the student with exact functions; a pre-norm model.
@@ -67,11 +73,18 @@ def convert(
     """
     conversion.centre(taps.model.module)
     blocks: list[Any] = [block for _, block in taps.model.parts.blocks]
+    embedding: Any = taps.model.parts.embedding
+    front = sum(hasattr(embedding, name) for name in ("cls_token", "distillation_token"))
     entries = []
     with taps.model.evaluating():
         calls = first_inputs(taps, blocks[0], batches())
+        weights = _token_weights(calls, front)
+        exact = [args[0] for args, _ in calls]
         for number, (block, functions) in enumerate(zip(blocks, taps.functions, strict=True), 1):
-            entry, states = _convert_block(taps, block, functions, calls, f"block {number}", margin)
+            exact, between = _exact_states(block, exact, calls)
+            fitting = _Fitting(taps, block, functions, f"block {number}", margin, weights)
+            entry, states = fitting.convert(calls, between, exact)
+            taps.states.clear()
             entries.append(entry)
             calls = [((x, *args[1:]), named) for x, (args, named) in zip(states, calls, strict=True)]
             tick()
@@ -80,69 +93,187 @@ def convert(
     return entries
 
 
-def _convert_block(
-    taps: Taps, block: Any, functions: Functions, calls: list[Call], where: str, margin: float
-) -> tuple[dict[str, Any], list[Tensor]]:
-    softmax = functions.softmax
-    queries, log_sums = _rows_of_scores(taps, block, functions, calls)
-    found = torch.stack([-_offset(q, s) for q, s in zip(queries, log_sums, strict=True)]).to(softmax.scales)
-    softmax.offset, softmax.shift = found[:, :-1].contiguous(), found[:, -1].contiguous()
-    softmax.exponential = _exponential(taps, block, functions, calls, where)
-    hidden = _Hidden(block.mlp.fc1.out_features, sum(args[0].shape[0] * args[0].shape[1] for args, _ in calls))
-    hook = block.mlp.fc1.register_forward_hook(hidden)
+def _token_weights(calls: list[Call], front: int) -> Tensor:
+    """Weigh all tokens of all rows, (tokens,): a sample of the patches, and all class tokens; the mean is 1."""
+    chosen = []
+    patches = sum(args[0].shape[0] * (args[0].shape[1] - front) for args, _ in calls)
+    every = max(1, patches // _SAMPLE)
+    for args, _ in calls:
+        n, tokens, _ = args[0].shape
+        weight = torch.zeros(n * tokens)
+        weight[::every] = 1.0
+        weight = weight.view(n, tokens)
+        weight[:, :front] = -1.0
+        chosen.append(weight.flatten())
+    weights = torch.cat(chosen)
+    special = weights < 0
+    if front:
+        weights[special] = _CLASS / (1 - _CLASS) * float((weights > 0).sum()) / float(special.sum())
+    return weights / weights[weights > 0].mean()
+
+
+def _exact_states(block: Any, states: list[Tensor], calls: list[Call]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the exact block's outputs, and its tokens between attention and MLP; scale down a neuron's peaks."""
+    down, caught = block.mlp.fc2, list[Tensor]()
+    peaks = torch.zeros(down.in_features)
+
+    def watch(_: nn.Module, args: Any) -> None:
+        torch.maximum(peaks, args[0].abs().flatten(0, -2).amax(0), out=peaks)
+
+    hooks = [
+        down.register_forward_pre_hook(watch),
+        block.attention.o_proj.register_forward_hook(lambda _, __, y: caught.append(y)),
+    ]
     try:
-        measured, states = run_block(taps, block, functions, calls, margin)
+        out = _run(block, states, calls)
     finally:
-        hook.remove()
-    typical = torch.cat([x.var(-1, correction=0).flatten() for x in states]).median().sqrt()
-    _leave_room(measured)
-    entry = fit_polynomials.entry(measured, "scaled", softmax.exponential, where, WIDEST_DIRECT)
-    x = torch.cat(hidden.sample)
-    neurons = fit_neurons(x[:: max(1, len(x) // _FEW)], hidden.low, hidden.high, margin)
-    entry |= {"gelu": neurons.to_entry(), "offset": softmax.offset.tolist(), "shift": softmax.shift.tolist()}
-    _fit_down(block.mlp.fc2, x, neurons.values(neurons.places(x)), typical)
-    fit_polynomials.apply(functions, entry)
-    _, states = run_block(taps, block, functions, calls)
-    return entry, states
+        for hook in hooks:
+            hook.remove()
+    between = [x + y for x, y in zip(states, caught, strict=True)]
+    typical = torch.cat([x.var(-1, correction=0).flatten() for x in out]).median().sqrt()
+    limits = _PEAK * typical / (peaks * down.weight.square().mean(0).sqrt()).clamp_min(1e-12)
+    if bool((limits < 1).any()):
+        down.weight.mul_(limits.clamp_max(1.0))
+        down.weight.sub_(down.weight.mean(0, keepdim=True))
+        out = _run(block, states, calls)
+    return out, between
 
 
-def _leave_room(measured: Measured) -> None:
-    """Raise the largest positive arguments by a margin, and cut the smallest ones at the widest ratio.
+def _run(block: Any, states: list[Tensor], calls: list[Call]) -> list[Tensor]:
+    out = []
+    for x, (args, named) in zip(states, calls, strict=True):
+        y = block(x, *args[1:], **named)
+        out.append(y[0] if isinstance(y, tuple) else y)
+    return out
 
-    Above its interval an iteration diverges; below, it only gives less than 1 / x or 1 / sqrt(x).
+
+class _Fitting:
+    """The conversion of one block.
+
+    Args:
+        weights: (tokens,), of all tokens of all rows, in the order of the calls.
     """
-    for name in ("sums", "first", "second"):
-        low, high = measured.extremes[name]
-        high = high * measured.wider
-        low = torch.maximum(low, high * measured.wider**2 / WIDEST_DIRECT)
-        measured.extremes[name] = torch.stack([low, high])
 
+    def __init__(
+        self, taps: Taps, block: Any, functions: Functions, where: str, margin: float, weights: Tensor
+    ) -> None:
+        self.taps, self.block, self.functions = taps, block, functions
+        self.where, self.margin = where, margin
+        self.chosen = (weights > 0).nonzero().flatten()
+        self.weights = weights[self.chosen].double()
 
-class _Hidden:
-    """A hook that keeps a sample of pre-activations (tokens, neurons), and the extremes of all of them."""
+    def convert(
+        self, calls: list[Call], between: list[Tensor], after: list[Tensor]
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return the block's entry, and its outputs.
 
-    def __init__(self, neurons: int, tokens: int) -> None:
-        self.low, self.high = torch.full((neurons,), torch.inf), torch.full((neurons,), -torch.inf)
-        self.sample: list[Tensor] = []
-        self._every = max(1, tokens // _SAMPLE)
+        Args:
+            between, after: the exact model's tokens between attention and MLP, and after the block.
+        """
+        block, softmax, (first, second) = self.block, self.functions.softmax, self.functions.norms
+        entry: dict[str, Any] = {"widest": WIDEST_DIRECT, "norms": []}
+        states = [args[0] for args, _ in calls]
+        entry["norms"].append(self._norm(states, "variances before the attention"))
+        entry |= self._softmax(calls)
+        contexts = list[Tensor]()
+        fit_polynomials.apply_softmax(softmax, entry)
+        first.inverse = fit_polynomials.norm_of(entry["norms"][0], WIDEST_DIRECT)
+        hook = block.attention.o_proj.register_forward_pre_hook(lambda _, args: contexts.append(args[0]))
+        try:
+            _run(block, states, calls)
+        finally:
+            hook.remove()
+        self._fit(block.attention.o_proj, contexts, self._missing(between, states))
+        states = [x + block.attention.o_proj(y) for x, y in zip(states, contexts, strict=True)]
+        entry["norms"].append(self._norm(states, "variances before the MLP"))
+        second.inverse = fit_polynomials.norm_of(entry["norms"][1], WIDEST_DIRECT)
+        hidden = [block.mlp.fc1(second(x)) for x in states]
+        low = torch.stack([x.flatten(0, -2).amin(0) for x in hidden]).amin(0)
+        high = torch.stack([x.flatten(0, -2).amax(0) for x in hidden]).amax(0)
+        few = slice(None, None, max(1, len(self.chosen) // _FEW))
+        part = self.weights[few]
+        neurons = fit_neurons(self._sample(hidden)[few], low, high, self.margin, part / part.mean())
+        entry["gelu"] = neurons.to_entry()
+        self.functions.gelu.quadratic = neurons
+        values = [neurons.values(neurons.places(x)) for x in hidden]
+        self._fit(block.mlp.fc2, values, self._missing(after, states))
+        return entry, [x + block.mlp.fc2(y) for x, y in zip(states, values, strict=True)]
 
-    def __call__(self, _: nn.Module, __: Any, y: Tensor) -> None:
-        rows = y.flatten(0, -2)
-        self.sample.append(rows[:: self._every])
-        self.low, self.high = torch.minimum(self.low, rows.amin(0)), torch.maximum(self.high, rows.amax(0))
+    def _sample(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat([x.flatten(0, -2) for x in parts])[self.chosen]
 
+    def _missing(self, exact: list[Tensor], states: list[Tensor]) -> Tensor:
+        """Return what has to be added to the chosen tokens for the exact model's, which are centred."""
+        want = self._sample(exact)
+        return want - want.mean(-1, keepdim=True) - self._sample(states)
 
-def _rows_of_scores(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Tensor, Tensor]:
-    """Return the queries (heads, rows, d / heads) and the logarithms of their row sums of exp (heads, rows)."""
-    queries, log_sums = [], []
-    with taps.recording():
-        for args, named in calls:
-            block(*args, **named)
-            seen = functions.softmax.seen
-            queries.append(seen["query"].transpose(0, 1).flatten(1, 2))
-            log_sums.append(seen["log_sums"].transpose(0, 1).flatten(1))
-            taps.states.clear()
-    return torch.cat(queries, 1), torch.cat(log_sums, 1)
+    def _norm(self, states: list[Tensor], what: str) -> dict[str, Any]:
+        variances = torch.cat([x.double().var(-1, correction=0).flatten() for x in states])
+        high = float(variances.max()) * self.margin * ROOM_ABOVE
+        low = max(float(variances.min()) / self.margin**2, high / WIDEST_DIRECT * 1.001)
+        return fit_polynomials.norm_entry((low, high), what, WIDEST_DIRECT)
+
+    def _softmax(self, calls: list[Call]) -> dict[str, Any]:
+        """Fit the offset of the keys, and choose the polynomials of exp and 1 / x.
+
+        Both scores and logarithms of row sums move by the offset's linear function of the query, so that one pass of
+        the exact block is enough.
+        """
+        softmax = self.functions.softmax
+        found: dict[str, list[Tensor]] = {"query": [], "log_sums": [], "top": [], "bottom": []}
+        with self.taps.recording():
+            for args, named in calls:
+                self.block(*args, **named)
+                seen = softmax.seen
+                found["query"].append(seen["query"].transpose(0, 1).flatten(1, 2))
+                found["log_sums"].append(seen["log_sums"].transpose(0, 1).flatten(1))
+                found["top"].append(seen["scores"].amax(-1).transpose(0, 1).flatten(1))
+                found["bottom"].append(seen["scores"].amin(-1).transpose(0, 1).flatten(1))
+        query, log_sums, top, bottom = (torch.cat(x, 1) for x in found.values())
+        offset = torch.stack([-_offset(q, s) for q, s in zip(query, log_sums, strict=True)])
+        moved = (query @ offset[:, :-1, None])[..., 0] + offset[:, -1:]  # (heads, rows)
+        log_sums = log_sums + moved
+        # Row sums and their inverses are equally large if each head's interval is around 1.
+        high = log_sums.amax(1).double() + math.log(self.margin * ROOM_ABOVE)
+        low = log_sums.amin(1).double() - math.log(self.margin)
+        low = torch.maximum(low, high - math.log(WIDEST_DIRECT) + 1e-3)
+        middle = ((low + high) / 2)[:, None].to(top)
+        half = float((high - low).max()) / 2
+        largest = max(float((top + moved - middle).max()), 0.0)
+        lowest = float((bottom + moved - middle).min())
+        enough = (
+            r
+            for r in range(3, _MOST_SQUARINGS + 1)
+            if largest**3 / (6 * 4**r) <= _CLOSE and self.margin * lowest > _LOWEST * 2**r
+        )
+        squarings = next(enough, None)
+        if squarings is None:
+            raise InputError(
+                f"{self.where}: scores from {lowest:.3g} to {largest:.3g} are too large for {_MOST_SQUARINGS} "
+                "squarings; a student with distil.direct = false can be trained to have smaller ones"
+            )
+        ends = torch.tensor([[-half], [half]], dtype=torch.float64).expand(2, len(offset)).exp()
+        return {
+            # No score of a row exceeds the logarithm of its row sum.
+            "exp": {"degree": 2, "squarings": squarings, "interval": [_LOWEST * 2**squarings, half]},
+            "inverse": fit_polynomials.inverse_entry(ends, "scaled", WIDEST_DIRECT),
+            "offset": offset[:, :-1].tolist(),
+            "shift": (offset[:, -1] - middle[:, 0]).tolist(),
+        }
+
+    def _fit(self, linear: nn.Linear, features: list[Tensor], missing: Tensor) -> None:
+        """Change a map by ridge regression so that its outputs for the chosen tokens are nearest to ``missing``."""
+        x, y, w = self._sample(features).double(), missing.double(), self.weights[:, None]
+        mean, middle = (x * w).sum(0) / w.sum(), (y * w).sum(0) / w.sum()
+        x, y = x - mean, y - middle
+        gram = (x * w).T @ x
+        ridge = _RIDGE * gram.diagonal().median()
+        error = y - x @ linear.weight.double().T
+        change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), (x * w).T @ error)
+        weight = linear.weight.double() + change.T
+        bias = middle - weight @ mean
+        linear.weight.copy_(weight - weight.mean(0, keepdim=True))
+        linear.bias.copy_(bias - bias.mean())
 
 
 def _offset(query: Tensor, log_sums: Tensor) -> Tensor:
@@ -157,42 +288,3 @@ def _offset(query: Tensor, log_sums: Tensor) -> Tensor:
         away = (y - x @ found).abs()
         weight = (weight + (away / away.max().clamp_min(1e-12)).clamp_min(1e-2) ** (_POWER - 2)) / 2
     return found.float()
-
-
-def _exponential(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call], where: str) -> Exponential:
-    """Return the polynomial of exp with the fewest squarings that is close to exp at the largest score.
-
-    Raises:
-        InputError: the most squarings are too few.
-    """
-    ends: list[Tensor] = []
-    with taps.recording():
-        for args, named in calls:
-            block(*args, **named)
-            ends.append(torch.stack(functions.softmax.seen["scores"].aminmax()))
-            taps.states.clear()
-    low, high = float(torch.stack(ends).min()), float(torch.stack(ends).max())
-    for squarings in range(3, _MOST_SQUARINGS + 1):
-        if low > -1.5 * 2**squarings and high**3 / (6 * 4**squarings) <= _CLOSE:
-            return Exponential(2, squarings, (low, high))
-    raise InputError(
-        f"{where}: scores from {low:.3g} to {high:.3g} are too large for {_MOST_SQUARINGS} squarings; a student with "
-        "distil.direct = false can be trained to have smaller ones"
-    )
-
-
-def _fit_down(down: nn.Linear, hidden: Tensor, features: Tensor, typical: Tensor) -> None:
-    """Fit the map after GELU to the polynomials' values (n, neurons), so that its outputs stay what they were."""
-    exact = torch.nn.functional.gelu(hidden)
-    peaks = exact.abs().amax(0) * down.weight.square().mean(0).sqrt()
-    weight = down.weight * (_PEAK * typical / peaks.clamp_min(1e-12)).clamp_max(1.0)
-    want = exact @ weight.T
-    mean, middle = features.mean(0), want.mean(0)
-    centred = (features - mean).double()
-    gram = centred.T @ centred
-    ridge = _RIDGE * gram.diagonal().median()
-    error = (want - middle).double() - centred @ weight.double().T
-    change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), centred.T @ error)
-    down.weight.copy_(weight + change.T)
-    down.bias.add_(middle - down.weight @ mean)
-    down.weight.sub_(down.weight.mean(0, keepdim=True)), down.bias.sub_(down.bias.mean())

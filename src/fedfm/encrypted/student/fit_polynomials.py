@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfm.encrypted.student.modules import Functions
+from fedfm.encrypted.student.modules import Functions, PolynomialSoftmax
 from fedfm.encrypted.student.neuron_polynomials import NeuronGelu
 from fedfm.encrypted.student.polynomials import WIDEST, Exponential, Inverse, InverseSquareRoot, Quadratic
 from fedfm.errors import InputError
@@ -29,12 +29,10 @@ class Measured:
         extremes: smallest and largest values by argument: (2,) for ``scores``, ``hidden`` (inputs of GELU), ``first``
             and ``second`` (the variances before attention and MLP); (2, heads) for ``sums``, the row sums of the
             polynomial of exp.
-        wider: factor by which the extremes are widened to intervals.
         moments, targets: sums of x^0 .. x^4 and of gelu(x) x^0 .. x^2 over the inputs x of GELU, for least squares.
     """
 
-    def __init__(self, wider: float = WIDER) -> None:
-        self.wider = wider
+    def __init__(self) -> None:
         self.extremes: dict[str, Tensor] = {}
         self.moments = torch.zeros(5, dtype=torch.float64)
         self.targets = torch.zeros(3, dtype=torch.float64)
@@ -66,18 +64,18 @@ class Measured:
         return a, b, c
 
     def around(self, name: str) -> tuple[float, float]:
-        """Return the extremes, widened around their middle by ``wider``."""
+        """Return the extremes, widened around their middle by :data:`WIDER`."""
         low, high = self.extremes[name].tolist()
-        middle, half = (low + high) / 2, (high - low) / 2 * self.wider
+        middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
 
     def positive(self, name: str, widest: float = WIDEST) -> Tensor:
-        """Return extremes (2, ...) of positive values; ``wider`` divides the lower and multiplies the upper one.
+        """Return extremes (2, ...) of positive values; :data:`WIDER` divides the lower and multiplies the upper.
 
         A smaller factor is used if the ratio of the extremes would otherwise be above ``widest``.
         """
         low, high = self.extremes[name]
-        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(self.wider)
+        factor = (widest * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
         return torch.stack([low / factor, high * factor])
 
 
@@ -86,21 +84,16 @@ def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
     return Exponential(6, 0) if kind == "paper" else Exponential(degree, squarings)
 
 
-def entry(
-    measured: Measured, kind: str, exponential: Exponential, where: str, widest: float = WIDEST
-) -> dict[str, Any]:
+def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -> dict[str, Any]:
     """Choose the polynomials of one block; return them in the form for :func:`apply` and ``config.json``.
-
-    Args:
-        widest: the largest ratio of the ends of an interval of 1 / x or 1 / sqrt(x).
 
     Raises:
         InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or the fit of GELU has a <= 0.
     """
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
-        inverse = _inverse(measured.positive("sums", widest), kind, widest)
-        norms = [_norm(measured.positive(name, widest), kind, name, widest) for name in _NORMS]
+        inverse = inverse_entry(measured.positive("sums"), kind, WIDEST)
+        norms = [_norm(measured.positive(name), kind, name, WIDEST) for name in _NORMS]
         exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
@@ -108,7 +101,6 @@ def entry(
             f"{where}: {error}; train longer in the tame stage (the first of distil.epochs), or use a higher rate there"
         ) from None
     return {
-        **({} if widest == WIDEST else {"widest": widest}),
         "exp": {
             "degree": exponential.degree,
             "squarings": exponential.squarings,
@@ -153,7 +145,7 @@ def refit(
         if _inside(low * scales, high * scales, old):
             return None
         found = _union(measured.positive(name, widest), old[:, None] / scales if keep else None, widest)
-        return {**entry, "inverse": _inverse(found, kind, widest)}
+        return {**entry, "inverse": inverse_entry(found, kind, widest)}
     part = {"scores": "exp", "hidden": "gelu"}[name]
     first, last = entry[part]["interval"]
     if first <= low and high <= last:
@@ -176,7 +168,7 @@ def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
     return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
 
 
-def _inverse(found: Tensor, kind: str, widest: float) -> dict[str, Any]:
+def inverse_entry(found: Tensor, kind: str, widest: float) -> dict[str, Any]:
     """Approximate 1 / x for row sums of exp with these extremes (2, heads); scales bring all heads to one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
@@ -188,10 +180,19 @@ def _inverse(found: Tensor, kind: str, widest: float) -> dict[str, Any]:
 
 def _norm(found: Tensor, kind: str, name: str, widest: float) -> dict[str, Any]:
     low, high = found.tolist()
-    interval = (low, high)
-    check_ratio(interval, _NORMS[name], widest)
     if kind == "paper":
-        return {"kind": "inverse", "steps": 7, "scale": 1 / interval[1], "interval": list(interval)}
+        check_ratio((low, high), _NORMS[name], widest)
+        return {"kind": "inverse", "steps": 7, "scale": 1 / high, "interval": [low, high]}
+    return norm_entry((low, high), _NORMS[name], widest)
+
+
+def norm_entry(interval: tuple[float, float], what: str, widest: float) -> dict[str, Any]:
+    """Approximate 1 / sqrt(x) on an interval by Newton's iteration.
+
+    Raises:
+        ValueError: the interval is not positive, or its ratio is above ``widest``.
+    """
+    check_ratio(interval, what, widest)
     steps = InverseSquareRoot.within(ERROR, interval, widest).steps
     return {"kind": "inverse_square_root", "steps": steps, "interval": list(interval)}
 
@@ -202,29 +203,38 @@ def apply(block: Functions, entry: Mapping[str, Any]) -> None:
     Raises:
         KeyError, TypeError, ValueError: the entry is damaged, or a polynomial is not accurate in its interval.
     """
-    exp, inverse, gelu = entry["exp"], entry["inverse"], entry["gelu"]
-    scales = torch.tensor(inverse["scales"], dtype=torch.float64)
-    if scales.shape != block.softmax.scales.shape:
-        raise ValueError(f"{len(scales)} scales came for {len(block.softmax.scales)} heads")
-    block.softmax.exponential = Exponential(exp["degree"], exp["squarings"], _pair(exp["interval"]))
-    widest = float(entry.get("widest", WIDEST))
-    check_ratio(_pair(inverse["interval"]), "row sums of exp", widest)
-    block.softmax.inverse = Inverse(inverse["steps"], _pair(inverse["interval"]), 1.0)
-    block.softmax.scales.copy_(scales)
-    if "offset" in entry:
-        block.softmax.offset = torch.tensor(entry["offset"]).to(block.softmax.scales)
-        block.softmax.shift = torch.tensor(entry["shift"]).to(block.softmax.scales)
+    gelu, widest = entry["gelu"], float(entry.get("widest", WIDEST))
+    apply_softmax(block.softmax, entry)
     for norm, spec in zip(block.norms, entry["norms"], strict=True):
-        interval = _pair(spec["interval"])
-        check_ratio(interval, "variances", widest)
-        root = spec["kind"] == "inverse_square_root"
-        norm.inverse = (
-            InverseSquareRoot(spec["steps"], interval) if root else Inverse(spec["steps"], interval, spec["scale"])
-        )
+        norm.inverse = norm_of(spec, widest)
     if gelu.get("kind") == "neurons":
         block.gelu.quadratic = NeuronGelu.from_entry(gelu)
     else:
         block.gelu.quadratic = Quadratic(gelu["a"], gelu["b"], gelu["c"], _pair(gelu["interval"]))
+
+
+def apply_softmax(softmax: PolynomialSoftmax, entry: Mapping[str, Any]) -> None:
+    """Install the polynomials of exp and 1 / x, and the offset of the keys; it raises what :func:`apply` does."""
+    exp, inverse = entry["exp"], entry["inverse"]
+    scales = torch.tensor(inverse["scales"], dtype=torch.float64)
+    if scales.shape != softmax.scales.shape:
+        raise ValueError(f"{len(scales)} scales came for {len(softmax.scales)} heads")
+    softmax.exponential = Exponential(exp["degree"], exp["squarings"], _pair(exp["interval"]))
+    check_ratio(_pair(inverse["interval"]), "row sums of exp", float(entry.get("widest", WIDEST)))
+    softmax.inverse = Inverse(inverse["steps"], _pair(inverse["interval"]), 1.0)
+    softmax.scales.copy_(scales)
+    if "offset" in entry:
+        softmax.offset = torch.tensor(entry["offset"]).to(softmax.scales)
+        softmax.shift = torch.tensor(entry["shift"]).to(softmax.scales)
+
+
+def norm_of(spec: Mapping[str, Any], widest: float) -> InverseSquareRoot | Inverse:
+    """Return a norm's polynomial; it raises what :func:`apply` does."""
+    interval = _pair(spec["interval"])
+    check_ratio(interval, "variances", widest)
+    if spec["kind"] == "inverse_square_root":
+        return InverseSquareRoot(spec["steps"], interval)
+    return Inverse(spec["steps"], interval, spec["scale"])
 
 
 def _pair(values: Any) -> tuple[float, float]:

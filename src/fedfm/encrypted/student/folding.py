@@ -181,7 +181,7 @@ def fold_block(block: Any) -> FoldedBlock:
             w, b = _centre(w), _centre(b)
         else:
             # evaluate_folded() of 1 / x does not multiply by its scale, so the weights must contain the scale.
-            scale = norm.inverse.fold[0] if isinstance(norm.inverse, Inverse) else 1.0
+            scale = norm.inverse.fold[0] / norm.inverse.start if isinstance(norm.inverse, Inverse) else 1.0
             w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
         factor = attention.scaling if name == "query" else 1.0
         weights[name], weights[f"{name}_bias"] = w * factor, b * factor
@@ -309,7 +309,8 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
     shift = w["score_shift"][:, None, None] if "score_shift" in w else 0.0
     powers = block.exponential(q @ k.transpose(-1, -2) + shift)
     c = torch.from_numpy(block.inverse_scales)[:, None, None]
-    weights = observe(powers * (block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * c))
+    inverses = block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * (c / block.inverse.start)
+    weights = observe(powers * inverses)
     z = observe(x + linear("output", observe(weights @ v).transpose(1, 2).reshape(n, tokens, d)))
     y = norm(z, block.norms[1])
     hidden = observe(block.gelu(linear("up", y)))

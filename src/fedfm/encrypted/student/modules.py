@@ -136,7 +136,7 @@ class PolynomialSoftmax(Replaced):
             return masked.softmax(-1).to(query.dtype)
         c = self.scales.to(powers.dtype)[:, None, None]
         sums = self._take(self.inverse, sums * c)
-        return (powers * (self.inverse.evaluate_folded(sums) * c)).to(query.dtype)
+        return (powers * (self.inverse.evaluate_folded(sums) * (c / self.inverse.start))).to(query.dtype)
 
 
 def mean_over_places(key: Tensor, copies: int) -> Tensor:

@@ -30,7 +30,7 @@ MARGIN = 1.3  # by default, a neuron's interval is wider than its measured pre-a
 _POWERS = DEGREE // 2
 _EVEN = 0.02  # fraction of the weight of the least squares that is spread evenly over the interval
 _POINTS = 41  # number of these even points
-_LEADING = 0.02  # smallest leading coefficient of P_j, over the largest coefficient
+_LEADING = 0.25  # smallest leading coefficient of P_j, over the largest coefficient
 _RIDGE = 1e-7
 _ARRAYS = ("centres", "scales", "factors", "slopes", "constants")
 
@@ -138,18 +138,24 @@ def _plus(x: Any, numbers: tuple[float, ...]) -> Any:
 
 
 @torch.no_grad()
-def fit_neurons(x: Tensor, low: Tensor, high: Tensor, margin: float = MARGIN) -> NeuronGelu:
+def fit_neurons(
+    x: Tensor, low: Tensor, high: Tensor, margin: float = MARGIN, weights: Tensor | None = None
+) -> NeuronGelu:
     """Fit the polynomials to GELU at pre-activations x (n, neurons), whose extremes over all rows are low and high.
 
     The centre is 0 or within a standard deviation of the mean, whichever fits best. A fiftieth of the weight is spread
     evenly over the interval, so that rare arguments are not far off.
+
+    Args:
+        weights: (n,), those of the rows of x, with a mean of 1; None if all weigh the same.
     """
     x, low, high = x.double(), low.double(), high.double()
     mean, deviation = x.mean(0), x.std(0)
     wide = (high - low) * (margin - 1) / 2
     even = torch.linspace(0, 1, _POINTS, dtype=x.dtype)[:, None] * (high - low + 2 * wide) + low - wide
     points = torch.cat([x, even])
-    weights = torch.cat([torch.ones(len(x), dtype=x.dtype), torch.full((_POINTS,), len(x) * _EVEN / _POINTS)])
+    rows = torch.ones(len(x), dtype=x.dtype) if weights is None else weights.to(x.dtype)
+    weights = torch.cat([rows, torch.full((_POINTS,), len(x) * _EVEN / _POINTS)])
     target = torch.nn.functional.gelu(points)
     best: list[Tensor] = []
     for centre in (torch.zeros_like(mean), mean, mean - deviation, mean + deviation):

@@ -120,7 +120,8 @@ class Inverse(Polynomial):
 
     Start with a = 2 - x, b = 1 - x; then repeat ``steps`` times: b <- b^2, a <- a (1 + b). The relative error is
     (1 - x)^(2^(steps + 1)). The default scale is 2 / (m + M) for the interval [m, M], which makes the error equal at
-    both ends.
+    both ends. If M / m is above :data:`WIDEST`, a starts at :attr:`start` times 2 - x, so that it ends between
+    sqrt(m / M) and sqrt(M / m): masks of refreshes grow with the largest value.
     """
 
     steps: int = 4
@@ -135,6 +136,12 @@ class Inverse(Polynomial):
         return 2 / sum(self.interval) if self.scale is None else self.scale
 
     @property
+    def start(self) -> float:
+        """The power of two by which :meth:`evaluate_folded` multiplies its result; 1 for narrow intervals."""
+        ratio = self.interval[1] / self.interval[0]
+        return 1.0 if ratio <= WIDEST or not self.steps else 2.0 ** -round(math.log2(ratio) / 2)
+
+    @property
     def depth(self) -> int:
         return self.steps + 1
 
@@ -143,10 +150,10 @@ class Inverse(Polynomial):
         return self._scale, 0.0
 
     def evaluate_folded(self, u: X) -> X:
-        """Return 1 / u for the scaled argument u; the caller multiplies the result, or another factor, by the scale."""
+        """Return ``start`` / u for the scaled argument u; the caller multiplies by the scale over ``start``."""
         renew(u)
-        minus = u * -1
-        a, b = minus + 2.0, minus + 1.0
+        minus, start = u * -1, self.start
+        a, b = (minus if start == 1.0 else minus * start) + 2.0 * start, minus + 1.0
         for _ in range(self.steps):
             b = b.square()
             renew(a, b)
@@ -155,7 +162,8 @@ class Inverse(Polynomial):
 
     def evaluate(self, x: X) -> X:
         c = self._scale
-        return self.evaluate_folded(x) if c == 1.0 else self.evaluate_folded(x * c) * c
+        y, back = self.evaluate_folded(x if c == 1.0 else x * c), c / self.start
+        return y if back == 1.0 else y * back
 
     def error(self) -> float:
         """Largest relative error in the interval."""
@@ -205,10 +213,13 @@ class InverseSquareRoot(Polynomial):
 
     def evaluate_folded(self, u: X) -> X:
         m, (p, q) = self.interval[0], self.line
-        last = 1 / math.sqrt(m)  # folded into the last step
+        ratio = self.interval[1] / m
+        # s y takes the place of y, and z / s^2 that of z: of a wide interval both then stay near the root of the ratio.
+        s = 1.0 if ratio <= WIDEST else 2.0 ** round(math.log2(ratio) / 4)
+        last = 1 / (math.sqrt(m) * s)  # folded into the last step
         if not self.steps:
-            return u * (-q / m * last) + p * last
-        y, half = u * (-q / m) + p, u * (-0.5 / m)
+            return u * (-q / m * last * s) + p * last * s
+        y, half = u * (-q / m * s) + p * s, u * (-0.5 / m / s**2)
         for step in range(self.steps):
             c = last if step == self.steps - 1 else 1.0
             h = half * c if c != 1.0 else half

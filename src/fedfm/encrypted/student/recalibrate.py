@@ -27,7 +27,7 @@ from fedfm.encrypted.student import conversion, fit_polynomials
 from fedfm.encrypted.student.distil_rows import AT_ONCE, MEASURED
 from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.encrypted.student.distillation_loss import Taps, save
-from fedfm.encrypted.student.fit_polynomials import WIDER, Measured, refit
+from fedfm.encrypted.student.fit_polynomials import Measured, refit
 from fedfm.encrypted.student.interval_table import table_of
 from fedfm.encrypted.student.modules import Functions
 from fedfm.encrypted.student.scores import outputs, outside
@@ -111,11 +111,9 @@ def _refit_next(
     return entry, ()
 
 
-def run_block(
-    taps: Taps, block: nn.Module, functions: Functions, calls: list[Call], wider: float = WIDER
-) -> tuple[Measured, list[Tensor]]:
+def run_block(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Measured, list[Tensor]]:
     """Run one block on all batches; return the extremes of the block's arguments, and its outputs."""
-    measured, states = Measured(wider), []
+    measured, states = Measured(), []
     with taps.recording():
         for args, kwargs in calls:
             y = block(*args, **kwargs)
