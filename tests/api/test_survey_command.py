@@ -211,3 +211,22 @@ def test_a_super_link_gives_the_same_file(tmp_path):
     for engine in ("local", "deployment"):
         fedfm.survey(tables, tmp_path / engine, changes={"run.engine": engine, "run.workers": 0})
     assert (tmp_path / "local/survey.json").read_bytes() == (tmp_path / "deployment/survey.json").read_bytes()
+
+
+@pytest.mark.simulation
+def test_ray_gives_the_same_file(file, tmp_path):
+    pytest.importorskip("ray")
+    for engine in ("local", "simulation"):  # in processes of their own, which Ray's processes do not outlive
+        words = [
+            sys.executable,
+            "-m",
+            "fedfm",
+            "survey",
+            str(file),
+            "--engine",
+            engine,
+            "--out",
+            str(tmp_path / engine),
+        ]
+        subprocess.run(words, check=True, capture_output=True)
+    assert (tmp_path / "local/survey.json").read_bytes() == (tmp_path / "simulation/survey.json").read_bytes()

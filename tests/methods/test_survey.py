@@ -135,13 +135,6 @@ def test_same_seed_same_figures_whatever_runs_it(place, tmp_path):
     assert len({(r["bytes_up"], r["bytes_down"]) for r in found}) == 1
 
 
-@pytest.mark.simulation
-def test_ray_gives_the_same_figures(place, tmp_path):
-    pytest.importorskip("ray")
-    found = [fedfm.run(tables(place, run={"engine": e}), tmp_path / e) for e in ("local", "simulation")]
-    assert found[0]["details"]["survey"] == found[1]["details"]["survey"]
-
-
 # --- the sums ---------------------------------------------------------------------------------------------------------
 def block(name, x):
     return sums.Block(name, (), x.shape[1], max(int(x.sum(1).max()), 1) if name != sums.FEATURES else 1)
