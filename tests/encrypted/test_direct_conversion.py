@@ -157,31 +157,6 @@ def test_a_converted_block_computes_on_ciphertexts(student):
     np.testing.assert_array_equal(np.asarray(again.gelu.shifts), np.asarray(block.gelu.shifts))
 
 
-@pytest.mark.proof
-def test_a_converted_vit_of_197_tokens_computes_on_ciphertexts(tmp_path):
-    """14 x 14 patches and a class token in 256 places, against the module in float64."""
-    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
-    from fedfm.core.rows import Rows
-    from fedfm.encrypted.protocol.masked import in_one_place
-
-    start = tiny("vit", tmp_path / "start", (56, 56))
-    distiller = Distiller(full(start), full(start), Recipe(), new_head=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        batch = {"pixel_values": torch.randn(24, 3, 56, 56)}
-    distiller.put(convert(distiller.student, lambda: [batch]))
-    interval_table.finish(distiller, lambda: [batch], 0.0)
-    save(distiller.student.model, tmp_path / "student", new_head=True)
-    adaptation = AdaptationSpec("side_adapter", released="class", projection=3)
-    model = load_model(ModelSpec(str(tmp_path / "student"), adaptation=adaptation), classes=("a", "b"), kind="image")
-    module, x = model.backbone.module.double(), batch["pixel_values"][:3]
-    assert min(block.softmax.inverse.start for block in distiller.student.functions) < 1
-    with torch.no_grad():
-        want = conversion.block_states(module, x.double())[:, :, 0] / model.scales[:, None]
-    got = in_one_place(model, Rows({"pixel_values": x})).tensors["states"]
-    np.testing.assert_allclose(got[:, :, 0], want, atol=5e-3)
-
-
 def test_drawn_pictures_come_from_their_seed():
     first, again, other = drawn_pictures(0, 12), drawn_pictures(0, 12, 6), drawn_pictures(1, 12)
     assert [p.size for p in first] == [(SIDE, SIDE)] * 12
