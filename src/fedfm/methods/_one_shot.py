@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.linalg.params import Params
+from fedfm.linalg.params import Layout, Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
@@ -132,3 +132,22 @@ def mean_probability(model: Model, w: Params, rows: Rows) -> Tensor:
     heads = each_head(w)
     total = combine(heads, model.features(rows), torch.logaddexp)
     return (total - torch.tensor(float(len(heads))).log()).float()
+
+
+def total_of(fed: Federation, handler: Callable[..., Any], like: Layout, **payload: Any) -> Params:
+    """The sum of the clients' messages, all of weight 1: their mean times :func:`clients_in_mean`."""
+    mean = fed.mean(handler, like=like, **payload)
+    return clients_in_mean(fed) * mean
+
+
+def clients_in_mean(fed: Federation) -> int:
+    """Number of clients in the last mean, if all messages have weight 1.
+
+    Under secure aggregation a client without an update sends zeros of weight 0, so ``fed.heard``, which counts its
+    message, is too large. A sum by ``fed.heard`` would be larger than its noise covers.
+    """
+    if fed.aggregator.transport.form == "plain":
+        return fed.heard
+    from fedfm.aggregation._secagg import WEIGHT
+
+    return round(fed.process_memory[WEIGHT])

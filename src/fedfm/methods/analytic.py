@@ -34,7 +34,7 @@ from fedfm.core.kept_sums import SEED, KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, head_of, need_head
+from fedfm.methods._one_shot import OneShot, head_of, need_head, total_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant, Spent
@@ -206,8 +206,7 @@ class Analytic(KeepsSums, Predictor, Private, OneShot):
             weights = n.sum() / (outputs * n.clamp_min(n[n > 0].min()))
         d = 1 + (fed.model.feature_dim if self.features == "linear" else self._width)
         like = _sums_of(torch.zeros(0, d).double(), torch.zeros(0, outputs).double(), torch.ones(1)).layout
-        mean = fed.mean(self.sums, like=like, seed=seed, weights=weights)
-        total = fed.heard * mean  # the mean was unweighted; the sum is the mean times the number of replies
+        total = total_of(fed, self.sums, like, seed=seed, weights=weights)
         return self._state(fed.model, total, seed, fed.heard)
 
     def _state(self, model: Model, total: Params, seed: int, clients: int = 1) -> Params:

@@ -24,7 +24,7 @@ from fedfm.core.fields import Paper, setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
-from fedfm.methods._one_shot import class_sums, rows_of
+from fedfm.methods._one_shot import class_sums, rows_of, total_of
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.model import Model
 from fedfm.training.fit_head import HeadSpec, fit_rows
@@ -66,8 +66,7 @@ class CCVR(FedAvg):
             return super().step(fed, w, t)
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
-        sums = fed.mean(self.moments, like=like, w=w)
-        sums = fed.heard * sums  # the mean was unweighted; the sum is the mean times the number of replies
+        sums = total_of(fed, self.moments, like, w=w)
         count, mu, sigma = pool(sums["count"], sums["total"], sums["second"])
         seen = [c for c in range(classes) if count[c] > 0]
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])

@@ -22,7 +22,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, class_sums, head_of, rows_of
+from fedfm.methods._one_shot import OneShot, class_sums, clients_in_mean, head_of, rows_of
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -42,7 +42,7 @@ class FedNCM(KeepsSums, OneShot):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
         mean = fed.mean(self.sums, like=like)  # the mean has a factor 1/K, which cancels
-        return with_sums(self._head(fed.model, mean), fed.heard * mean)
+        return with_sums(self._head(fed.model, mean), clients_in_mean(fed) * mean)
 
     def _head(self, model: Model, sums: Params) -> Params:
         return head_of(model, *nearest_mean(sums["count"], sums["total"], self.distance))

@@ -25,7 +25,7 @@ from fedfm.core.fields import setting
 from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, class_sums, head_of, need_head, rows_of
+from fedfm.methods._one_shot import OneShot, class_sums, head_of, need_head, rows_of, total_of
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -60,8 +60,7 @@ class GHOFL(KeepsSums, Predictor, OneShot):
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         C, d = len(fed.model.classes), fed.model.feature_dim
         like = moments_of(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), C, self.form).layout
-        sums = fed.mean(self.moments, like=like)
-        return self.state_of(fed.model, fed.heard * sums, fed.seed)  # the mean was unweighted: the sum is K times it
+        return self.state_of(fed.model, total_of(fed, self.moments, like), fed.seed)
 
     def state_of(self, model: Model, total: Params, seed: int) -> Params:
         found = gaussians(total, self.form, self.shrinkage)

@@ -31,6 +31,7 @@ from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Layout, Params
 from fedfm.methods import _survey_figures as figures
 from fedfm.methods import _survey_sums as sums
+from fedfm.methods._one_shot import total_of
 from fedfm.methods._survey_sums import FEATURES, SILOS, TARGETS, Array, Block
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant, Spent
@@ -192,7 +193,7 @@ class Survey(Private, Method[SurveyState]):
             parts = {client: _arrays(update.delta) for client, update in replies.items()}
             total = {name: np.sum([part[name] for part in parts.values()], axis=0) for name in layout.slots}
         else:
-            total = _total(fed, self.sums, layout)
+            total = _arrays(total_of(fed, self.sums, layout))
         heard = fed.heard
         if self.noise is not None:
             total, silos = sums.unscaled_sums(total, plan.blocks), heard
@@ -211,7 +212,7 @@ class Survey(Private, Method[SurveyState]):
             about = found[FEATURES]
             layout = Params({"bins": torch.zeros(len(_FARTHEST) + 1, dtype=torch.float64)}).layout
             mean = torch.tensor(about["mean"], dtype=torch.float64)
-            bins = _total(fed, self.compare, layout, mean=mean, variance=about["variance"])["bins"]
+            bins = _arrays(total_of(fed, self.compare, layout, mean=mean, variance=about["variance"]))["bins"]
             if bool((bins < -1e-6).any()) or bins.sum() > fed.heard + 1e-6:
                 raise RunError(f"round {t}: a silo sent a false distance")
             found[_APART] = {"groups": list(bin_names(_FARTHEST)), "counts": [round(float(n)) for n in bins]}
@@ -355,20 +356,6 @@ def _features(client: Client) -> Tensor:
     model, rows = client.model, client.data.train
     plain = model.head is not None or "features" in rows.tensors or hasattr(model, "dual")
     return model.features(rows) if plain else model.last_states(rows)
-
-
-def _total(fed: Federation, handler: Any, layout: Layout, **payload: Any) -> dict[str, Array]:
-    """The sum of the clients' messages: their weights are 1, so it is the mean times the sum of weights.
-
-    Under secure aggregation a client without an update has the weight 0, and nobody knows which one it is.
-    """
-    mean = fed.mean(handler, like=layout, **payload)
-    weight: float = fed.heard
-    if fed.aggregator.transport.form != "plain":
-        from fedfm.aggregation._secagg import WEIGHT
-
-        weight = fed.process_memory[WEIGHT]
-    return _arrays(weight * mean)
 
 
 def _arrays(w: Params) -> dict[str, Array]:

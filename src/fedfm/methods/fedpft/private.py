@@ -21,7 +21,7 @@ from fedfm.core.federation import Federation
 from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_release import key_of_release
-from fedfm.methods._one_shot import rows_of
+from fedfm.methods._one_shot import clients_in_mean, rows_of
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.noisy_moments import Cell, release, to_gaussian
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
@@ -154,14 +154,15 @@ def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[st
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
-    sums = digest(mean["sums"].numpy(), str(fed.heard)).encode()
+    clients = clients_in_mean(fed)
+    sums = digest(mean["sums"].numpy(), str(clients)).encode()
     if fed.store.setdefault("fedpft", sums) != sums:
         raise RunError(
             "the federation has already released sums of other clients: a second release would spend privacy that is "
             "not accounted; start a "
             "new run"
         )
-    cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
+    cells = federation_sum(mean["sums"].numpy(), clients, plan, dim, fed.secret("noise"), f"sum {fed.round}")
     normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}
     found = [(c, _drawable(n[0]), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
     plain = fed.aggregator.transport.form == "plain"
