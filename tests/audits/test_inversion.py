@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fedfm.audits import inversion
 from fedfm.audits.inference import similarity
 from fedfm.audits.inference.inverter import Inverters, train
-from fedfm.audits.inversion import CLEAR, Cell, Compared
+from fedfm.audits.inversion import CLEAR, ClassImages, Compared
 
 
 def images(rng, n):
@@ -72,7 +72,7 @@ def test_inverters_agree_where_they_say_the_same():
 
 def rate_of(computed, members, strangers):
     view = SimpleNamespace(rng=lambda *purpose: np.random.default_rng(0))
-    cells = [Cell(None, np.arange(len(m)), m, s) for m, s in zip(members, strangers, strict=True)]
+    cells = [ClassImages(None, np.arange(len(m)), m, s) for m, s in zip(members, strangers, strict=True)]
     return inversion._rows(view, cells, computed)
 
 

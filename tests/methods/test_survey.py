@@ -137,7 +137,7 @@ def test_same_seed_same_figures_whatever_runs_it(place, tmp_path):
 
 # --- the sums ---------------------------------------------------------------------------------------------------------
 def block(name, x):
-    return sums.Block(name, (), x.shape[1], max(int(x.sum(1).max()), 1) if name != sums.FEATURES else 1)
+    return sums.SurveyBlock(name, (), x.shape[1], max(int(x.sum(1).max()), 1) if name != sums.FEATURES else 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -184,7 +184,11 @@ def test_a_row_more_changes_a_noisy_message_by_at_most_1(seed, n, most, far):
         x[:], x[n] = [1.0, 0, 0], [-1.0, 0, 0]
         groups[:], groups[n] = 0.0, 1.0
         one[:], one[n] = [1.0, 0, 0], [0, 0, 1.0]
-    blocks = (sums.Block("g", (), most, most), sums.Block("o", (), 3, 1), sums.Block(sums.FEATURES, (), d, 1))
+    blocks = (
+        sums.SurveyBlock("g", (), most, most),
+        sums.SurveyBlock("o", (), 3, 1),
+        sums.SurveyBlock(sums.FEATURES, (), d, 1),
+    )
     members = {"g": groups, "o": one, sums.FEATURES: x}
     both = [sums.scaled_sums({key: v[:m] for key, v in members.items()}, m, blocks) for m in (n, n + 1)]
     apart = math.sqrt(sum(((both[1][key] - both[0][key]) ** 2).sum() for key in both[0]))
@@ -202,7 +206,7 @@ def test_a_far_row_comes_near_the_stated_sensitivity():
     n = 1000
     x = np.tile([1.0, 0.0], (n + 1, 1))
     x[n] = [-1.0, 0.0]
-    blocks = (sums.Block(sums.FEATURES, (), 2, 1),)
+    blocks = (sums.SurveyBlock(sums.FEATURES, (), 2, 1),)
     both = [sums.scaled_sums({sums.FEATURES: x[:m]}, m, blocks) for m in (n, n + 1)]
     apart = math.sqrt(sum(((both[1][key] - both[0][key]) ** 2).sum() for key in both[0]))
     assert 0.99 < apart <= 1.0
@@ -231,7 +235,7 @@ def test_a_run_with_noise_states_its_epsilon_and_its_counts_are_off_by_the_noise
 
 def test_noise_has_the_stated_deviation(monkeypatch):
     """Over 400 releases of the same sums under different keys."""
-    blocks = (sums.Block("o", (), 3, 1),)
+    blocks = (sums.SurveyBlock("o", (), 3, 1),)
     members = {"o": np.eye(3)[np.arange(60) % 3]}
     noise, method = SurveyNoise(2.0, 1e-5), Survey()
     found = sums.scaled_sums(members, 60, blocks)

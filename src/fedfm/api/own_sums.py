@@ -53,7 +53,9 @@ def method_with_sums(run: Run) -> KeepsSums:
 
 def why_no_sum(experiment: Experiment) -> str:
     """Why the kept sums are not those over the clients' rows; "" if they are."""
-    if not isinstance(experiment.aggregation, Mean | Secure) or getattr(experiment.aggregation, "clip_norm", None):
+    aggregation = experiment.aggregation
+    clipped = isinstance(aggregation, Secure) and aggregation.clip_norm is not None
+    if clipped or not isinstance(aggregation, Mean | Secure):
         return "the [aggregation] is not the plain sum of the messages"
     return "" if experiment.attack is None else "some clients changed their messages by [attack]"
 

@@ -79,7 +79,7 @@ class Inversion(Audit):
         return [*findings, _rows(view, cells, both)]
 
 
-class Cell(NamedTuple):
+class ClassImages(NamedTuple):
     """A class of a client: its mixture, its rows under attack with their images, and those of rows of nobody."""
 
     sent: SentClass
@@ -155,7 +155,7 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array, Array]:
     return features, own, rows
 
 
-def _cells(view: View, used: Array) -> list[Cell]:
+def _cells(view: View, used: Array) -> list[ClassImages]:
     """The cells with rows under attack, and as many rows of nobody that the attacker does not have.
 
     Raises:
@@ -171,11 +171,11 @@ def _cells(view: View, used: Array) -> list[Cell]:
         if len(rows):
             rest = np.setdiff1d(view.held_out(sent.client, sent.label), used)
             rest = view.rng("strangers", sent.client, sent.label).permutation(rest)[: max(len(rows), rates.FEW)]
-            cells.append(Cell(sent, rows, pictures(table, rows.tolist()), pictures(table, rest.tolist())))
+            cells.append(ClassImages(sent, rows, pictures(table, rows.tolist()), pictures(table, rest.tolist())))
     return cells
 
 
-def _invert(view: View, inverters: Inverters, name: str, cell: Cell) -> tuple[Array, Array]:
+def _invert(view: View, inverters: Inverters, name: str, cell: ClassImages) -> tuple[Array, Array]:
     """The images that the attacker computes of a cell from this source, and how far the inverters agree on each."""
     sent = cell.sent
     assert sent.mixture is not None  # noqa: S101 - see _cells
@@ -209,7 +209,7 @@ def _finding(name: str, found: Compared, baseline: Compared, own: int) -> Findin
     return Finding(name, question, ssim, low, high, own_ssim, rule, says, False, detail)
 
 
-def _rows(view: View, cells: Sequence[Cell], computed: Sequence[Array]) -> Finding:
+def _rows(view: View, cells: Sequence[ClassImages], computed: Sequence[Array]) -> Finding:
     """Whether rows of the clients are nearer to images computed from their mixture than rows of nobody are."""
     scores = []
     for cell, some in zip(cells, computed, strict=True):

@@ -18,13 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.methods._survey_sums import BY_CLASS, FEATURES, ROWS, SILOS, TARGETS, Array, Block
+from fedfm.methods._survey_sums import BY_CLASS, FEATURES, ROWS, SILOS, TARGETS, Array, SurveyBlock
 
 _LEAST_SPREAD = 1e-9  # smaller spreads are rounding
 
 
 def figures_of(
-    sums: Mapping[str, Array], blocks: Sequence[Block], silos: int, least: int, deviations: Mapping[str, float] | None
+    sums: Mapping[str, Array],
+    blocks: Sequence[SurveyBlock],
+    silos: int,
+    least: int,
+    deviations: Mapping[str, float] | None,
 ) -> dict[str, Any]:
     """The figures of all silos together.
 
@@ -96,7 +100,7 @@ def _hide(total: Array, rows: float | None, least: int, deviations: Mapping[str,
 
 
 def _drift(
-    block: Block,
+    block: SurveyBlock,
     total: Array,
     within: float,
     rows: float,
@@ -139,7 +143,7 @@ def _drift_within(sums: Mapping[str, Array], rows: float) -> dict[str, float | N
     return {"between": min(max(1 - within / spread, 0.0), 1.0), "adjusted": min(max(adjusted, 0.0), 1.0)}
 
 
-def silo_figures(parts: Mapping[str, Mapping[str, Array]], blocks: Sequence[Block], least: int) -> dict[str, Any]:
+def silo_figures(parts: Mapping[str, Mapping[str, Array]], blocks: Sequence[SurveyBlock], least: int) -> dict[str, Any]:
     """For each silo its rows, and its distances from the mean of all rows: of targets and of features.
 
     ``targets`` is the total variation distance of its shares. ``features`` is the squared distance of its mean of

@@ -28,7 +28,7 @@ _TOLERANCE = 1e-6  # relative error of sums under secure aggregation, and of flo
 
 
 @dataclass(frozen=True)
-class Block:
+class SurveyBlock:
     """A property as the sums have it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Scale:
+class SurveyScale:
     """Factors that give a message of sensitivity 1 for one row more or less.
 
     A row changes the number of rows by 1, each S by at most sqrt(most), and each W by at most ``spread_bound``.
@@ -75,13 +75,13 @@ class Scale:
     spread: float
 
     @classmethod
-    def of(cls, blocks: Sequence[Block]) -> Scale:
+    def of(cls, blocks: Sequence[SurveyBlock]) -> SurveyScale:
         norm = math.sqrt(1 + sum(block.most + 1 for block in blocks))
         row = math.floor(1 / norm / _STEP) * _STEP
         return cls(row, row - _SLACK)
 
 
-def layout_of(blocks: Sequence[Block], classes: int, *, noisy: bool) -> Layout:
+def layout_of(blocks: Sequence[SurveyBlock], classes: int, *, noisy: bool) -> Layout:
     """The layout of a message.
 
     Args:
@@ -120,9 +120,9 @@ def sums_by_class(x: Array, members: Array) -> dict[str, Array]:
     return {f"{BY_CLASS}.{name}": value for name, value in found.items()}
 
 
-def scaled_sums(members: Mapping[str, Array], count: int, blocks: Sequence[Block]) -> dict[str, Array]:
-    """The sums in units of :class:`Scale`, on the lattice, so that noise of standard deviation sigma covers a row."""
-    scale = Scale.of(blocks)
+def scaled_sums(members: Mapping[str, Array], count: int, blocks: Sequence[SurveyBlock]) -> dict[str, Array]:
+    """The sums in units of :class:`SurveyScale`, on the lattice, so that noise of deviation sigma covers a row."""
+    scale = SurveyScale.of(blocks)
     found = {ROWS: np.array([count * scale.row])}
     for block in blocks:
         x = members[block.name]
@@ -135,9 +135,9 @@ def scaled_sums(members: Mapping[str, Array], count: int, blocks: Sequence[Block
     return found
 
 
-def unscaled_sums(total: Mapping[str, Array], blocks: Sequence[Block]) -> dict[str, Array]:
+def unscaled_sums(total: Mapping[str, Array], blocks: Sequence[SurveyBlock]) -> dict[str, Array]:
     """Sums of all silos in the units of rows, from those of :func:`scaled_sums`."""
-    scale = Scale.of(blocks)
+    scale = SurveyScale.of(blocks)
     found = {ROWS: total[ROWS] / scale.row}
     for block in blocks:
         found[f"{block.name}.sum"] = total[f"{block.name}.sum"] / scale.row
@@ -150,7 +150,7 @@ def unit_features(x: Array) -> Array:
     return unit_rows(x)
 
 
-def fault_of(sums: Mapping[str, Array], blocks: Sequence[Block], silos: int, most_rows: int) -> str | None:
+def fault_of(sums: Mapping[str, Array], blocks: Sequence[SurveyBlock], silos: int, most_rows: int) -> str | None:
     """Why no rows of so many silos can have these sums; None if rows can have them.
 
     The sums of one silo determine its spreads, so they must agree. Those of several silos lie between bounds.

@@ -32,7 +32,7 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.methods import _survey_figures as figures
 from fedfm.methods import _survey_sums as sums
 from fedfm.methods._one_shot import total_of
-from fedfm.methods._survey_sums import FEATURES, SILOS, TARGETS, Array, Block
+from fedfm.methods._survey_sums import FEATURES, SILOS, TARGETS, Array, SurveyBlock
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant, Spent
 from fedfm.privacy.spec import PrivacySpec, need
@@ -224,27 +224,27 @@ class Survey(Private, Method[SurveyState]):
             del found[FEATURES]["mean"]
         return {"survey": found} if found else {}
 
-    def _deviations(self, blocks: tuple[Block, ...], silos: int, noise: SurveyNoise) -> dict[str, float]:
+    def _deviations(self, blocks: tuple[SurveyBlock, ...], silos: int, noise: SurveyNoise) -> dict[str, float]:
         """Standard deviations of the noise: on an entry of a sum (``count``), and on the spread of each block.
 
         Shares have at most twice the variance that is stated.
         """
-        sigma, scale = noise.sigma * math.sqrt(2.0 if noise.shared else silos), sums.Scale.of(blocks)
+        sigma, scale = noise.sigma * math.sqrt(2.0 if noise.shared else silos), sums.SurveyScale.of(blocks)
         found = {block.name: sigma * block.spread_bound / scale.spread for block in blocks}
         return found | {"count": sigma / scale.row}
 
     # --- what both halves know ----------------------------------------------------------------------------------------
-    def _plan(self, model: Model) -> _Plan:
+    def _plan(self, model: Model) -> _SurveyPlan:
         properties = properties_of(model, self.length_bins, self.side_bins)
-        blocks = [Block(of.name, of.groups, len(of.groups), of.most) for of in properties]
+        blocks = [SurveyBlock(of.name, of.groups, len(of.groups), of.most) for of in properties]
         d = _dimension(model) if self.features else 0
         if d:
             names = bin_names(self.norm_bins)
-            blocks += [Block("norm", names, len(names), 1), Block(FEATURES, (), d, 1)]
+            blocks += [SurveyBlock("norm", names, len(names), 1), SurveyBlock(FEATURES, (), d, 1)]
         targets = next((block for block in blocks if block.name == TARGETS), None)
         wanted = self.by_class and d > 0 and self.noise is None and targets is not None and targets.most == 1
         classes = targets.size if wanted and targets is not None and targets.size * d <= _MOST_BY_CLASS else 0
-        return _Plan(properties, tuple(blocks), d, classes)
+        return _SurveyPlan(properties, tuple(blocks), d, classes)
 
     def _layout(self, model: Model) -> Layout:
         plan = self._plan(model)
@@ -323,11 +323,11 @@ class Survey(Private, Method[SurveyState]):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SurveyPlan:
     """What a model's rows are surveyed for; ``dimension`` d of features, and ``classes`` by which they are summed."""
 
     properties: tuple[RowProperty, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[SurveyBlock, ...]
     dimension: int
     classes: int
 
