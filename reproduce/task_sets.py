@@ -7,8 +7,10 @@
 ``answers.jsonl``      questions of banking77 with the name of their intent as the answer
 ``shapes``             a folder of noisy pictures with one circle or square each, next to the masks of their pixels
 ``mri_findings.npz``   brain MRI as vectors of a ViT with three labels: a tumour, in the brain's own tissue, outside it
+``speech.jsonl``       recordings of twelve words that espeak-ng speaks with five voices, and the word as the answer
 ``intents.jsonl``      pairs of questions of banking77 with the same intent
-``tiny-bert-<set>``, ``tiny-t5-<set>``, ``tiny-segformer``  models with random weights; the words are those of the rows
+``tiny-bert-<set>``, ``tiny-t5-<set>``, ``tiny-segformer``, ``tiny-whisper``  models with random weights; their words
+are those of the rows
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +28,8 @@ from typing import Any
 import numpy as np
 
 SENTENCES, PAIRS, PICTURES, QUESTIONS, INTENTS = 2400, 1600, 400, 1600, 20
+SPOKEN = ("yes", "no", "left", "right", "up", "down", "on", "off", "stop", "go", "red", "blue")
+VOICES = ("en", "en-us", "en-gb-scotland", "en+f3", "en+m3")
 _WORD = re.compile(r"[A-Za-z]+")
 
 
@@ -80,6 +86,23 @@ def answers(target: Path, source: Path) -> None:
     ]
     rng = np.random.default_rng(0)
     _write(target, [rows[i] for i in rng.permutation(len(rows))[:QUESTIONS]])
+
+
+def speech(target: Path, _: Path) -> None:
+    """Words as espeak-ng speaks them: each in all of its voices, speeds and pitches, in a random order."""
+    if shutil.which("espeak-ng") is None:
+        raise SystemExit("speech.jsonl: espeak-ng, which speaks the words, is not installed")
+    folder = target.with_name("speech")
+    folder.mkdir(exist_ok=True)
+    every = [(w, v, s, p) for w in SPOKEN for v in VOICES for s in (150, 180, 210) for p in (30, 50, 70)]
+    rows = []
+    for word, voice, speed, pitch in every:
+        file = folder / f"{len(rows)}.wav"
+        said = ["espeak-ng", "-v", voice, "-s", str(speed), "-p", str(pitch), "-w", str(file), word]
+        subprocess.run(said, check=True, capture_output=True)
+        rows.append({"audio": f"speech/{file.name}", "output": word})
+    rng = np.random.default_rng(0)
+    _write(target, [rows[i] for i in rng.permutation(len(rows))])
 
 
 def intents(target: Path, source: Path) -> None:
@@ -163,6 +186,29 @@ def segformer(target: Path) -> None:
     hf.SegformerImageProcessor(size={"height": 32, "width": 32}).save_pretrained(target)
 
 
+def whisper(target: Path) -> None:
+    """A random Whisper that hears one second and knows the words of ``speech.jsonl``."""
+    import torch
+    import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *SPOKEN]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(target)
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 1, "num_mel_bins": 80}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    places = {"max_source_positions": 50, "max_target_positions": 8}
+    config = hf.WhisperConfig(vocab_size=len(words), **sizes, **heads, **ids, **places)
+    config.begin_suppress_tokens = config.suppress_tokens = None
+    hf.WhisperForConditionalGeneration(config).save_pretrained(target)
+    hf.WhisperFeatureExtractor(feature_size=80, chunk_length=1).save_pretrained(target)
+
+
 SETS: dict[str, Callable[[Path, Path], None]] = {
     "digits_labels.npz": labels,
     "diabetes.npz": diabetes,
@@ -170,6 +216,7 @@ SETS: dict[str, Callable[[Path, Path], None]] = {
     "answers.jsonl": answers,
     "intents.jsonl": intents,
     "shapes": shapes,
+    "speech.jsonl": speech,
 }
 
 
@@ -182,6 +229,8 @@ def make(name: str, target: Path, source: Path, also: Callable[[str], None]) -> 
         findings(target, target.with_name("brain_mri.vit_tiny.npz"))
     elif name == "tiny-segformer":
         segformer(target)
+    elif name == "tiny-whisper":
+        whisper(target)
     elif of := re.fullmatch(r"tiny-(bert|t5)-(\w+)", name):
         also(f"{of[2]}.jsonl")
         tiny(target, target.with_name(f"{of[2]}.jsonl"), of[1])
