@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fedfm
-from fedfm.api import execute, predict, signature, studies
+from fedfm.api import execute, predict, prediction_files, signature, studies
 from fedfm.api.model_folder import claim
 from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
@@ -135,7 +135,7 @@ def test_an_export_and_a_file_of_predictions_are_of_one_process(tmp_path):
         assert any(path.suffix == ".safetensors" for path in out.iterdir())
 
     result = {"predictions": ["a"], "probabilities": [[1.0]]}
-    codes = at_once(4, lambda number: predict.write(result | {"by": number}, tmp_path / "rows.json"))
+    codes = at_once(4, lambda number: prediction_files.write(result | {"by": number}, tmp_path / "rows.json"))
     assert codes == [0, 2, 2, 2]
     assert list(tmp_path.glob(".rows.json.*")) == []
 

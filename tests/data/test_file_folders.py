@@ -14,7 +14,8 @@ import tiny_segformer
 import tiny_seq2seq
 import tiny_text
 from fedfm.api.execute import run
-from fedfm.api.predict import predict, write
+from fedfm.api.predict import predict
+from fedfm.api.prediction_files import write
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError

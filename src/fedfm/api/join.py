@@ -34,7 +34,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
-from fedfm.runtime import predictions, run_manifest
+from fedfm.runtime import beforehand, predictions, run_manifest
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
 from fedfm.runtime.own_rows import OwnRows, columns_of, populate
@@ -101,7 +101,8 @@ def join(
         rows = population.data(name)
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
-        for text in [*population.federated.notices, *run_manifest.of_silo(method, population)]:
+        said = [*population.federated.notices, *run_manifest.row_notices(population), *beforehand.notices(population)]
+        for text in said:
             (progress or Bar()).notice(text)
         if not len(rows.test):
             (progress or Bar()).notice(f"{data}: no row is left for tests, so no accuracy is known")
