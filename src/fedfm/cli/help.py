@@ -179,8 +179,8 @@ that are misspelt or out of bounds. `fedfm check` also checks data files, and ru
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
     "completion": """examples:
-  source <(fedfm completion bash)                      in ~/.bashrc: for this shell and later ones
   fedfm completion zsh > ~/.zfunc/_fedfm               for zsh, in a folder that `fpath` has before `compinit`
+  source <(fedfm completion bash)                      for bash, as a line of ~/.bashrc
 
 The script has all commands, arguments, and names of methods and attacks of this version: print it again after an
 update. It needs shtab (extra "completion").

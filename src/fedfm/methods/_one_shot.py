@@ -146,9 +146,9 @@ def clients_in_mean(fed: Federation) -> int:
     Under secure aggregation a client without an update sends zeros of weight 0, so ``fed.heard``, which counts its
     message, is too large. A sum by ``fed.heard`` would be larger than its noise covers.
     """
-    heard: int = fed.heard
-    if fed.aggregator.transport.form == "plain":
-        return heard
-    from fedfm.aggregation._secagg import WEIGHT
+    weight: float = fed.heard
+    if fed.aggregator.transport.form != "plain":
+        from fedfm.aggregation._secagg import WEIGHT
 
-    return round(fed.process_memory[WEIGHT])
+        weight = fed.process_memory[WEIGHT]
+    return round(weight)
