@@ -322,16 +322,20 @@ ATTACKS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "two lists of survivors": (
         views,
         # Of three clients two are left, and the second list would have one.
-        ("signed another list of survivors", "is no neighbour that survived", "a sum of 1 clients, expected 2"),
+        (
+            "signed another list of survivors",
+            "is no neighbour that survived",
+            "the sum has 1 clients, expected at least 2",
+        ),
     ),
     "both shares of one client": (shares, ("agreed to another list of survivors",)),
-    "the same shares again": (twice, ("shares again",)),
+    "the same shares again": (twice, ("requested shares for sum 0 again",)),
     "two models": (models, ("c02 received another model than c00",)),
-    "a replayed round with another model": (replayed_round, ("a masked update again",)),
-    "a second vector with the same masks": (vectors, ("a masked update again",)),
+    "a replayed round with another model": (replayed_round, ("requested a masked update for sum 0 again",)),
+    "a second vector with the same masks": (vectors, ("requested a masked update for sum 0 again",)),
     "wrong share": (share, ("a share is wrong",)),
-    "a cohort of two": (cohort, ("a sum of 2 clients, expected 3 at least",)),
-    "fewer survivors than a silo's minimum": (minimum, ("expected {n} at least",)),
+    "a cohort of two": (cohort, ("the sum has 2 clients, expected at least 3",)),
+    "fewer survivors than a silo's minimum": (minimum, ("expected at least {n}",)),
 }
 
 
