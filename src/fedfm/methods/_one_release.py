@@ -7,9 +7,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fedfm.core.client import Client
-from fedfm.errors import RowsChanged
+from fedfm.errors import Faults, RowsChanged
 from fedfm.privacy import plausibility
+from fedfm.privacy.accountant import Spent
 from fedfm.privacy.noise import digest
+from fedfm.privacy.spec import PrivacySpec
 
 
 def key_of_release(client: Client, title: str, x: NDArray[Any], y: NDArray[Any], plan: str, delta: float) -> bytes:
@@ -32,3 +34,37 @@ def key_of_release(client: Client, title: str, x: NDArray[Any], y: NDArray[Any],
     if notice := plausibility.of_delta(delta, len(y), "training rows of this client"):
         client.log(notice)
     return client.secret("noise")
+
+
+def check_sums(privacy: PrivacySpec, name: str, faults: Faults) -> None:
+    """Note what [privacy] asks that one noisy sum of each client, or shares of its noise, cannot give."""
+    if privacy.mechanism not in (None, "gaussian", "distributed_gaussian"):
+        faults.say(
+            f'privacy.mechanism = "{privacy.mechanism}": {name} has "gaussian" and "distributed_gaussian"',
+            key="privacy.mechanism",
+        )
+    if privacy.unit != "record":
+        faults.say(f'privacy.unit = "{privacy.unit}": {name} protects a "record"', key="privacy.unit")
+
+
+def spent_by_sums(name: str, epsilon: float, delta: float, sensitivity: float, sigma: float, *, shared: bool) -> Spent:
+    """The ledger's entry of one noisy sum of each client.
+
+    Args:
+        sensitivity, sigma: of the sum, for one row more or less.
+        shared: whether the clients add shares of the noise to a hidden sum, instead of all of it to their own.
+    """
+    alone = "one release of one client; a record at several clients spends at each of them"
+    hidden = "one sum over all clients; a record at several clients changes it more than once"
+    note = "against a server that follows the protocol, too; c clients that tell it their noise take c shares"
+    return Spent(
+        mechanism=f"Gaussian, {name}, by the clients" if shared else f"Gaussian, {name}",
+        unit="record",
+        relation="add_remove",
+        epsilon=epsilon,
+        delta=delta,
+        sensitivity=sensitivity,
+        sigma=sigma,
+        composition=hidden if shared else alone,
+        note=note if shared else "",
+    )

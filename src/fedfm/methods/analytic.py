@@ -34,10 +34,11 @@ from fedfm.core.kept_sums import SEED, KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
+from fedfm.methods._one_release import check_sums, spent_by_sums
 from fedfm.methods._one_shot import OneShot, head_of, need_head, total_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
-from fedfm.privacy.accountant import Accountant, Spent
+from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.noise import Array, project, unit_rows, unpack
 from fedfm.privacy.spec import PrivacySpec, need
 
@@ -297,13 +298,7 @@ class Analytic(KeepsSums, Predictor, Private, OneShot):
 
     def protect(self, privacy: PrivacySpec) -> Self:
         faults = Faults()
-        if privacy.mechanism not in (None, "gaussian", "distributed_gaussian"):
-            faults.say(
-                f'privacy.mechanism = "{privacy.mechanism}": analytic has "gaussian" and "distributed_gaussian"',
-                key="privacy.mechanism",
-            )
-        if privacy.unit != "record":
-            faults.say(f'privacy.unit = "{privacy.unit}": analytic protects a "record"', key="privacy.unit")
+        check_sums(privacy, "analytic", faults)
         if self.class_weights != "none":
             faults.say(
                 f'method.class_weights = "{self.class_weights}": the numbers of rows would be another release; under '
@@ -319,24 +314,8 @@ class Analytic(KeepsSums, Predictor, Private, OneShot):
     def spend(self, accountant: Accountant) -> None:
         if self.noise is None or not self.rounds:
             return
-        shared = self.noise.shared
-        accountant.compose(
-            Spent(
-                mechanism="Gaussian, analytic, by the clients" if shared else "Gaussian, analytic",
-                unit="record",
-                relation="add_remove",
-                epsilon=self.noise.epsilon,
-                delta=self.noise.delta,
-                sensitivity=math.sqrt(2),
-                sigma=self.noise.sigma,
-                composition="one sum over all clients; a record at several clients changes it more than once"
-                if shared
-                else "one release of one client; a record at several clients spends at each of them",
-                note="against a server that follows the protocol, too; c clients that tell it their noise take c shares"
-                if shared
-                else "",
-            )
-        )
+        it = self.noise
+        accountant.compose(spent_by_sums("analytic", it.epsilon, it.delta, math.sqrt(2), it.sigma, shared=it.shared))
 
 
 def _feature_seed(seed: int) -> int:

@@ -31,10 +31,11 @@ from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Layout, Params
 from fedfm.methods import _survey_figures as figures
 from fedfm.methods import _survey_sums as sums
+from fedfm.methods._one_release import check_sums, spent_by_sums
 from fedfm.methods._one_shot import total_of
 from fedfm.methods._survey_sums import FEATURES, SILOS, TARGETS, Array, SurveyBlock
 from fedfm.models.model import Model
-from fedfm.privacy.accountant import Accountant, Spent
+from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.spec import PrivacySpec, need
 from fedfm.tasks._row_survey import RowProperty, bin_names, into_bins, properties_of
 
@@ -278,13 +279,7 @@ class Survey(Private, Method[SurveyState]):
 
     def protect(self, privacy: PrivacySpec) -> Self:
         faults = Faults()
-        if privacy.mechanism not in (None, "gaussian", "distributed_gaussian"):
-            faults.say(
-                f'privacy.mechanism = "{privacy.mechanism}": survey has "gaussian" and "distributed_gaussian"',
-                key="privacy.mechanism",
-            )
-        if privacy.unit != "record":
-            faults.say(f'privacy.unit = "{privacy.unit}": survey protects a "record"', key="privacy.unit")
+        check_sums(privacy, "survey", faults)
         for key in ("by_silo", "tell_silos"):
             if getattr(self, key):
                 faults.say(f"method.{key} = true: [privacy] covers one release of sums; drop it", key=f"method.{key}")
@@ -302,24 +297,8 @@ class Survey(Private, Method[SurveyState]):
     def spend(self, accountant: Accountant) -> None:
         if self.noise is None:
             return
-        shared = self.noise.shared
-        accountant.compose(
-            Spent(
-                mechanism="Gaussian, survey, by the clients" if shared else "Gaussian, survey",
-                unit="record",
-                relation="add_remove",
-                epsilon=self.noise.epsilon,
-                delta=self.noise.delta,
-                sensitivity=1.0,
-                sigma=self.noise.sigma,
-                composition="one sum over all clients; a record at several clients changes it more than once"
-                if shared
-                else "one release of one client; a record at several clients spends at each of them",
-                note="against a server that follows the protocol, too; c clients that tell it their noise take c shares"
-                if shared
-                else "",
-            )
-        )
+        it = self.noise
+        accountant.compose(spent_by_sums("survey", it.epsilon, it.delta, 1.0, it.sigma, shared=it.shared))
 
 
 @dataclass(frozen=True)
