@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import ctypes
 import json
 import os
 import platform
@@ -26,6 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # optional: public data sets beside the repository
+
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>: blocks of so many bytes or more are given back as soon as they are free
 
 Times = dict[str, list[tuple[float, float]]]  # variant -> (wall, cpu) seconds of every turn
 
@@ -189,6 +192,7 @@ def added_mib(run: Callable[[], Any]) -> float | None:
     pid = os.fork()
     if not pid:
         try:
+            _return_freed_memory()
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
             before = read("VmRSS")
             run()
@@ -200,6 +204,17 @@ def added_mib(run: Callable[[], Any]) -> float | None:
         text = answer.read()
     os.waitpid(pid, 0)
     return round(float(text), 1) if text else None
+
+
+def _return_freed_memory() -> None:
+    """Give free memory back to the system, here and from now on, so that the resident size is what is in use.
+
+    Otherwise glibc keeps what was freed, and how much of it a call finds again differs from turn to turn.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        libc.malloc_trim(0)
 
 
 def child(script: str, *arguments: str, limit: float = 900) -> dict[str, Any]:
