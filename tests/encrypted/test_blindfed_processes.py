@@ -1,8 +1,10 @@
 """Encrypted inference in processes: the states of one process, clients that fail, processes that die."""
 
+import io
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -15,7 +17,7 @@ from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.encrypted.inference import worker_pool
+from fedfm.encrypted.inference import framing, worker_pool
 from fedfm.encrypted.inference.model_owner import Checkpoint, KeyHolder
 from fedfm.encrypted.inference.model_serialization import model_bytes, model_of
 from fedfm.encrypted.inference.released_states import Released
@@ -169,3 +171,17 @@ def test_unknown_polynomials_are_refused():
     odd = replace(MODEL, blocks=(replace(MODEL.blocks[0], gelu=Other()),))
     with pytest.raises(InputError, match="polynomial of class Other"):
         model_bytes(odd)
+
+
+def test_a_worker_whose_run_was_killed_ends_without_a_word():
+    request = io.BytesIO()
+    framing.write(request, framing.DONE)  # no job: the worker answers that it cannot read it
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "fedfm.encrypted.inference.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    worker.stdout.close()  # nobody reads the answer
+    assert worker.communicate(request.getvalue(), timeout=60)[1] == b""
+    assert worker.returncode == 0

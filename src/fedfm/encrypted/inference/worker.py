@@ -93,13 +93,13 @@ def _unit(answer: bytes) -> None:
 def main() -> None:
     """Process jobs from stdin. Only frames go to stdout; all other output goes to stderr."""
     buffers.keep_all_freed()
-    with os.fdopen(os.dup(1), "wb") as target:
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr
-        try:
+    try:
+        with os.fdopen(os.dup(1), "wb") as target:
+            os.dup2(2, 1)
+            sys.stdout = sys.stderr
             serve(sys.stdin.buffer, target)
-        except BrokenPipeError:
-            return
+    except BrokenPipeError:  # the process that asked has ended, and nobody reads; closing `target` may find it, too
+        return
 
 
 if __name__ == "__main__":
