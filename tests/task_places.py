@@ -33,7 +33,6 @@ def rows(name: str) -> list[dict[str, Any]]:
             "label": [name for name, has in (("odd", i % 2), ("third", i % 3 == 0)) if has],
         },
         "embedding": lambda i, text: {"anchor": f"{text} {WORDS[i % 3]}", "positive": f"old {text} {WORDS[i % 3]}"},
-        "ordinal": lambda i, text: {"text": text, "grade": 1 + i % 5},
         "regression": lambda i, text: {"text": text, "label": i % 4 - 1.5},
         "segmentation": lambda i, text: {"image": f"images/{i:03d}.png", "mask": f"masks/{i:03d}.png"},
         "token_classification": lambda i, text: {
