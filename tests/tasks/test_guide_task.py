@@ -27,7 +27,7 @@ def test_the_guides_task_runs_whole(tmp_path):
     task, rows = (text for language, text in blocks if language == "python")
     (experiment,) = (text for language, text in blocks if language == "toml")
     (console,) = (text for language, text in blocks if language == "console")
-    with_one_more_task(tmp_path / "fedfm", "score.py", task)
+    copy(Path(fedfm.__file__).parent, tmp_path / "fedfm", {"tasks/score.py": task})
     (tmp_path / "films.toml").write_text(experiment)
     (tmp_path / "rows.py").write_text(rows)
     words = [line.removeprefix("$ fedfm ").split() for line in console.splitlines()]
@@ -41,15 +41,33 @@ def test_the_guides_task_runs_whole(tmp_path):
     assert "GPT2ForSequenceClassification" in python(tmp_path, "-c", check)
 
 
-def with_one_more_task(package, name, text):
-    """A copy of fedfm by links, with one more file in its folder of tasks."""
-    source = Path(fedfm.__file__).parent
-    (package / "tasks").mkdir(parents=True)
-    for folder in ("", "tasks"):
+@pytest.mark.proof
+def test_the_guides_task_passes_the_tests_of_every_task(tmp_path):
+    text, tests = PAGE.read_text(), Path(__file__).parents[1]
+    task = BLOCKS.search(text)[2]
+    (line,) = re.findall(r'^```py\n("score": .*)\n```$', text, re.M)
+    places = (tests / "task_places.py").read_text()
+    assert places.count("    made = {\n") == 1
+    copy(Path(fedfm.__file__).parent, tmp_path / "fedfm", {"tasks/score.py": task})
+    changed = {"task_places.py": places.replace("    made = {\n", f"    made = {{\n        {line}\n")}
+    of_every_task = (tests / "tasks" / "test_every_task.py").read_text()
+    copy(tests, tmp_path / "tests", changed | {"tasks/test_every_task.py": of_every_task})
+    (tmp_path / "pyproject.toml").symlink_to(tests.parent / "pyproject.toml")
+    arguments = ("-q", "-p", "no:cacheprovider", "tests/tasks/test_every_task.py", "-k", "[score]")
+    assert " passed" in python(tmp_path, "-m", "pytest", *arguments)
+
+
+def copy(source, target, files):
+    """A copy of a folder by links, with further or other files in it, by their paths."""
+    folders = {Path(name).parent for name in files} | {Path()}
+    for folder in folders:
+        (target / folder).mkdir(parents=True, exist_ok=True)
         for entry in (source / folder).iterdir():
-            if entry.name not in ("tasks", "__pycache__"):
-                (package / folder / entry.name).symlink_to(entry)
-    (package / "tasks" / name).write_text(text)
+            at = entry.relative_to(source)
+            if entry.name != "__pycache__" and str(at) not in files and at not in folders:
+                (target / at).symlink_to(entry)
+    for name, text in files.items():
+        (target / name).write_text(text)
 
 
 def python(folder, *arguments):
