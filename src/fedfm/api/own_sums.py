@@ -26,10 +26,10 @@ from fedfm.runtime.run_directory import Run
 
 
 def method_with_sums(run: Run) -> KeepsSums:
-    """The run's method, whose result without a client is a function of the kept sums minus the client's own.
+    """The run's method, if its result without a client is a function of the kept sums minus the client's own.
 
     Raises:
-        InputError: it is not, and the message says why.
+        InputError: the result is no such function; the message says why.
     """
     experiment, method, why = run.experiment, run.experiment.method, ""
     if run.manifest["result"] is None:
@@ -126,14 +126,12 @@ def read(run: Run, state: Params, path: Path, client: str | None = None) -> tupl
 
 
 def subtract(method: KeepsSums, state: Params, sums: Params, whose: str) -> Params:
-    """The kept sums without these.
+    """The kept sums minus these sums.
 
     Raises:
-        InputError: no rows could have what is left, so the sums are not those of the client's message.
+        InputError: no rows could have the difference, so these are not the sums of the client's message.
     """
     rest = Params({name: tensor.clone() for name, tensor in (sums_of(state) - sums).items()})
     if not method.could_be_sums(rest):
-        raise InputError(
-            f"the kept sums without those of {whose} belong to no rows: these are not the sums that {whose} sent"
-        )
+        raise InputError(f"no rows have the kept sums minus those of {whose}: these are not the sums that {whose} sent")
     return rest

@@ -32,7 +32,7 @@ from fedfm.runtime.run_directory import Run
 FILE = "survey.json"
 _NAME = "survey"
 _TAKES = "`fedfm survey exp.toml` takes an experiment in TOML"
-# Keys of [run] and [data] about training and scores, which a survey has not.
+# Keys of [run] and [data] on training and scores; a survey has neither.
 _NO_USE = {
     "run": (
         *("patience", "local_scores", "asynchronous", "target_accuracy", "transport"),

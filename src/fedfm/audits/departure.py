@@ -71,7 +71,7 @@ def _of_client(run: Run, client: ClientId, entry: Mapping[str, Any], notice: Cal
 def made_again(replay: Replay, clients: Sequence[ClientId], notice: Callable[[str], None]) -> Finding:
     """The finding on the distance of the stored model from that of the same run, made again.
 
-    The manifest's hash of the model decides nothing: who stored another model can write another hash.
+    The manifest's hash of the model decides nothing: anyone who replaced the model could also replace the hash.
     """
     run, population = replay.run, replay.fresh()
     method, result = run.experiment.method, run.manifest["result"]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
-SEED = f"{SUMS}seed"  # in the state, if the sums are of random features
-_ROUNDING = 1e-3  # of a number of rows, which is a whole number
+SEED = f"{SUMS}seed"  # entry of the state: the seed of random features, if the sums are over these
+_ROUNDING = 1e-3  # tolerance of a number of rows, which is whole without rounding errors
 
 
 class KeepsSums(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 
 FEATURES, TARGETS, MISSING = "features", "targets", "missing"
 _SKEW, _DRIFT, _FAR = 0.1, 0.05, 0.1  # shares of a spread, without chance; squared distance in units of a variance
-_NARROW = 0.5  # of the effective number of groups of all rows
+_NARROW = 0.5  # share of the effective number of groups of all rows
 _FEW_ROWS, _FEW_SILOS, _IMBALANCE, _GAPS = 100, 3, 10, 0.01
 _LEAST_SPREAD = 1e-9  # smaller spreads are rounding
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
-_PATIENCE = 120.0  # seconds without any actor that runs, until a message fails
-_FAILURES = 20  # actors that may fail while they start, until no new ones are made
+_PATIENCE = 120.0  # seconds after which a message fails if no actor runs
+_FAILURES = 20  # number of actors that fail while they start, after which no new ones are made
 
 
 class ActorPool:

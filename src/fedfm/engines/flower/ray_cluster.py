@@ -66,7 +66,7 @@ class RayCluster:
         )
 
     def teller(self, tell: Callable[[str], None]) -> Callable[[str, str], None]:
-        """A function that tells of a client whose actor was lost with its node, given the ids of both."""
+        """A function that notifies the operator of a lost node, given the ids of the client and of the node."""
 
         def tell_of(client: str, node: str) -> None:
             known = next(known for known in self.nodes if known.id == node)

@@ -264,7 +264,7 @@ def _populate(name: str, experiment: Experiment) -> Partitioned:
     """Rows and model, which share the memory of frozen weights with the other actors of this machine."""
     population = populate(experiment)
     if population.client_model is not None and base_memory.share(population.client_model.module, name):
-        trim_heap()  # of the copies that are not needed any more
+        trim_heap()  # the shared file replaces copies
     return population
 
 

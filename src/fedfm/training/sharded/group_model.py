@@ -1,4 +1,4 @@
-"""The model of a client whose group of processes computes: here are its names, tools and trained values alone."""
+"""A model that a group of processes computes; this process has only its names, its tools and its trained values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GroupModel(Model):
         vars(self.module)["generate"] = self._refuse
         self.group = ProcessGroup(settings)
         self._built = False
-        self._halvings = 0  # of the rows at once, after a rank was out of memory
+        self._halvings = 0  # how often the number of rows at once was halved because a rank was out of memory
         self._at_once = 1  # rows at once of the last request
         self._w: Params | None = None  # the values that load() was given last
         self._at_ranks: Params | None = None  # the values that the ranks have
