@@ -250,7 +250,7 @@ def _costs(found: Rehearsal, seconds: float) -> dict[str, Any]:
 
 
 def _plan_price(made: Experiment, population: Partitioned, seconds: float) -> dict[str, Any] | None:
-    """The price of a run on encrypted rows: the plan's costs, and those of the rounds after it."""
+    """The price of a run on encrypted rows: the costs of the plan, and of the rounds after it."""
     method = made.method
     plan = method.plan(population.model, counts_of(population)) if isinstance(method, Planned) else None
     if plan is None:

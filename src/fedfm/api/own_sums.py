@@ -37,7 +37,7 @@ def method_with_sums(run: Run) -> KeepsSums:
     if not isinstance(method, KeepsSums):
         raise InputError(f"{run.path}: the server keeps no sums of {run.experiment.method_name}")
     if experiment.privacy is not None and experiment.privacy.states_epsilon:
-        why = "under [privacy] the message had noise, and the sums without it would be another release"
+        why = "under [privacy] the message had noise, and the sums without noise would be another release"
     elif not experiment.method.traits.independent_messages:
         why = "the class weights depend on the rows of all clients"
     elif isinstance(tasks.task_named(experiment.model.task), AddsRows):
@@ -47,7 +47,7 @@ def method_with_sums(run: Run) -> KeepsSums:
     elif run.manifest["result"]["rounds"] != 1:
         why = "it has no round"
     if why:
-        raise InputError(f"{run.path}: the kept sums minus a client's own are not those without it: {why}")
+        raise InputError(f"{run.path}: without a client, the sums are not the kept sums minus its own: {why}")
     return method
 
 

@@ -63,8 +63,8 @@ class Rehearsal:
         of_rounds: the part of these bytes that is not of the start, i.e. of round 0.
         at_least: whether the bytes are a lower bound, because they grow with the rows.
         seconds: the whole run's seconds on this machine.
-        rounds, all_rounds: the rounds that were run, and those of the whole run.
-        rows, all_rows: the training rows that were read, and those of the whole run.
+        rounds, all_rounds: numbers of rounds in the rehearsal, and in the whole run.
+        rows, all_rows: numbers of training rows in the rehearsal, and in the whole run.
         run: the files of the rehearsal.
     """
 

@@ -71,7 +71,7 @@ def survey(
 
     Raises:
         InputError: the experiment is not valid, has no [model], or protects clients while no epsilon is given.
-        RunError: too few silos answer, or their sums are those of no rows.
+        RunError: too few silos answer, or no rows can have their sums.
     """
     progress = progress or Bar()
     made = _experiment_of(experiment, changes or {}, epsilon, delta, progress)

@@ -2,7 +2,7 @@
 
 The run is replayed, and the server half computes the model of any set of clients from the messages of these clients.
 If messages depend on a client's own rows only (the trait ``independent_messages``), this is the model that the set
-would have trained, so the values are those of true retraining. With rounds it is a reconstruction: each round starts
+would have trained, so the values equal those of true retraining. With rounds it is a reconstruction: each round starts
 from the run's state, and the values of a client in all rounds are added. This is the reconstruction of GTG-Shapley
 (Liu, Chen, Chen, Liu, Yu, Zhang, ACM TIST 2022, arXiv:2109.02053), without its truncation, so that the values add up to
 the total.

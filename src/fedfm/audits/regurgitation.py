@@ -123,6 +123,6 @@ def finding(members: Halves, strangers: Halves, of: str = "") -> Finding:
 
 
 def _rate(rows: Halves, k: int) -> tuple[int, int, float, float]:
-    """Rows of which at least k tokens were written, rows that have as many, and the exact 95 % interval of the rate."""
+    """Rows with at least k written tokens, rows with at least k tokens, and the exact 95 % interval of the rate."""
     hits, n = int((rows.written >= k).sum()), int((rows.length >= k).sum())
     return hits, n, *(clopper_pearson(hits, n) if n else (0.0, 1.0))

@@ -1,8 +1,8 @@
 """The role of a one-round method whose model is a function of sums over all rows.
 
-The server keeps the sums in its state. So a client that joins later adds its own sums, one that leaves subtracts them,
-and the model is that of a run with, or without, this client from the start. Caller: ``fedfm join``, ``leave`` and
-``worth``. The role stands apart from :mod:`fedfm.core.capabilities`, since no round calls it.
+The server keeps the sums in its state. So a client that joins later adds its own sums, and one that leaves subtracts
+them. The model is then that of a run in which this client took part, or did not, from the start. Caller: ``fedfm
+join``, ``leave`` and ``worth``. The role stands apart from :mod:`fedfm.core.capabilities`, since no round calls it.
 """
 
 from __future__ import annotations

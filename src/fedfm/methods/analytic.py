@@ -44,7 +44,7 @@ from fedfm.privacy.spec import PrivacySpec, need
 
 _RANDOM, _PROJECTED = 1024, 64  # random combinations of features, unless ``width`` sets another number
 _ROUNDING = 1e-6  # tolerance of eigenvalues below 0: sums are float64, or fixed-point under secure aggregation
-_NO_ROWS = "the clients' sums are those of no rows, so a client has sent others"
+_NO_ROWS = "no rows can have the clients' sums, so a client has sent false ones"
 _GRID = 2.0**12  # shared noise: entries of a row are multiples of 1 / _GRID, so its products are exact
 
 

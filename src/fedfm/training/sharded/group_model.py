@@ -34,7 +34,7 @@ KEPT = 1 << 28  # bytes of rows that each rank keeps for later requests
 
 
 def load_group_model(spec: ModelSpec, settings: GroupSettings, **about: Any) -> GroupModel:
-    """As :func:`fedfm.models.load.load_model`, for a model of which each process of a group has a part.
+    """As :func:`fedfm.models.load.load_model`, for a model that the processes of a group share.
 
     Raises:
         InputError: there is no such model, or it cannot be shared among processes.
@@ -197,7 +197,7 @@ class GroupModel(Model):
         return {name: sum(part[name] for part in parts) for name in LanguageTask.sums}
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Raise an error, since this process has no weights; without it only where shapes alone matter."""
+        """Raise an error, since this process has no weights, unless only shapes matter."""
         self._refuse()
         return super().outputs(batch)
 
