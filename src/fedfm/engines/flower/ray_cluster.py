@@ -232,7 +232,7 @@ def _check_nodes(experiment: Experiment, nodes: Sequence[RayNode], run: Path | N
 
 
 def _paths(tables: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Files and folders that an experiment names and that are here: the table, the key in it, the key with tables."""
+    """Yield each file or folder on this machine that an experiment names: its table, its key, and the dotted key."""
     places = [(tables[t], key, f"{t}.{key}") for t, keys in KEYS.items() if t != "run" for key in keys]
     clients = tables["data"].get("clients") or {}
     for table, key, name in [*places, *((clients, client, f"data.clients.{client}") for client in clients)]:
