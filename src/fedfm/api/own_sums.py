@@ -1,7 +1,7 @@
 """A client's own sums of a finished run, as a file: with it the client leaves the run, or agrees to be valued.
 
 The sums are those of the client's message in the run. Under secure aggregation nobody else has seen them, so only the
-client can make this file, and whoever reads it learns the client's sums.
+client can make this file, and anyone who reads it learns the client's sums.
 """
 
 from __future__ import annotations
