@@ -20,11 +20,12 @@ Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in per
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
 RATES = (
     "A difference is a claim only if each of its rows has a rate that was chosen on validation rows at its own point. "
-    "*At a grid's edge*: the best of the values searched was the last one tried, so that a better one may lie beyond."
+    "*At a grid's edge*: the best of the values searched was the last one tried, so a better one may lie outside the "
+    "grid."
 )
 NO_CLAIMS = "Comparisons that are no claims"
 LEFT_OUT = (
-    "A rate of one of the rows was not chosen at that row's own point, so that these differences decide nothing about "
+    "A rate of one of the rows was not chosen at that row's own point, so these differences decide nothing about "
     "the paper: no bound, no verdict. The figures are in the unit of the claims."
 )
 QUANTITIES = {  # what stands behind the colon of a row

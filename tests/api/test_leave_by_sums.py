@@ -167,7 +167,7 @@ def test_another_file_is_refused(analytic, tmp_path, capsys):
     refused("sums of north, not of south", client="south")
     refused("no file of a client's sums", sums=Params({"C": good["sums"]["C"]}))
     refused("no file of a client's sums", sums=float("nan") * good["sums"])
-    refused("belong to no rows", sums=10.0 * good["sums"])
+    refused("no rows have the kept sums", sums=10.0 * good["sums"])
     (tmp_path / "other.sums").write_bytes(b"damaged")
     with pytest.raises(InputError, match="no file of a client's sums"):
         leave(analytic.run, "north", sums=tmp_path / "other.sums", progress=QUIET)

@@ -152,7 +152,10 @@ def test_more_clients_than_all_sets_allow(tmp_path):
     [
         ({"method": {"name": "analytic"}, "privacy": {"aggregator": "secagg"}}, "a silo that consents writes"),
         ({"method": {"name": "average"}, "aggregation": {"name": "secure"}}, "if every silo consents"),
-        ({"method": {"name": "analytic", "class_weights": "balanced"}}, "answers what others said"),
+        (
+            {"method": {"name": "analytic", "class_weights": "balanced"}},
+            "a client's later messages depend on the others' earlier ones",
+        ),
         ({"method": {"name": "ditto", "rounds": 1}}, "own model"),
         ({"method": {"name": "fedncm", "rounds": 0}}, "no round"),
         (

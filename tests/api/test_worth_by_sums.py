@@ -84,7 +84,7 @@ def test_silos_without_a_file_count_as_one(tmp_path, monkeypatch, rows):
             known[frozenset(parts)] - known[frozenset(others)], abs=1e-9
         )
     assert found["total"] == pytest.approx(known[frozenset(parts)] - known[frozenset()], abs=1e-9)
-    with pytest.raises(InputError, match="are d's own, which did not agree"):
+    with pytest.raises(InputError, match="would disclose the sums of d, which gave none"):
         worth(federation.run, sums=files(federation, "abc"), rows=rows, progress=QUIET)
 
 
@@ -95,7 +95,7 @@ def test_what_is_refused(tmp_path, monkeypatch, rows):
         ({"sums": [file]}, "give rows to value models by: --rows"),
         ({"sums": [file, file], "rows": rows}, "north are given twice"),
         ({"sums": [rows], "rows": rows}, "no file of a client's sums"),
-        ({"rows": rows}, "--rows: they value models that are made of --sums"),
+        ({"rows": rows}, "--rows: only with --sums"),
         ({"sums": [file], "rows": rows, "evaluations": 1}, "expected at least 2"),
         ({}, "own data are not on this machine"),
     ):

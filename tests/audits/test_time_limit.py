@@ -88,7 +88,7 @@ def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(run, monkeypatch, cap
     monkeypatch.setattr(HeadRows, "findings", lambda *args, **options: stop(KeyboardInterrupt))
     monkeypatch.setattr(HeadRows, "seconds", lambda *args: 500.0)
     assert main(["audit", str(run), "--attack", "label_counts", "--attack", "head_rows"]) == 130
-    assert f"for the rest run: fedfm audit {run} --attack head_rows" in capsys.readouterr().err
+    assert f"for the other attacks run: fedfm audit {run} --attack head_rows" in capsys.readouterr().err
     assert stored(run) == {"label_counts"}
     assert "label_counts" in (run / "report.html").read_text()
 

@@ -259,7 +259,7 @@ def prose(page):
     return not by_script and "Written by docs/generate.py" not in page.read_text(encoding="utf-8")
 
 
-PROSE = [page for page in DOCUMENTS if prose(page) and page.name not in ("threat-model.md", "add-a-method.md")]
+PROSE = [page for page in DOCUMENTS if prose(page)]
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)

@@ -330,7 +330,7 @@ def test_sums_of_no_rows_end_the_run_in_one_line(place, scale, monkeypatch, tmp_
         return replace(found, delta=(scale if client.id == "client-01" else 1.0) * found.delta)
 
     monkeypatch.setattr(Analytic, "sums", lie)
-    with pytest.raises(RunError, match="sums are those of no rows"):
+    with pytest.raises(RunError, match="no rows can have the clients' sums"):
         fedfm.run(tables(place, clients=2, alpha=100.0), tmp_path)
 
 

@@ -44,7 +44,7 @@ def test_bytes_bound_and_components_are_told(runs):
     result = fedfm.load_run(runs / "plain").manifest["result"]
     for part in (
         "by equations (10) to (12)",
-        "the raw features would be",
+        "raw features, for comparison",
         "our bound",
         "as printed",
         "counted by the clients",
@@ -57,7 +57,7 @@ def test_bytes_bound_and_components_are_told(runs):
 
 def test_a_chain_shows_every_head_and_a_private_run_its_noise(runs):
     along = text(runs / "chain")
-    assert "Along the way" in along
+    assert "Heads along the chain" in along
     assert "client-00" in along
     noise = text(runs / "private")
     assert "standard deviation of the noise" in noise

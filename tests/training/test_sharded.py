@@ -54,7 +54,7 @@ def tables(folder, **changes):
         ({"model__compile": True}, "compiled blocks cannot collect their weights"),
         ({"model__device": "auto-map"}, "each process takes a device of its own"),
         ({"model__device": "cuda:1"}, "each process takes a device of its own"),
-        ({"model__weights": "random"}, "no file of which each process reads a part"),
+        ({"model__weights": "random"}, "no file that processes could read in parts"),
         ({"model__name": "nano-vit"}, "is no folder or hub id"),
         ({"model__adaptation": {"name": "lora", "dora": True}}, "dora reads the norms of whole matrices"),
         ({"model__adaptation": {"name": "prompt"}}, "is trained by one process"),

@@ -1,4 +1,4 @@
-"""Noise on one sum over records, of which each client adds a share under secure aggregation.
+"""Noise on one sum over records. Under secure aggregation, each client adds a share of the noise.
 
 A method whose sums change by a bounded amount with a record needs no clipping of whole clients, and one sum has the
 noise of one release however many clients there are. The shares are those of
@@ -30,7 +30,7 @@ from fedfm.privacy.noise import cover
 
 STEP = 2.0**-24  # distance of the lattice on which a client's sums are exact
 _LEAST_SHARE = 4096.0  # smallest standard deviation of a share, in steps
-_MOST_CLIENTS = 1 << 10  # with the default bound, the fixed-point numbers of so many clients have the lattice's points
+_MOST_CLIENTS = 1 << 10  # for more clients, fixed-point numbers would lack points of the lattice
 
 
 @runtime_checkable
@@ -46,8 +46,8 @@ class SharesNoise(Protocol):
 class RecordShares(Mechanism):
     """Each client adds a share of the noise to its part of the only sum of a run.
 
-    The method accounts for the release. A client answers once in a run: two sums of different clients would differ by
-    one client's part with its share alone.
+    The method accounts for the release. A client answers once in a run: the difference of two sums could be one
+    client's part, with only this client's share of the noise.
 
     Attributes:
         sigma: standard deviation of the noise of the fewest clients whose sum can be unmasked.
@@ -73,7 +73,7 @@ class RecordShares(Mechanism):
         return Update(on_layout(update.delta.layout, self._noisy(client, steps) * STEP), 1.0)
 
     def blank(self, client: Client) -> Update:
-        """An update of zeros with the noise of any other: the sum needs every share."""
+        """An update of zeros with the noise of any other update, since the sum needs every share."""
         return self.bound(client, Update(Params({"": torch.zeros(sum_of(client).size, dtype=torch.float64)}), 1.0))
 
     def _noisy(self, client: Client, steps: Steps) -> Steps:

@@ -1,4 +1,4 @@
-"""Which protection, with a price: the protections that an experiment could have, each as an experiment of its own.
+"""Compare protections by their price: each protection that an experiment could have is an experiment of its own.
 
 Every option is rehearsed on this machine (:mod:`fedfm.api.rehearsal`), which counts its bytes, takes its time, and
 shows from the messages who could read what. Its epsilon is the accountant's for all rounds. Encrypted rows are not
@@ -106,7 +106,7 @@ def advise(
             seen.append(like)
             option = about | _price(protection, made, seconds, progress)
         except FedfmError as error:
-            if protection is PROTECTIONS[0]:  # not this option is impossible, but the experiment
+            if protection is PROTECTIONS[0]:  # the experiment itself is impossible, whatever the option
                 raise
             refused.append(about | {"reason": str(error)})
             continue
@@ -127,7 +127,7 @@ def _tables_of(experiment: str | Path | Mapping[str, Any], changes: Mapping[str,
         for key, value in changes.items():
             put(tables, key, value)
     else:
-        Experiment.load(experiment, changes, tell=lambda text: None)  # refuses a file with all of its faults
+        Experiment.load(experiment, changes, tell=lambda text: None)  # its error lists all faults of the file
         tables, former = read(experiment, changes, _TAKES), read(experiment, {}, _TAKES)["method"]
         if "method.name" in changes:
             tables = without_former_keys(tables, former, changes, lambda text: None)
@@ -232,7 +232,7 @@ def _rehearsal_price(made: Experiment, population: Partitioned, seconds: float) 
     found = rehearse(made, population, seconds)
     halves = (getattr(made.method, name) for name in (*made.method.means, *made.method.asks))
     weights = any(Params in get_type_hints(half).values() for half in halves)
-    whole = found.rows == found.all_rows and found.rounds == found.all_rounds  # else they may be of too few rows
+    whole = found.rows == found.all_rows and found.rounds == found.all_rounds  # few rows may cause warnings
     warnings = [str(text) for text in sequence(found.run.result.get("warnings"))] if whole else []
     costs = _costs(found, found.seconds) | {"basis": found.basis, "warnings": warnings}
     return costs | {"readable": dict(readers(found.run, weights))}
@@ -250,7 +250,7 @@ def _costs(found: Rehearsal, seconds: float) -> dict[str, Any]:
 
 
 def _plan_price(made: Experiment, population: Partitioned, seconds: float) -> dict[str, Any] | None:
-    """The price of a run on encrypted rows: the plan's costs, and those of the rounds after it."""
+    """The price of a run on encrypted rows: the costs of the plan, and of the rounds after it."""
     method = made.method
     plan = method.plan(population.model, counts_of(population)) if isinstance(method, Planned) else None
     if plan is None:

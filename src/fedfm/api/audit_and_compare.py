@@ -43,7 +43,7 @@ def audit(
     notice = (progress or Bar()).notice
     done = perform_within(time_limit, run, named, notice, given=given)
     if done.left_out:
-        notice(f"the time limit was reached; for the rest run: {command(run, done.left_out)}")
+        notice(f"the time limit was reached; for the other attacks run: {command(run, done.left_out)}")
     renewal.renew(Path(run))
     return done.findings
 

@@ -144,7 +144,7 @@ def _by_training(
 def _by_sums(
     run: Run, experiment: Experiment, population: Partitioned, memory: Path, name: str, state: Params
 ) -> tuple[Params, Params, Params, Params]:
-    """The model with the newcomer's sums, that without, that of the newcomer alone, and the state with the sums.
+    """Models from all sums, from the sums without the newcomer's, and from its own; and the state with all sums.
 
     Clients that joined before count as well.
     """
@@ -160,7 +160,7 @@ def _by_sums(
 
 
 def _check_sums(experiment: Experiment, method: KeepsSums) -> None:
-    """Refuse a newcomer where one more sum is not enough, or would be another release.
+    """Refuse a newcomer if adding its sums does not give the model, or would be another private release.
 
     Raises:
         InputError: the message says why.

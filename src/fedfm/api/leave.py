@@ -191,7 +191,7 @@ def _find(run: Run, client: str) -> str:
 
 
 def _check(run: Run, name: str, *, by_sums: bool = False) -> None:
-    """Refuse a client that cannot leave the run. By its own sums it can leave if nobody's rows are here."""
+    """Refuse a client that cannot leave the run. Its own sums suffice if no rows are on this machine."""
     experiment, clients, path = run.experiment, run.manifest["clients"], run.path
     if name not in clients and not _is_exact(run):
         raise InputError(f"{path}: {name} has no training rows and took no part in it: there is nothing to remove")
@@ -214,12 +214,12 @@ def _check(run: Run, name: str, *, by_sums: bool = False) -> None:
             instead = f". Or {name} alone takes part: `fedfm silo sums` writes its own sums, and --sums subtracts them"
         raise InputError(
             f"{path}: the silos' rows are not on this machine, and the run without {name} needs one more run of "
-            f"{others}; nothing is needed of {name}: take it off the federation, then `fedfm run` the experiment "
+            f"{others}; {name} need not take part: remove it from the federation, then `fedfm run` the experiment "
             f"again{instead}"
         )
     if experiment.privacy is not None and experiment.privacy.states_epsilon and not _is_exact(run):
         raise InputError(
-            f"{path}: its epsilon is spent and stays spent, of {name} too; training again would release the others' "
+            f"{path}: its epsilon stays spent, also for {name}; training again would release the others' "
             "rows once more, which no ledger of this run counts: run the experiment again, and add the two epsilons"
         )
 
@@ -252,19 +252,19 @@ def _without(run: Run, name: str) -> Experiment:
     """The experiment without the client."""
     tables = copy.deepcopy(run.manifest["experiment"])
     data, method = tables["data"], tables["method"]
-    if data.get("clients") and data.get("limit") is None:  # a limit is shared by all clients, and would be dealt anew
+    if data.get("clients") and data.get("limit") is None:  # the limit is over all clients
         del data["clients"][name]
     else:
         data["without"] = [*data.get("without", ()), name]
     if (
         tables["run"].get("engine") == "deployment" and run.manifest["split"] is not None
-    ):  # all rows are here, and here are the secrets for the same noise
+    ):  # this machine has all rows, and the secrets of the noise
         tables["run"]["engine"] = "local"
         tables["run"].pop("superlink", None)
     if isinstance(method.get("budgets"), dict):
         method["budgets"].pop(name, None)
     if any(name in edge for edge in method.get("edges") or ()):
-        raise InputError(f"method.edges name {name}, and nothing says who is next to whom without it; run again")
+        raise InputError(f"method.edges name {name}, and the edges without it are unknown; run again with other edges")
     return Experiment.from_dict(tables, imports=True)
 
 
@@ -285,14 +285,14 @@ def _agree(run: Run, name: str, retrain: bool, notice: Callable[[str], None]) ->
     cost = f"{rounds} rounds of {others} clients, about {max(round(seconds), 1)} s by the first run's time"
     if not retrain:
         raise InputError(
-            f"{run.path}: {run.experiment.method_name} has no message without which {name} would be gone; the others "
-            f"must train again from the start: {cost}; add --retrain to do so"
+            f"{run.path}: without {name}, the result of {run.experiment.method_name} does not follow from the "
+            f"others' messages; they must train again from the start: {cost}; add --retrain to do so"
         )
     notice(f"training again without {name}: {cost}")
 
 
 def _check_classes(run: Run, name: str, now: Sequence[str], before: Sequence[str]) -> None:
-    """Refuse if the others' private releases would have other classes, and so would be second releases."""
+    """Refuse if the others would have to release sums of other classes, which would be a second private release."""
     if gone := [label for label in before if label not in now]:
         raise InputError(
             f"{run.path}: only {name} has rows of {quote_names(gone)}; without them the others' noisy sums would be of "
@@ -368,7 +368,7 @@ def _not_removed(run: Run) -> list[str]:
         "the frozen weights of the model, which the run did not train",
     ]
     if experiment.aggregation.transport.form != "plain":
-        found.append("who has both results learns the client's sum, which secure aggregation hid: it is the gap")
+        found.append("the client's sum, which secure aggregation hid: it is the difference of both results")
     if experiment.data.clients is None or experiment.data.limit is not None:
         found.append(
             "the client's rows in the source of the data, and in the manifest's hash of it; no client trains on them"

@@ -1,4 +1,4 @@
-"""Let a client leave a finished run by its own sums: the kept sums minus them are those of the others.
+"""Let a client leave a finished run by its own sums: the server's sums minus these are the sums of the others.
 
 Nobody else takes part and no rows are read, so this works where each silo has its rows on its own machine.
 """
@@ -21,13 +21,14 @@ from fedfm.runtime import logs
 from fedfm.runtime.result import write_models
 from fedfm.runtime.run_directory import Run
 
-KEPT = ("fingerprints", "model", "guarantee", "seen", "do_not_share", "ledger")  # of the manifest
+# entries of the manifest that the new run keeps
+KEPT = ("fingerprints", "model", "guarantee", "seen", "do_not_share", "ledger")
 SCORES = ("accuracy", "global_accuracy", "local_accuracy", "local_loss", "balanced_accuracy", "macro_f1", "loss")
-_LEAST = 2  # of the others, while sums are hidden: the sum of a single client would be this client's own
+_LEAST = 2  # of the others, if sums are hidden: else one client's sum is left
 
 
 def check(run: Run, name: str) -> None:
-    """Refuse a client whose sums, if it discloses them, are not those without which the others' model is left.
+    """Refuse a client if subtracting its sums would not give the others' model, or would disclose another's sums.
 
     Raises:
         InputError: the message says why.

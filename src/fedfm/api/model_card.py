@@ -356,7 +356,8 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
     for key in figures:
-        value, least = details.get(key), 0 if key.endswith(METRICS) else 1  # a sole class has the figure of all
+        # If there is one class, its score equals the score of all.
+        value, least = details.get(key), 0 if key.endswith(METRICS) else 1
         each = mapping(value) if isinstance(value, Mapping) else {}
         rows += [
             (f"{key.replace('_', ' ')}: {name}", numeric(x)) for name, x in each.items() if least < len(each) <= _MOST

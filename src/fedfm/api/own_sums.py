@@ -1,7 +1,7 @@
 """A client's own sums of a finished run, as a file: with it the client leaves the run, or agrees to be valued.
 
 The sums are those of the client's message in the run. Under secure aggregation nobody else has seen them, so only the
-client can make this file, and whoever reads it learns the client's sums.
+client can make this file, and anyone who reads it learns the client's sums.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fedfm.runtime.run_directory import Run
 
 
 def method_with_sums(run: Run) -> KeepsSums:
-    """The run's method, whose result without a client is a function of the kept sums minus the client's own.
+    """The run's method, if its result without a client is a function of the kept sums minus the client's own.
 
     Raises:
-        InputError: it is not, and the message says why.
+        InputError: the result is no such function; the message says why.
     """
     experiment, method, why = run.experiment, run.experiment.method, ""
     if run.manifest["result"] is None:
@@ -37,7 +37,7 @@ def method_with_sums(run: Run) -> KeepsSums:
     if not isinstance(method, KeepsSums):
         raise InputError(f"{run.path}: the server keeps no sums of {run.experiment.method_name}")
     if experiment.privacy is not None and experiment.privacy.states_epsilon:
-        why = "under [privacy] the message had noise, and the sums without it would be another release"
+        why = "under [privacy] the message had noise, and the sums without noise would be another release"
     elif not experiment.method.traits.independent_messages:
         why = "the class weights depend on the rows of all clients"
     elif isinstance(tasks.task_named(experiment.model.task), AddsRows):
@@ -47,7 +47,7 @@ def method_with_sums(run: Run) -> KeepsSums:
     elif run.manifest["result"]["rounds"] != 1:
         why = "it has no round"
     if why:
-        raise InputError(f"{run.path}: the kept sums minus a client's own are not those without it: {why}")
+        raise InputError(f"{run.path}: without a client, the sums are not the kept sums minus its own: {why}")
     return method
 
 
@@ -126,14 +126,12 @@ def read(run: Run, state: Params, path: Path, client: str | None = None) -> tupl
 
 
 def subtract(method: KeepsSums, state: Params, sums: Params, whose: str) -> Params:
-    """The kept sums without these.
+    """The kept sums minus these sums.
 
     Raises:
-        InputError: no rows could have what is left, so the sums are not those of the client's message.
+        InputError: no rows could have the difference, so these are not the sums of the client's message.
     """
     rest = Params({name: tensor.clone() for name, tensor in (sums_of(state) - sums).items()})
     if not method.could_be_sums(rest):
-        raise InputError(
-            f"the kept sums without those of {whose} belong to no rows: these are not the sums that {whose} sent"
-        )
+        raise InputError(f"no rows have the kept sums minus those of {whose}: these are not the sums that {whose} sent")
     return rest

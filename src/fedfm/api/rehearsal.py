@@ -31,10 +31,10 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 
-ROUNDS = 3  # the first, one between, the last
+ROUNDS = 3  # the first round, one in between, and the last
 _FEW = 4  # rows of a class at a client in the first run
-_MORE = 4  # how many times as many the second run has
-_LONGEST = 4  # a first run that takes longer than so many times the limit is the only one
+_MORE = 4  # the second run has this many times the rows of the first
+_LONGEST = 4  # if the first run takes more than this multiple of the limit, there is no other run
 # Settings of [run] that a rehearsal on this machine keeps: the others name machines, files or observers.
 _KEPT = frozenset(
     [
@@ -63,8 +63,8 @@ class Rehearsal:
         of_rounds: the part of these bytes that is not of the start, i.e. of round 0.
         at_least: whether the bytes are a lower bound, because they grow with the rows.
         seconds: the whole run's seconds on this machine.
-        rounds, all_rounds: the rounds that were run, and those of the whole run.
-        rows, all_rows: the training rows that were read, and those of the whole run.
+        rounds, all_rounds: numbers of rounds in the rehearsal, and in the whole run.
+        rows, all_rows: numbers of training rows in the rehearsal, and in the whole run.
         run: the files of the rehearsal.
     """
 
@@ -81,14 +81,14 @@ class Rehearsal:
 
     @property
     def basis(self) -> str:
-        """From what the figures follow, in words."""
+        """A text that says what the figures were computed from."""
         rounds = "all rounds" if self.rounds == self.all_rounds else f"{self.rounds} of {self.all_rounds} rounds"
         rows = "all rows" if self.rows == self.all_rows else f"{self.rows} of {self.all_rows} training rows"
         return f"measured in {rounds} on {rows}" + (", the rest computed" if "of" in f"{rounds} {rows}" else "")
 
 
 def rehearse(experiment: Experiment, population: Partitioned, seconds: float) -> Rehearsal:
-    """Run a short form of an experiment two or three times: on few rows, on four times as many, then on all or so.
+    """Run a short form of an experiment two or three times: on few rows, on four times as many, then on most or all.
 
     Args:
         population: the experiment's rows and model; its parameters are the same afterwards.
@@ -101,7 +101,7 @@ def rehearse(experiment: Experiment, population: Partitioned, seconds: float) ->
     short, total = shorten(experiment), int(population.federated.sizes("train").sum())
     try:
         runs = [_measure(short, population, _FEW)]
-    except RunError:  # few rows may be too few: noise may leave nothing of them
+    except RunError:  # e.g. because the noise exceeds the sums over so few rows
         runs = [_measure(short, population, None)]
     if runs[0][1] < total and runs[0][2] < _LONGEST * seconds:
         runs.append(_measure(short, population, _MORE * _FEW))
@@ -118,7 +118,7 @@ def rehearse(experiment: Experiment, population: Partitioned, seconds: float) ->
     ends = {key: float(end[key]) for key in ("seconds", "bytes_up", "bytes_down")}
     usual_round = _of_usual_round(found, experiment, len(population.clients))
     more = (rounds - done) * usual_round
-    if _by_coins(experiment):  # the rounds that were run have the cohorts of their own coins
+    if _by_coins(experiment):  # the cohorts of the rehearsed rounds were drawn by coins, so their sizes differ
         ends |= {key: marks[0][i] + done * usual_round[i] for i, key in enumerate(("bytes_up", "bytes_down"))}
         grows |= not any(r.cohort for r in found.rounds)
     up, down, lasts = (ends[key] + more[i] for i, key in enumerate(("bytes_up", "bytes_down", "seconds")))

@@ -31,7 +31,7 @@ def draw(run_dir: Path, most: int) -> RowPictures:
     if predictions.personal(experiment.method):
         raise InputError(f"{where} has a model for each client, and a report shows one: use fedfm predict --client")
     if experiment.data.classes is not None or run.manifest["split"] is None:
-        raise InputError(f"{where}: the rows are those of silos, and they stay there; drop it")
+        raise InputError(f"{where}: the rows are at the silos, and stay there; drop it")
     run, model, w = predict.load(run_dir)
     table = load_table(experiment.data, seed=experiment.run.seed, task=model.task.name)
     test = deal(table, experiment.data, seed=experiment.run.seed).test

@@ -32,7 +32,7 @@ from fedfm.runtime.run_directory import Run
 FILE = "survey.json"
 _NAME = "survey"
 _TAKES = "`fedfm survey exp.toml` takes an experiment in TOML"
-# Keys of [run] and [data] about training and scores, which a survey has not.
+# Keys of [run] and [data] on training and scores; a survey has neither.
 _NO_USE = {
     "run": (
         *("patience", "local_scores", "asynchronous", "target_accuracy", "transport"),
@@ -71,7 +71,7 @@ def survey(
 
     Raises:
         InputError: the experiment is not valid, has no [model], or protects clients while no epsilon is given.
-        RunError: too few silos answer, or their sums are those of no rows.
+        RunError: too few silos answer, or no rows can have their sums.
     """
     progress = progress or Bar()
     made = _experiment_of(experiment, changes or {}, epsilon, delta, progress)

@@ -2,7 +2,7 @@
 
 The run is replayed, and the server half computes the model of any set of clients from the messages of these clients.
 If messages depend on a client's own rows only (the trait ``independent_messages``), this is the model that the set
-would have trained, so the values are those of true retraining. With rounds it is a reconstruction: each round starts
+would have trained, so the values equal those of true retraining. With rounds it is a reconstruction: each round starts
 from the run's state, and the values of a client in all rounds are added. This is the reconstruction of GTG-Shapley
 (Liu, Chen, Chen, Liu, Yu, Zhang, ACM TIST 2022, arXiv:2109.02053), without its truncation, so that the values add up to
 the total.
@@ -42,7 +42,7 @@ from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 
 EVALUATIONS = 1024  # sets of clients that are valued, unless the user sets another number: all sets of ten clients
-_TIMED = 3  # the evaluation whose time gives the estimate: the first two prepare the rows and need no step
+_TIMED = 3  # the evaluation whose time gives the estimate; the first two also prepare rows, and compute no step
 _HOW = {  # how silos consent, by whether the server keeps sums over rows
     False: "if every silo consents, run the experiment with clear sums",
     True: "a silo that consents writes its own sums by `fedfm silo sums`; give the files as --sums",
@@ -93,7 +93,7 @@ def worth(
         shapley, alone, more = worth_by_sums.value(run, files, place, evaluations, figures.measure, notice)
         everybody = sorted(shapley.values)
     elif rows is not None:
-        raise InputError("--rows: they value models that are made of --sums; without --sums the run's test rows do")
+        raise InputError("--rows: only with --sums; without --sums, models are valued by the run's test rows")
     else:
         run = open_finished(path, given)
         _check(run)
@@ -116,7 +116,7 @@ def worth(
 
 
 def _check(run: Run) -> None:
-    """Refuse a run without a figure of a set of clients."""
+    """Refuse a run whose messages do not determine the model of each set of clients."""
     need_model(run)
     experiment, method, where = run.experiment, run.experiment.method, run.path
     if experiment.aggregation.transport.form != "plain":
@@ -200,8 +200,8 @@ class _Valuer:
         if any(reply.call > 1 for reply in turn.replies):
             raise InputError(
                 f"{self._run.path}: nobody can compute what each client brought: in a round of "
-                f"{self._run.experiment.method_name} a client answers what others said before, so its messages would "
-                "be others without them"
+                f"{self._run.experiment.method_name} a client's later messages depend on the others' earlier ones, so "
+                "without the others they would differ"
             )
         sent = {reply.client: reply.value for reply in turn.replies}
         clients = sorted(sent)

@@ -1,7 +1,8 @@
-"""What clients brought to a run whose sums are hidden, if they agree: each gives its own sums in a file.
+"""Value the clients of a run whose sums are hidden. A client that agrees to be valued gives its own sums in a file.
 
-Secure aggregation hides each client's message, so nobody can value a client without it. A client agrees by the file
-that ``fedfm silo sums`` writes. The kept sums minus those of the files are the sums of the others, who count as one.
+Secure aggregation hides each client's message, so nobody can value a client without its help. ``fedfm silo sums``
+writes the file. The server's sums minus the sums in the files are the sums of the other clients, which count as one
+client.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedfm.runtime.own_rows import populate as read_rows
 from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
-_LEAST = 2  # clients without a file, unless all have one: the sums of a single one would be its own
+_LEAST = 2  # least number of clients without a file, unless all have one: otherwise the rest would be one client's sums
 
 
 def value(
@@ -66,8 +67,8 @@ def value(
     silent = [c for c in own_sums.in_sum(run) if c not in parts]
     if run.experiment.aggregation.transport.form != "plain" and 0 < len(silent) < _LEAST:
         raise InputError(
-            f"{run.path}: the sums minus those of the files are {silent[0]}'s own, which did not agree: leave out one "
-            "more file, or add that of every client"
+            f"{run.path}: the files of all other clients would disclose the sums of {silent[0]}, which gave "
+            "none: leave out one more file, or give a file of every client"
         )
     total = sums_of(state)
     if silent:

@@ -197,7 +197,7 @@ def perform_within(
     except KeyboardInterrupt as stopped:
         if found:
             kept = f"the findings of {', '.join(found)} are kept"
-            stopped.args = (f"{kept}; for the rest run: {command(path, waiting)}",)
+            stopped.args = (f"{kept}; for the other attacks run: {command(path, waiting)}",)
         raise
     finally:
         progress.finished()

@@ -1,6 +1,6 @@
-"""Is the model of a run that a client has left one without this client?
+"""Audit a run that a client has left: is its model the model of training without this client?
 
-The run is made again without the client, from its seed and secrets. A stored model that is not the result refutes the
+The run is repeated without the client, from its seed and secrets. A stored model that is not the result refutes the
 certificate, even if it recognises no row.
 
 The attack is that of :mod:`fedfm.audits.model_membership`, on the rows of the client that has left. A run made by
@@ -39,7 +39,7 @@ _STRICT = f"low at {100 * STRICT:g} %"
 
 
 class Departure(ModelMembership):
-    """Compares the rows of the client that left with test rows, and the final model with that of the run made again."""
+    """Compares the rows of the client that left with test rows, and the final model with that of a repeated run."""
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         return super().seconds(run, population) + float(run.manifest["result"]["seconds"])
@@ -69,9 +69,9 @@ def _of_client(run: Run, client: ClientId, entry: Mapping[str, Any], notice: Cal
 
 
 def made_again(replay: Replay, clients: Sequence[ClientId], notice: Callable[[str], None]) -> Finding:
-    """The finding on the distance of the stored model from that of the same run, made again.
+    """Repeat the run without the clients; the finding is the distance of the stored model from the repeated run's.
 
-    The manifest's hash of the model decides nothing: who stored another model can write another hash.
+    The manifest's hash of the model decides nothing: anyone who replaced the model could also replace the hash.
     """
     run, population = replay.run, replay.fresh()
     method, result = run.experiment.method, run.manifest["result"]

@@ -140,7 +140,7 @@ class View:
         return SentClass(client, label, count, size, g, total, sigma, rows)
 
     def _class_of_sums(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
-        """A cell from a client's noisy sums, or from exact sums of which the server only sees a mean."""
+        """A cell from a client's noisy sums, or from exact sums if the server only sees their mean."""
         plan, second = self.plan, None
         if isinstance(value, Noised) and plan is not None:
             count, total = float(value.counts[label]), value.totals[label].double().numpy()

@@ -80,7 +80,7 @@ class Inversion(Audit):
 
 
 class ClassImages(NamedTuple):
-    """A class of a client: its mixture, its rows under attack with their images, and those of rows of nobody."""
+    """A class of a client: its mixture, rows under attack with their images, and images of rows that no client has."""
 
     sent: SentClass
     rows: Array
@@ -103,7 +103,7 @@ class Compared(NamedTuple):
 
     @classmethod
     def of(cls, cells: Sequence[tuple[Array, Array, Array]], *, paired: bool = False) -> Compared:
-        """From (computed images, trust, true images) of each cell; ``paired``: each is of the true image at its place.
+        """From (computed images, trust, true images) of each cell; ``paired``: each belongs to one true image.
 
         ``paired`` images are compared with this one only.
         """
@@ -134,9 +134,9 @@ def _pairs(a: Array, b: Array) -> Array:
 
 
 def _own(view: View, path: Path | None) -> tuple[Array, Array, Array]:
-    """Features and images that the attacker has, from a file or from rows that nobody trained on, and these rows.
+    """The attacker's features and images, and the table's rows from which they are (none if they are from a file).
 
-    Of the run's test rows it has half, if they are enough, since the others are the rows of nobody in ``_rows``.
+    The attacker gets half of the run's test rows, if these are enough; ``_rows`` uses the other half.
     """
     population = view.replay.population
     if path is None:
@@ -156,7 +156,7 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array, Array]:
 
 
 def _cells(view: View, used: Array) -> list[ClassImages]:
-    """The cells with rows under attack, and as many rows of nobody that the attacker does not have.
+    """The cells with rows under attack, and as many rows that neither a client nor the attacker has.
 
     Raises:
         InputError: no message contains a mixture.
@@ -210,7 +210,7 @@ def _finding(name: str, found: Compared, baseline: Compared, own: int) -> Findin
 
 
 def _rows(view: View, cells: Sequence[ClassImages], computed: Sequence[Array]) -> Finding:
-    """Whether rows of the clients are nearer to images computed from their mixture than rows of nobody are."""
+    """Whether rows of the clients are nearer to images computed from their mixture than rows that no client has."""
     scores = []
     for cell, some in zip(cells, computed, strict=True):
         both = [np.array([similarity.ssim(some, one[None]).max() for one in of]) for of in (cell.true, cell.strangers)]

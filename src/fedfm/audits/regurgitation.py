@@ -29,9 +29,9 @@ from fedfm.runtime.predictions import apply_model
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Does the final model write the second half of training rows from their first half?"
-TOKENS = 10  # as many tokens of the second half have to be written
+TOKENS = 10  # the model has to write this number of tokens of the second half
 LENGTHS = (5, 10, 20, 50)  # lengths in the detail of the finding
-NOTABLE = 0.05  # a larger excess over rows that nobody trained on is not called none
+NOTABLE = 0.05  # the verdict is ``holds`` only if the excess over held-out rows is at most this
 
 
 class Regurgitation(TextMemoryAudit):
@@ -69,9 +69,9 @@ def union(parts: Sequence[Halves]) -> Halves:
 def verbatim(method: Method[Any], model: Model, w: Params, rows: Rows) -> Halves:
     """How much of the second half of each row greedy decoding writes after the first half.
 
-    Halves are of the tokens that the loss counts: all tokens of running text, the answer to an instruction. The larger
-    half and everything before it is the prompt. Until its first error, greedy decoding has the row itself as its text.
-    So one pass over the row tells at which token it errs, and nothing has to be generated.
+    The halves divide the tokens that the loss counts: all tokens of running text, the answer to an instruction. The
+    larger half and everything before it is the prompt. Until its first error, greedy decoding has the row itself as its
+    text. So one pass over the row tells at which token it errs, and nothing has to be generated.
     """
     parts = list[Halves]()
     with apply_model(method, model, w, rows) as judged, model.evaluating(), torch.inference_mode():
@@ -123,6 +123,6 @@ def finding(members: Halves, strangers: Halves, of: str = "") -> Finding:
 
 
 def _rate(rows: Halves, k: int) -> tuple[int, int, float, float]:
-    """Rows of which at least k tokens were written, rows that have as many, and the exact 95 % interval of the rate."""
+    """Rows with at least k written tokens, rows with at least k tokens, and the exact 95 % interval of the rate."""
     hits, n = int((rows.written >= k).sum()), int((rows.length >= k).sum())
     return hits, n, *(clopper_pearson(hits, n) if n else (0.0, 1.0))

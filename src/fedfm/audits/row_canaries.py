@@ -143,7 +143,7 @@ class CanaryTraining:
 
 
 class Trainings:
-    """Private trainings of a client with n rows, of which the first are canaries. Each training has its own secret."""
+    """Private trainings of a client with n rows; the first rows are canaries. Each training has its own secret."""
 
     def __init__(self, plan: DescentPlan, n: int, batch_size: int, steps: int, seed: int) -> None:
         self.plan, self.canaries = plan, min(n, CANARIES)

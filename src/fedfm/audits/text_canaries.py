@@ -35,8 +35,8 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Does the final model recognise random texts that one client trained on once?"
 CANARIES = 80  # number of canaries that are trained on once; with fewer, no interval would end below the bound
-COPIES = 4  # copies of each further canary, a quarter as many as those that are trained on once
-SHARE = 8  # all clients together get one text that is trained on once for so many of their own rows
+COPIES = 4  # copies of each further canary; there are a quarter as many of these as of canaries with one copy
+SHARE = 8  # for this number of rows of all clients together, there is one canary with one copy
 LENGTH = 8  # random tokens of a canary
 CANDIDATES = 100  # texts that are ranked: the canary, and others that nobody trained on
 
@@ -68,7 +68,7 @@ class TextCanaries(TextMemoryAudit):
 
 
 def shadow_runs(run: Run, population: Partitioned, rows: int) -> tuple[int, int]:
-    """The number of shadow runs, and of canaries in each that are trained on once, if all clients have so many rows."""
+    """The number of shadow runs, and of canaries with one copy in each, for this number of rows of all clients."""
     once = min(-(-rows // SHARE), CANARIES)
     seconds = cost(run, population)
     affordable = int(BUDGET / seconds) if seconds else CANARIES
@@ -139,7 +139,7 @@ def with_texts(rows: Rows, texts: Array, model: Model, first: int) -> Rows:
         texts: token ids (len(rows) - first, L).
     """
     length, changed = texts.shape[1], slice(first, None)
-    if "targets" in rows.tensors:  # of an encoder-decoder; the input stays as it is
+    if "targets" in rows.tensors:  # an encoder-decoder: its targets change, its input stays as it is
         targets = rows.tensors["targets"]
         wide = torch.nn.functional.pad(targets, (0, max(length - targets.shape[1], 0)), value=IGNORE)
         wide[changed] = IGNORE

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedfm.runtime.cost_estimate import Forecast
 
 _SHOWN = 12  # largest number of clients that are named
-_SAMPLE = 40  # of very many clients about as many are listed in JSON
+_SAMPLE = 40  # about the number of clients that JSON lists if there are very many
 
 
 def check(args: Namespace) -> int:

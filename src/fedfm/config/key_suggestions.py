@@ -36,7 +36,7 @@ _SAME = {
     "lora_rank": ("rank",),
     "lora_alpha": ("alpha",),
     "lora_dropout": ("dropout",),
-    "path": ("name",),  # of a model
+    "path": ("name",),  # e.g. the path of a model
     "dataset": ("path", "name"),
     "target_modules": ("targets",),
     "epsilon": ("target_epsilon",),

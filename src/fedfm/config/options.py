@@ -125,7 +125,7 @@ def check_transport(e: ExperimentParts, method: str) -> None:
         )
     if e.method.needs.model == "server":
         raise InputError(
-            f"{where} {method} sends ciphertexts, of which no bit may change; drop it", key="run.transport"
+            f"{where} {method} sends ciphertexts, and no bit of them may change; drop it", key="run.transport"
         )
     if e.method.needs.pooled:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The parts of an experiment that the rules between its tables read."""
+"""The parts of an experiment that its rules across tables read."""
 
 from __future__ import annotations
 

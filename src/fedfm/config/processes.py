@@ -42,8 +42,8 @@ def check(e: ExperimentParts, key: str = settings.KEY) -> None:
         refuse("[attack] replaces client halves of one process; drop it")
     if e.privacy is not None and e.privacy.mechanism == "dp_sgd":
         refuse(
-            'privacy.mechanism = "dp_sgd": it reads the gradients of single rows inside of layers, of which each '
-            'process has a part; expected one process, or privacy.unit = "client"'
+            'privacy.mechanism = "dp_sgd": it reads the gradients of single rows inside of layers, and a process '
+            'has only a part of each layer; expected one process, or privacy.unit = "client"'
         )
     if not isinstance(e.method, TrainsLocally) or isinstance(e.method, HiddenModel) or e.method.needs != Needs():
         refuse(f"{method} computes with the model outside its client optimiser; expected e.g. fedavg")

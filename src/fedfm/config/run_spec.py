@@ -54,7 +54,7 @@ class RunSpec:
     )
     processes_per_client: int = setting(
         1,
-        "processes that train one client together, each with a part of every weight; silos: at least so many of each",
+        "processes that train one client together, each with a part of every weight; for silos, the least number",
         ge=1,
         le=4096,
     )
@@ -62,7 +62,7 @@ class RunSpec:
         None, "GPUs per working client: with 0.5 two clients share one, with 2 a model uses two [1]", gt=0, finite=True
     )
     ray_address: str | None = setting(
-        None, "simulation engine: host:port of a running Ray cluster, of which this machine is a node, too"
+        None, "simulation engine: host:port of a running Ray cluster; this machine must be one of its nodes"
     )
     deterministic: bool = setting(
         False, "on a GPU: use deterministic algorithms, which are slower; an operation that has none is an error"

@@ -1,8 +1,8 @@
 """The role of a one-round method whose model is a function of sums over all rows.
 
-The server keeps the sums in its state. So a client that joins later adds its own sums, one that leaves subtracts them,
-and the model is that of a run with, or without, this client from the start. Caller: ``fedfm join``, ``leave`` and
-``worth``. The role stands apart from :mod:`fedfm.core.capabilities`, since no round calls it.
+The server keeps the sums in its state. So a client that joins later adds its own sums, and one that leaves subtracts
+them. The model is then that of a run in which this client took part, or did not, from the start. Caller: ``fedfm
+join``, ``leave`` and ``worth``. The role stands apart from :mod:`fedfm.core.capabilities`, since no round calls it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
-SEED = f"{SUMS}seed"  # in the state, if the sums are of random features
-_ROUNDING = 1e-3  # of a number of rows, which is a whole number
+SEED = f"{SUMS}seed"  # entry of the state: the seed of random features, if the sums are over these
+_ROUNDING = 1e-3  # tolerance of a number of rows, which is whole without rounding errors
 
 
 class KeepsSums(ABC):

@@ -103,7 +103,7 @@ def implied_task(kind: str) -> TaskFacts:
 
 
 def class_word(kind: str, task: str | None = None) -> str:
-    """What messages call a name in ``Table.classes`` of rows of this kind, which ``task`` reads if it is named."""
+    """The word of messages for a class of rows of this kind; ``task`` names the task, or None if the rows imply it."""
     return (task_named(task) or implied_task(kind)).class_word
 
 
@@ -191,7 +191,7 @@ def model_settings(task: TaskFacts | None = None) -> dict[str, tuple[Any, Any]]:
 
 
 def trained_classes(spec: Any) -> int | None:
-    """How many classes have training rows by the [model] table: these are the first classes. None means all."""
+    """Number of classes with training rows, which come first, as the [model] table states it; None means all."""
     task = task_named(spec.task)
     return None if task is None else task.of(spec).trained_classes
 
@@ -200,7 +200,7 @@ def check_keys(spec: Any, task: TaskFacts | None) -> None:
     """Refuse keys of a [model] table that only other tasks have.
 
     Args:
-        task: None if the data will imply it; then a key is refused if no data imply a task that has this key.
+        task: None if the data will imply it. Then keys of tasks that no data can imply are refused.
 
     Raises:
         InputError: such a key has another value than its default; the message names the tasks that have the key.

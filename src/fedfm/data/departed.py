@@ -14,7 +14,7 @@ from fedfm.errors import InputError, close, quote_names
 def leave_out(
     clients: Mapping[str, ClientRows], names: Sequence[str], test: np.ndarray, spec: DataSpec
 ) -> tuple[dict[str, ClientRows], np.ndarray]:
-    """The clients that take part, with the rows that they have anyway, and the global test rows.
+    """The clients that take part, with the same rows as before, and the global test rows that are left.
 
     With ``by_column`` or ``clients``, test rows belong to a client and leave with it. Otherwise they belong to nobody.
 

@@ -14,7 +14,7 @@ from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError
 
-_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}  # of files that are no tables
+_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}  # endings of files that are no tables, and their readers
 
 
 def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:

@@ -20,7 +20,7 @@ def key_of_release(client: Client, title: str, x: NDArray[Any], y: NDArray[Any],
     Args:
         title: the method's name in the messages; in lower case it names the release in the client's store.
         plan: the public part of the release.
-        delta: the delta of the release, from which unlikely guarantees are noticed.
+        delta: the delta of the release; a notice says if this delta makes the guarantee weak.
 
     Raises:
         RowsChanged: the client has released other rows, or by another plan, earlier in this run.
@@ -37,7 +37,7 @@ def key_of_release(client: Client, title: str, x: NDArray[Any], y: NDArray[Any],
 
 
 def check_sums(privacy: PrivacySpec, name: str, faults: Faults) -> None:
-    """Note what [privacy] asks that one noisy sum of each client, or shares of its noise, cannot give."""
+    """Note the settings of [privacy] that one noisy sum of each client, or shares of its noise, cannot fulfil."""
     if privacy.mechanism not in (None, "gaussian", "distributed_gaussian"):
         faults.say(
             f'privacy.mechanism = "{privacy.mechanism}": {name} has "gaussian" and "distributed_gaussian"',

@@ -1,13 +1,13 @@
 """The figures of a survey, from the sums of all silos.
 
 Drift between silos is the share of the spread that the silo explains, 1 - W/T: the correlation ratio eta^2 of an
-analysis of variance (Fisher 1925), and for classes Goodman and Kruskal's tau (Light, Margolin. JASA 66, 1971). Silos
-without drift have (K - 1)/(n - 1) of it by chance, so ``adjusted`` subtracts that: 1 - (W/(n - K)) / (T/(n - 1)),
-epsilon^2 of Kelley (PNAS 21, 1935). Within classes it is the same, over the pairs of a silo and a class.
+analysis of variance (Fisher 1925), and for classes Goodman and Kruskal's tau (Light, Margolin. JASA 66, 1971). Even
+without drift this share is (K - 1)/(n - 1) on average, by chance. ``adjusted`` subtracts this: 1 - (W/(n - K)) /
+(T/(n - 1)), epsilon^2 of Kelley (PNAS 21, 1935). For drift within classes, pairs of a silo and a class replace silos.
 
-With many groups even silos of few groups explain little. So properties with one group a row also have the effective
-number of groups, 1 / sum p^2 (Hill. Ecology 54, 1973), of all rows and of the mean silo: the sum of p^2 is
-1 - T/(n - 1) and, over silos, 1 - W/(n - K), both without bias by few rows.
+If there are many groups, this share is small even if each silo has few of them. So properties with one group a row also
+have the effective number of groups, 1 / sum p^2 (Hill. Ecology 54, 1973), of all rows and of the mean silo: the sum of
+p^2 is 1 - T/(n - 1) and, over silos, 1 - W/(n - K), both without bias by few rows.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def silo_figures(parts: Mapping[str, Mapping[str, Array]], blocks: Sequence[Surv
     """For each silo its rows, and its distances from the mean of all rows: of targets and of features.
 
     ``targets`` is the total variation distance of its shares. ``features`` is the squared distance of its mean of
-    features, divided by the variance of all rows; ``by_chance`` of it is expected of as many rows drawn from all.
+    features, divided by the variance of all rows; ``by_chance`` is expected of as many rows drawn from all.
     """
     known = {name: part for name, part in parts.items() if part[SILOS][0] > 0.5}
     every = {name: np.sum([part[name] for part in known.values()], axis=0) for name in next(iter(known.values()), {})}

@@ -1,6 +1,6 @@
-"""The sums of a survey: what a silo adds up, what the noise needs of it, and what sums of rows must satisfy.
+"""The sums of a survey: what a silo adds up, the factors for the noise, and conditions that sums of rows satisfy.
 
-Of each property a silo sends S_k = sum x over its n_k rows and the spread within the silo, W_k = sum |x - S_k/n_k|^2.
+For each property a silo sends S_k = sum x over its n_k rows and the spread within the silo, W_k = sum |x - S_k/n_k|^2.
 Entries of x are memberships, 0 or 1, or the features of a row divided by their norm. So sum |x|^2 follows from S_k or
 n_k, and the sums over silos give the analysis of variance of the pooled rows: total spread T = sum |x|^2 - |S|^2/n,
 within silos W = sum W_k.
@@ -151,7 +151,7 @@ def unit_features(x: Array) -> Array:
 
 
 def fault_of(sums: Mapping[str, Array], blocks: Sequence[SurveyBlock], silos: int, most_rows: int) -> str | None:
-    """Why no rows of so many silos can have these sums; None if rows can have them.
+    """Why rows of this number of silos cannot have these sums; None if they can.
 
     The sums of one silo determine its spreads, so they must agree. Those of several silos lie between bounds.
     """

@@ -43,8 +43,8 @@ from fedfm.privacy.noise import Array, project, unit_rows, unpack
 from fedfm.privacy.spec import PrivacySpec, need
 
 _RANDOM, _PROJECTED = 1024, 64  # random combinations of features, unless ``width`` sets another number
-_ROUNDING = 1e-6  # of eigenvalues, relative to the largest: sums are float64, or fixed-point under secure aggregation
-_NO_ROWS = "the clients' sums are those of no rows, so a client has sent others"
+_ROUNDING = 1e-6  # tolerance of eigenvalues below 0: sums are float64, or fixed-point under secure aggregation
+_NO_ROWS = "no rows can have the clients' sums, so a client has sent false ones"
 _GRID = 2.0**12  # shared noise: entries of a row are multiples of 1 / _GRID, so its products are exact
 
 
@@ -67,7 +67,7 @@ class Noise:
     def sigma(self) -> float:
         """Standard deviation of the noise on b and on the diagonal of C.
 
-        Other entries of C have 1/sqrt(2) of it, but the same if the noise is shared.
+        On other entries of C it is 1/sqrt(2) of this value; if the noise is shared, it is the same on all entries.
         """
         if self.shared:
             from fedfm.privacy.composition import noise_multiplier_for_concentrated

@@ -38,5 +38,5 @@ class FedRep(Planned, FedPer):
 
     @property
     def passes(self) -> int:
-        """Epochs of a round: those of the head (on the frozen body), and those of the body."""
+        """Epochs of a round: of the head (on the frozen body), and of the body."""
         return self.head_epochs + self.local.passes

@@ -84,8 +84,8 @@ class FlexLoRA(ExactLora[Cut]):
         if len({*self.ranks}) < 2:
             return []
         return [
-            f"method.ranks = {list(self.ranks)}: of what is learned above rank {min(self.ranks)} the mean loses a part "
-            "in every round, since clients of smaller ranks count as zero there; raflora keeps it"
+            f"method.ranks = {list(self.ranks)}: each mean shrinks what was learned above rank {min(self.ranks)}, "
+            "since clients of smaller ranks count as zero there; raflora keeps it"
         ]
 
     def params_for(self, state: Cut, client: ClientId) -> Params:

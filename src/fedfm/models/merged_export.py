@@ -32,7 +32,7 @@ _HEAD, _ALIGNED = 8, 8  # bytes of the length of a file's head; its data begins 
 def can_stay(spec: ModelSpec) -> bool:
     """Whether an export of a LoRA may leave the base's weights in their files; see ``hollow`` of ``load_model``.
 
-    Not if they are quantised, since the export of an adapter then describes the rounded base.
+    Quantised weights may not stay there, since the export of an adapter then describes the rounded base.
     """
     if spec.quantization is not None or spec.name == "features" or is_function(spec.name):
         return False
@@ -78,7 +78,7 @@ class MergedWeights(Mapping[str, Tensor]):
             self._layers |= {id(p): (name, layer) for p in layer.get_base_layer().parameters()}
         self.module = wrapped.unload() if hasattr(wrapped, "peft_config") else wrapped
         self._state: dict[str, Tensor] = self.module.state_dict(keep_vars=True)
-        self._merged = dict[int, Tensor]()  # of the last adapted layer
+        self._merged = dict[int, Tensor]()  # the tensors of the last adapted layer
 
     def _untie(self, wrapped: Any) -> None:
         """Give the head a weight of its own if it shares one with the embeddings, and LoRA adapts either of them."""

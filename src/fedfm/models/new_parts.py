@@ -51,7 +51,7 @@ def _of_a_head(module: nn.Module, new: Collection[str], head: str) -> int:
 
     The last maps are ``head`` and those of :func:`output_maps`, which finds none without a ``num_labels``.
     """
-    if labels_pixels(module):  # the decoder is the head, and is new for weights of an encoder
+    if labels_pixels(module):  # the decoder is the head; it is new if the weights are those of an encoder alone
         return sum(_numbers(m) for path, m in _leaves(module, new) if within(path, head) and not any(m.children()))
     outputs = {head, *output_maps(module)}
     width = getattr(module.get_submodule(head), "in_features", 0) if head else 0

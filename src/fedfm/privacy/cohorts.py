@@ -16,7 +16,7 @@ def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[
 
     Args:
         key: the server's secret.
-        rate: q; a coin is an HMAC-SHA256, of which 53 bits are compared with q.
+        rate: q; a coin compares 53 bits of an HMAC-SHA256 with q.
     """
     least = int(rate * 2.0**53)
 

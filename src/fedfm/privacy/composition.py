@@ -55,7 +55,7 @@ def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
     spent = tuple(r for r in releases if r.times)
     if any(r.noise_multiplier <= 0 for r in spent):
         return math.inf
-    if any(r.concentrated for r in spent):  # a Gaussian without sampling has this rho, too; a sampled one is added
+    if any(r.concentrated for r in spent):  # releases without sampling have a rho; the epsilon of sampled ones is added
         sampled = [r for r in spent if r.rate < 1]
         rho = sum(r.times / (2 * r.noise_multiplier**2) for r in spent if r.rate == 1)
         return (

@@ -126,7 +126,7 @@ def _in_words(
         said += f" Lowest F1: {', '.join(f'{names[i]} ({percent(f1)})' for f1, i in worst)}"
         alike = [i for i, s in enumerate(scored) if s.rows and s.f1 == worst[-1][0]]
         more = len({*alike} - {i for _, i in worst})
-        said += f", and {more} more with the last of these values." if more else "."
+        said += f", and {more} more with the same F1 as the last of these." if more else "."
     if pairs:
         mistakes = (
             f"{names[i]} taken for {names[j]} ({count(int(n))} of {count(int(scored[i].rows))})"

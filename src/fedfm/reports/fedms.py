@@ -23,7 +23,8 @@ def section(run: RunFiles) -> str:
         rows.append([str(r.number), *counts, layers, deciding, duration(f["backward_seconds"])])
     text = (
         "Stage two: a client trains LoRA in its top active layers, and the gate. Each client measures the time of its "
-        "backward passes, and the table has the sum over the clients. Other load on a machine changes only this time."
+        "backward passes, and the table has the sum over the clients. Other programs on a machine change these times, "
+        "but no other figure."
     )
     points = [(float(r.number), r.figures.get("active_layers")) for r in timed]
     label = "Mean active layers by round: " + ", ".join(f"{row[0]}: {row[3]}" for row in rows) + "."

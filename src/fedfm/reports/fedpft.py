@@ -24,14 +24,14 @@ def section(run: RunFiles) -> str:
 
 def _bytes(run: RunFiles, info: Any) -> str:
     formula = "by equations (10) to (12)" if "components_used" in info else "sums of every class, without headers"
-    sent = "sent up in fact: also headers, labels and counts"
+    sent = "sent by the clients, with headers, labels and counts"
     if "chain_accuracy" in info:
         sent += ", and every client's head"
     if {"bound", "verified_error"} & info.keys():
         sent += ", and the messages of the bound or of the count of errors"
     rows = [[formula, size(numeric(info.get("formula_bytes")))], [sent, size(run.traffic_total("up"))]]
     if "raw_feature_bytes" in info:
-        rows.append(["the raw features would be", size(numeric(info.get("raw_feature_bytes")))])
+        rows.append(["raw features, for comparison", size(numeric(info.get("raw_feature_bytes")))])
     return table(["mixtures", "bytes"], rows, "What was sent")
 
 
@@ -63,11 +63,11 @@ def _along(info: Any) -> str:
     if not values:
         return ""
     rows = [[str(n), percent(v)] for n, v in zip(sequence(info.get("order")), values, strict=False)]
-    label = "Accuracy of each client's head on the global test rows, along the way: "
+    label = "Accuracy of each client's head on the global test rows, in the order of the chain: "
     label += ", ".join(map(" ".join, rows)) + "."
     series = [Series("head", [(float(i), v) for i, v in enumerate(values, start=1)])]
-    draw = figure(lambda w: lines(w, series, label, percent, within=(0.0, 1.0), x_label="client along the way"))
-    return "<h3>Along the way</h3>" + draw + details("All heads", table(["client", "accuracy"], rows, "Heads"))
+    draw = figure(lambda w: lines(w, series, label, percent, within=(0.0, 1.0), x_label="place in the chain"))
+    return "<h3>Heads along the chain</h3>" + draw + details("All heads", table(["client", "accuracy"], rows, "Heads"))
 
 
 def _noise(info: Any) -> str:

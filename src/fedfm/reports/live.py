@@ -74,7 +74,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _epsilon(files: RunFiles) -> tuple[str, str]:
-    """The epsilon of all that has been released so far, with what the planned rounds come to.
+    """The epsilon of everything released so far, and the epsilon after all planned rounds.
 
     A round that has begun counts, since clients may have sent what it releases. What a method itself releases counts
     as a whole from the first such round on.

@@ -191,7 +191,7 @@ def _group_bars(rows: list[ChartBar], form: Format) -> list[ChartBar]:
 def split(run: RunFiles) -> str:
     """Training rows of each class at each client."""
     part = mapping(run.manifest.get("split"))
-    sums = mapping(part.get("sums"))  # of very many clients there are sums and the counts of a sample
+    sums = mapping(part.get("sums"))  # for very many clients, the manifest has sums and a sample
     listed = mapping(part.get("sample" if sums else "clients"))
     sizes_of = {str(c): {k: _counts(v) for k, v in mapping(rows).items()} for c, rows in listed.items()}
     texts = map(str, [*sequence(part.get("notices")), *sequence(run.manifest.get("notices"))])

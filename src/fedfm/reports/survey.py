@@ -42,7 +42,7 @@ def summary(found: Mapping[str, Any]) -> str:
     rows = found.get("rows")
     text = f"{found.get('silos')} silos with {'few' if rows is None else count(rows)} training rows"
     if without := found.get("silos_without_sums"):
-        text += f"; {without} more answered without sums, having fewer than {found.get('hidden_below')} rows"
+        text += f"; {without} more sent no sums, since they have fewer than {found.get('hidden_below')} rows"
     noise = mapping(found.get("noise"))
     if noise:
         text += f"; noise of standard deviation {number(noise.get('deviation_of_counts'))} on every count"

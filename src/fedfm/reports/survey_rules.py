@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 FEATURES, TARGETS, MISSING = "features", "targets", "missing"
-_SKEW, _DRIFT, _FAR = 0.1, 0.05, 0.1  # shares of a spread, without chance; squared distance in units of a variance
-_NARROW = 0.5  # of the effective number of groups of all rows
+_SKEW, _DRIFT, _FAR = 0.1, 0.05, 0.1  # shares of a spread beyond chance; a squared distance over a variance
+_NARROW = 0.5  # share of the effective number of groups of all rows
 _FEW_ROWS, _FEW_SILOS, _IMBALANCE, _GAPS = 100, 3, 10, 0.01
 _LEAST_SPREAD = 1e-9  # smaller spreads are rounding
 
@@ -54,7 +54,7 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
         text += "withholds classes of few rows"
         add("small silos", "rows / silos", rows / silos, f"below {_FEW_ROWS}", text)
     if silos < _FEW_SILOS:
-        text = "secure sums need three silos, and of two silos each knows the other's part of a sum: use noise for "
+        text = "secure sums need three silos, since each of two silos knows the other's part of the sum: use noise for "
         text += "records"
         add("few silos", "silos", silos, f"below {_FEW_SILOS}", text)
     known = [n for n in targets.get("counts", ()) if n]
@@ -74,7 +74,7 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _share_of_gaps(missing: Mapping[str, Any] | None, rows: int | None) -> float | None:
-    """The share of rows with something missing; None if it is hidden. The first group is that nothing is missing."""
+    """The share of rows with something missing; None if it is hidden. The first count is of rows that lack nothing."""
     if missing is None or not rows or missing["counts"][0] is None:
         return None
     return float(max(rows - missing["counts"][0], 0) / rows)

@@ -1,8 +1,8 @@
 """Serve the report of a running run to a browser of this machine: read-only, without scripts, under a secret address.
 
 Other users of the machine reach its loopback interface, and so does every web page that a browser has open. So the
-address has a secret part; requests for another host name are refused, which a page gets by rebinding a name of its own
-to 127.0.0.1; and the answers forbid scripts, frames and other sites.
+address has a secret part; requests with another host name are refused, because a page can let its own name resolve to
+127.0.0.1; and the answers forbid scripts, frames and other sites.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ DIGITS, PLACES, MOST = 4, 4, 1e9  # of a score: significant digits, largest numb
 def coarse(found: Mapping[str, Any], task: TaskFacts) -> dict[str, Any]:
     """Round all scores to four significant digits, except numbers of rows and fractions of rows, which stay exact.
 
-    Scores and sums that the task does not have are left out. The task decides how much detail its lists keep. Of rows
-    that are too few for their sums only the number is left.
+    Scores and sums that the task does not have are left out. The task decides how much detail its lists keep. If the
+    rows are too few for sums, only their number is left.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5}, tasks.default())

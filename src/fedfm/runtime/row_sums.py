@@ -222,5 +222,5 @@ def _ask(fed: Federation, needed: tuple[str, str]) -> tuple[dict[str, list[float
     absent = fed.excluded[len(excluded) :]
     fed.excluded, fed.cohort = excluded, cohort  # a silo without sums may still train
     keys, notices = task.keys_of_sums([*found.values()], names)
-    without = [f"{e.client} sent no sums of its rows ({e.code}): the values are those of the others" for e in absent]
+    without = [f"{e.client} sent no sums of its rows ({e.code}): the values come from the other silos" for e in absent]
     return {key: list(values) for key, values in keys.items()}, [*notices, *without]

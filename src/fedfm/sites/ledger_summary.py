@@ -32,8 +32,8 @@ def report(path: Path) -> dict[str, Any]:
     mark = mark_of(path.resolve().parent / ".fedfm", Path(silo.ledger))
     if left and lacks_lines(Path(silo.ledger).read_bytes(), mark):
         raise InputError(
-            f"{silo.ledger} lacks lines that it had, as an older copy does, and nothing leaves: put the newest copy "
-            f"back; to go on without these lines remove {mark}"
+            f"{silo.ledger} lacks lines that it had, as an older copy does, so the silo answers nothing: put the "
+            f"newest copy back; to go on without these lines remove {mark}"
         )
     runs = [_sums(silo.budget, [e for e in left if e.run == run]) for run in dict.fromkeys(e.run for e in left)]
     total = _sums(silo.budget, left)

@@ -1,8 +1,8 @@
 """``fedfm silo sums``: a silo writes its own sums of a finished run into a file, to leave the run or to be valued.
 
-Under secure aggregation the server has only seen sums over all silos. Who gets this file sees the sums of this silo
-alone. So the silo's own file must allow ``reply`` and must not require a sum of several, and the ledger gets a line
-before the file is written.
+Under secure aggregation the server has only seen sums over all silos. Anyone who gets this file sees the sums of this
+silo alone. So the silo's own file must allow ``reply`` and must not require a sum of several, and the ledger gets a
+line before the file is written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def report(path: Path, folder: Path, out: Path) -> dict[str, Any]:
 def render(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`report` as text."""
     return (
-        f"{found['name']}: {found['file']} has the sums over its own rows, in the clear: who gets it sees what secure "
+        f"{found['name']}: {found['file']} has the sums over its own rows, in the clear, which show what secure "
         f"aggregation hides. {found['ledger']} has a line about it"
     )
 
@@ -86,8 +86,8 @@ def _check_consent(silo: Silo, run: Run, path: Path) -> None:
     if silo.require.aggregator or silo.require.smallest_cohort > 1:
         key = "aggregator" if silo.require.aggregator else "smallest_cohort"
         raise InputError(
-            f"{path}: require.{key}: the server shall see sums of several silos only, and this file has those of one; "
-            "to consent, remove the key",
+            f"{path}: require.{key}: it lets the server see sums of several silos only, and the file for "
+            "the sums would have those of one silo; to consent, remove the key",
             key=f"require.{key}",
         )
 

@@ -79,7 +79,7 @@ def _cost(accountant: Accountant, by: str, concentrated: bool, answers: int = 1)
     if spent.sigma is None:
         return None
     cost = Cost(spent.unit, spent.relation, spent.sigma / spent.sensitivity, by=by, concentrated=concentrated)
-    stated = max(spent.epsilon, accountant.epsilon or 0.0)  # of one release the accountant may know a larger one
+    stated = max(spent.epsilon, accountant.epsilon or 0.0)  # for one release, the accountant's epsilon may be larger
     if epsilon_of([cost.releases()], spent.delta) < stated * _ALMOST:
         return None
     return replace(cost, noise_multiplier=cost.noise_multiplier * math.sqrt(answers))

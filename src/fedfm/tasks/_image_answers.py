@@ -22,7 +22,7 @@ def answers(model: Network, rows: Rows) -> list[text_metrics.Answer]:
     asked = [torch.from_numpy(ids).long() for ids, _ in found]
 
     def more(some: list[int], length: int) -> dict[str, Tensor]:
-        """The arguments with the images of these rows, and those with one value for each token (b, length)."""
+        """The arguments that contain the images of these rows, and the arguments (b, length) with a value per token."""
         part = rows.take(some)
         names = [name for name in part.tensors if name.endswith(_image_arguments.SHAPE)]
         batch = {name: part.tensors[name] for name in names} | {n: of.compute() for n, of in part.deferred.items()}

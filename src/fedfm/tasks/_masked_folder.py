@@ -19,7 +19,7 @@ _LAYOUT = "expected train/images, train/masks, test/images, test/masks, or image
 
 
 def sheet(path: Path, spec: DataSpec, labelled: bool) -> Sheet | None:
-    """The columns of images, masks, splits and folders, and those of metadata files; None if ``path`` has tables.
+    """The columns of images, masks, splits and folders, and the columns of metadata files; None if ``path`` has tables.
 
     Args:
         spec: names of the columns.

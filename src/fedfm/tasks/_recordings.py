@@ -28,7 +28,7 @@ _FORMATS = "wav, flac, ogg and mp3 can be read"
 _NAMED = 3  # number of rates that a notice names
 _HEARD = 30.0  # in seconds; a Whisper reads no more
 _SILENT = 1e-4  # samples below this, of at most 1, are silence: less than four steps of 16 bits
-_UNKNOWN = (1 << 31) - 8  # from this length on, the header of a wav file states none: it was written as a stream
+_UNKNOWN = (1 << 31) - 8  # a length in a wav header from here on means "unknown": the file was written as a stream
 _THREADS = 4
 
 
@@ -68,7 +68,7 @@ def look(recording: Attachment, where: str) -> Format:
 
 
 def _lost_bytes(recording: Attachment) -> int:
-    """The number of bytes that a wav file lacks by its header, of which a decoder reads the rest without a word."""
+    """The number of bytes that a wav file lacks by its header; a decoder reads such a file without an error."""
     with io.BytesIO(recording.source) if isinstance(recording.source, bytes) else open(recording.source, "rb") as file:
         stated = int.from_bytes(file.read(8)[4:], "little") + 8
         there = file.seek(0, io.SEEK_END)
@@ -82,7 +82,7 @@ def check(recordings: Sequence[Attachment], at: Callable[[int], str], source: st
         at: gives the name of a row by its index, for messages.
 
     Raises:
-        InputError: a recording is none, or is empty, damaged or not finite.
+        InputError: a file is no recording, or is empty or damaged, or has a sample that is not finite.
     """
 
     def is_silent(row: int) -> bool:

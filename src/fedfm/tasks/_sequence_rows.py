@@ -125,7 +125,7 @@ def holds_recordings(part: Table) -> bool:
 
 
 def outputs(texts: Sequence[str], tools: Tools) -> Tokens:
-    """The tokens of outputs: at most ``max_length`` for each, of which the last is the end token (EOS).
+    """The tokens of outputs: at most ``max_length`` for each. The last one is the end token (EOS).
 
     As in transformers' examples, the token that starts the decoder is not among them.
     """

@@ -67,7 +67,7 @@ class MultiLabel(OwnTargetsTask):
         return _label_sets.forewarnings(parts)
 
     def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """The labels, of which a row may have all; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        """The labels; a row may have all of them; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
         return tuple(classes), len(classes)
 
     def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:

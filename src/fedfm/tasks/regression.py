@@ -102,7 +102,7 @@ class Regression(OwnTargetsTask):
         return _numbers.read(sheet, spec, source)
 
     def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """Bins of each target, of which a row has one; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        """Bins of each target; a row is in one of them; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
         from fedfm.tasks import _numbers
 
         return _numbers.bin_names_of(classes, self.target_scales), len(classes)

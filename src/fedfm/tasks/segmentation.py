@@ -87,7 +87,7 @@ class Segmentation(Task):
         return _masked_rows.forewarnings(parts, self.ignore_index)
 
     def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """The classes, of which a mask may have all; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        """The classes; a mask may have all of them; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
         return tuple(classes), len(classes)
 
     def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:

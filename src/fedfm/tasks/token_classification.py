@@ -81,7 +81,7 @@ class TokenClassification(Task):
         return _tagged_rows.forewarnings(parts, tools)
 
     def target_groups(self, classes: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """The tags, of which a row may have all; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
+        """The tags; a row may have all of them; see :class:`fedfm.tasks._row_survey.TargetGroups`."""
         return tuple(classes), len(classes)
 
     def group_members(self, table: Table, classes: Sequence[str]) -> np.ndarray:

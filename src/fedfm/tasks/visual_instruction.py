@@ -57,7 +57,7 @@ class VisualInstruction(Instruction):
         Column("tools", "column of the tools that a row's answers may call"),
     )
     images_in_texts: ClassVar[bool] = True
-    no_pretraining: ClassVar[str] = "the model reads images, which a tokenizer of new words does not write"
+    no_pretraining: ClassVar[str] = "it trains models of texts or of images, and this task needs a model of both"
 
     @property
     def answers(self) -> bool:

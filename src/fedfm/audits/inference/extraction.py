@@ -186,7 +186,7 @@ def alternating(u: Array, v: Array, guess: Array) -> Array:
     a = 1.5 * l
     weights = np.zeros(2 * n)
     for _ in range(SWEEPS):
-        weights = np.concatenate([a, a * a]) / (a * a).sum()  # of E, of v
+        weights = np.concatenate([a, a * a]) / (a * a).sum()  # weights of E, then of v
         away = weights[None, :] - np.eye(2 * n)[n:]  # p - v_t in terms of E and v; weights of v sum to 1
         top = (inner[:n] * away).sum(1)
         bottom = np.einsum("ti,ij,tj->t", away, inner, away)

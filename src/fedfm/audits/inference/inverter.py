@@ -47,7 +47,7 @@ class Inverters:
         self._several = several
 
     def __call__(self, features: Array) -> tuple[Array, Array]:
-        """Images (n, 32, 32, 3), and the mean SSIM (n,) of every two inverters' images, by which they agree."""
+        """Images (n, 32, 32, 3), and how far the inverters agree: the mean SSIM (n,) of every two of their images."""
         images = [inverter(features) for inverter in self._several]
         pairs = [ssim(a, b) for a, b in itertools.combinations(images, 2)]
         return np.asarray(np.mean(images, 0)), np.asarray(np.mean(pairs, 0))

@@ -217,7 +217,7 @@ def decode(
     """Rebuild a value and check it against ``hint``; if ``hint`` is None, the caller has to check the value.
 
     Args:
-        data: bytes, which are copied, or an array (n,) of uint8, of which the value's tensors are views.
+        data: bytes, which are copied, or an array (n,) of uint8; the value's tensors are views of this array.
         trusted: whether this program wrote the payload; then the limits of :mod:`fedfm.core.wire.limits` do not apply.
         most: largest number of bytes of data, as in :func:`fedfm.core.wire.limits.check_size`.
 

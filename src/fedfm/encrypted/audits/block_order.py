@@ -63,7 +63,7 @@ class BlockOrder(Audit):
 
 
 def _pair_by_orders(blocks: np.ndarray, orders: np.ndarray) -> Finding:
-    """Match states by the relative orders, by which the client puts all states into the last order (step 4)."""
+    """Match states by the relative orders. With these, the client puts all states into the last order (step 4)."""
     pi = [torch.from_numpy(order) for order in orders]
     lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
     steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]

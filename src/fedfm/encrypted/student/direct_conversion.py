@@ -7,16 +7,16 @@ The polynomials of a trained ViT's functions fail for four reasons. Each has a c
   row sums, in a norm that weighs large residuals (p = 8).
 - Scores reach 20. The polynomial of exp is squared more often, as far as the block's scores need it.
 - One row sum or variance above its interval makes an iteration diverge, and the row is lost. Their intervals have much
-  room above the largest measured argument (:data:`ROOM_ABOVE`). A doubling takes one step more of 1 / x, on one
-  ciphertext for each head, or less than two steps of 1 / sqrt(x), on one ciphertext: few among the hundreds of the
-  other steps. Where a block needs more than :data:`WIDEST_DIRECT`, its rare small arguments are left below the
-  interval, where iterations only fall short.
+  room above the largest measured argument (:data:`ROOM_ABOVE`). If this room doubles, 1 / x takes one more step, on one
+  ciphertext for each head, and 1 / sqrt(x) takes less than two, on one ciphertext. A block has hundreds of other steps.
+  Where a block needs more than :data:`WIDEST_DIRECT`, its rare small arguments are left below the interval, where
+  iterations only fall short.
 - GELU is no quadratic there. Each neuron gets a polynomial of degree 8
   (:mod:`fedfm.encrypted.student.neuron_polynomials`).
 
 Errors add up over the blocks. So both maps whose outputs are added to the tokens, after the attention and after GELU,
-are fitted again by ridge regression, to the states that the exact model has there: a block takes back what it can of
-the errors of the blocks before it.
+are fitted again by ridge regression, to the states of the exact model at this place. So a block corrects a part of the
+errors of the blocks before it.
 
 Some ViTs have a neuron whose output is a hundred times the other features (Darcet et al. Vision transformers need
 registers. ICLR 2024). Its weights after GELU are scaled down to a largest output (:data:`_PEAK`), in the exact model
@@ -203,7 +203,7 @@ class _Fitting:
         return torch.cat([x.flatten(0, -2) for x in parts])[self.chosen]
 
     def _missing(self, exact: list[Tensor], states: list[Tensor]) -> Tensor:
-        """Return what has to be added to the chosen tokens for the exact model's, which are centred."""
+        """Return the exact model's chosen tokens, centred, minus the student's."""
         want = self._sample(exact)
         return want - want.mean(-1, keepdim=True) - self._sample(states)
 

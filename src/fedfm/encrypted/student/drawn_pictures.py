@@ -1,9 +1,10 @@
 """Pictures by formula: auxiliary rows that need no file, for the intervals of a polynomial student.
 
-Photographs alone leave a student without numbers on sketches and scans, whose blank areas and hard edges they lack.
-These pictures have them. They come from a seed: dead leaves (Lee, Mumford, Huang. Occlusion models for natural images.
-IJCV 2001), strokes on paper, filled shapes on a flat ground, text, noise with a spectrum of 1 / f, and grey bodies on
-black as in a scan. Each of them may be grey, inverted, or of high contrast.
+Photographs lack the blank areas and hard edges of sketches and scans. So a student whose intervals were measured on
+photographs alone overflows on these. The drawn pictures have such areas and edges. They come from a seed: dead leaves
+(Lee, Mumford, Huang. Occlusion models for natural images. IJCV 2001), strokes on paper, filled shapes on a flat ground,
+text, noise with a spectrum of 1 / f, and grey bodies on black as in a scan. Each of them may be grey, inverted, or of
+high contrast.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class PolynomialSoftmax(Replaced):
 
 
 def mean_over_places(key: Tensor, copies: int) -> Tensor:
-    """Return the mean (..., 1, d) of keys (..., T, d) over the tokens, of which the first ``copies`` count twice."""
+    """Return the mean (..., 1, d) of keys (..., T, d) over the tokens; the first ``copies`` tokens count twice."""
     if not copies:
         return key.mean(-2, keepdim=True)
     total = key.sum(-2, keepdim=True) + key[..., :copies, :].sum(-2, keepdim=True)

@@ -8,7 +8,8 @@ training: GELU is x / 2 plus an even function. So each neuron j gets
 with a monic P_j of degree 4, its centre m_j and its scale s_j. Under encryption, the scale and the centre are folded
 into the weights before, k_j into those after. The linear terms of all neurons together are one linear map of the MLP's
 input (:func:`~fedfm.encrypted.student.folding.fold_block`). P_j(v) = (y + v + c_2) y + c_3 with y = (v + c_0) v + c_1
-takes two products after the square (Knuth, The Art of Computer Programming, volume 2, 4.6.4), and none with a number.
+takes two products after the square (Knuth, The Art of Computer Programming, volume 2, 4.6.4), and no product with
+a constant.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def fit_neurons(
     centres, scales, coefficients, _ = best
     constant, slope, *powers = coefficients.T
     leading = powers[-1]
-    third, second, first = (p / leading for p in reversed(powers[:-1]))  # of v^3, v^2 and v
+    third, second, first = (p / leading for p in reversed(powers[:-1]))  # coefficients of v^3, v^2 and v
     c0 = (third - 1) / 2
     rest = second - c0 * (c0 + 1)
     c1 = first - c0 * rest

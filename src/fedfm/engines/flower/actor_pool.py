@@ -12,12 +12,12 @@ from typing import Any
 
 import ray
 
-_PATIENCE = 120.0  # seconds without any actor that runs, until a message fails
-_FAILURES = 20  # actors that may fail while they start, until no new ones are made
+_PATIENCE = 120.0  # seconds after which a message fails if no actor runs
+_FAILURES = 20  # number of actors that fail while they start, after which no new ones are made
 
 
 class ActorPool:
-    """Actors that are ready, those that start, and those that answer a message.
+    """Ray actors. Each of them is starting, ready, or answering a message.
 
     A lost actor is replaced by a new one, which Ray puts on any node with room. Flower calls the methods from several
     threads.
@@ -42,7 +42,7 @@ class ActorPool:
         self.actors_capacity, self.num_actors = capacity, 0
         self._lost, self._closed, self._lock = lost, closed, threading.Lock()
         self._ready: list[Any] = []
-        self._starting: dict[Any, Any] = {}  # by the result of a first call
+        self._starting: dict[Any, Any] = {}  # an actor that starts, by the result of its first call
         self._busy: dict[Any, tuple[Any, str]] = {}  # actor and client, by the result of the call
         self._nodes: dict[Any, str] = {}  # id of each actor's node
         self._failures = 0

@@ -114,7 +114,7 @@ def _write_settable(folder: Path, experiment: Experiment, given: Mapping[str, An
 
 
 def _at(tables: Mapping[str, Any], key: str) -> bool:
-    """Whether the tables have a value at a dotted key. A part written by its name alone has all of its keys' names."""
+    """Whether the tables have a value at a dotted key; ``adaptation = "lora"`` has one at ``adaptation.name`` only."""
     inner: Any = tables
     for part in key.split("."):
         if not isinstance(inner, Mapping):

@@ -66,7 +66,7 @@ class RayCluster:
         )
 
     def teller(self, tell: Callable[[str], None]) -> Callable[[str, str], None]:
-        """A function that tells of a client whose actor was lost with its node, given the ids of both."""
+        """A function that notifies the operator of a lost node, given the ids of the client and of the node."""
 
         def tell_of(client: str, node: str) -> None:
             known = next(known for known in self.nodes if known.id == node)
@@ -232,7 +232,7 @@ def _check_nodes(experiment: Experiment, nodes: Sequence[RayNode], run: Path | N
 
 
 def _paths(tables: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Files and folders that an experiment names and that are here: the table, the key in it, the key with tables."""
+    """Yield each file or folder on this machine that an experiment names: its table, its key, and the dotted key."""
     places = [(tables[t], key, f"{t}.{key}") for t, keys in KEYS.items() if t != "run" for key in keys]
     clients = tables["data"].get("clients") or {}
     for table, key, name in [*places, *((clients, client, f"data.clients.{client}") for client in clients)]:

@@ -1,4 +1,4 @@
-"""The simulation engine: Flower's own simulation, on a Ray of its own or on a Ray cluster that is running.
+"""The simulation engine: Flower's own simulation, on a Ray instance of its own, or on a running Ray cluster.
 
 The server runs in a thread of this process. The clients run in Ray actors, and each actor loads rows and model once.
 """
@@ -85,7 +85,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
     with contextlib.ExitStack() as stack:
         stack.callback(end.unlink, missing_ok=True)
-        if experiment.run.ray_address:  # what a node lacks is an error before the rows are read
+        if experiment.run.ray_address:  # checks the nodes before the rows are read
             place = stack.enter_context(_join_cluster(run, ended, progress.notice))
         population = populate(experiment, server=True)
         enough(experiment, population.clients)  # raises before Ray starts here
@@ -264,7 +264,7 @@ def _populate(name: str, experiment: Experiment) -> Partitioned:
     """Rows and model, which share the memory of frozen weights with the other actors of this machine."""
     population = populate(experiment)
     if population.client_model is not None and base_memory.share(population.client_model.module, name):
-        trim_heap()  # of the copies that are not needed any more
+        trim_heap()  # frees the copies that the shared file has replaced
     return population
 
 

@@ -51,9 +51,9 @@ class _Worker:
     chunks: deque[list[Request]] = field(default_factory=deque)
     begun: float = 0.0  # start time of the current chunk
     pace: float = math.inf  # seconds per client in the last chunk
-    known: set[int] = field(default_factory=set)  # numbers of payloads that the worker got in this exchange
+    known: set[int] = field(default_factory=set)  # ids of the payloads that the worker got in this exchange
     boxes: dict[int, np.ndarray] = field(default_factory=dict)  # the worker's files for replies, memory-mapped
-    freed: deque[int] = field(default_factory=deque)  # files of which this process has no tensors any more
+    freed: deque[int] = field(default_factory=deque)  # files that no tensor of this process uses any more
 
     def deadline(self, timeout: float) -> float:
         """The time after which the current chunk is late: each of its clients may take ``timeout`` seconds."""

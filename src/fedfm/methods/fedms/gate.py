@@ -101,7 +101,7 @@ class Gating:
 
 
 def adapter_of(Z: Params) -> Params:
-    """The gate's adapter, without its own trunk."""
+    """The gate's adapter, without the image block."""
     return Z.only(n for n in Z if not n.startswith(TRUNK))
 
 

@@ -64,16 +64,16 @@ class Outputs:
 
 
 def forecasts(module: Any) -> bool:
-    """Whether the module is an encoder-decoder that samples the future of a series with its own ``generate``.
+    """Whether the module is an encoder-decoder that samples forecasts of a series with its own ``generate``.
 
-    Such a module has no next-token ``generate`` of transformers: its decoder's inputs are the values to predict.
+    Such a ``generate`` does not write text token by token: the decoder's inputs are the values of the series.
     """
     both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     return bool(both and hasattr(module, "generate") and hasattr(module, "can_generate") and not module.can_generate())
 
 
 def forecast(module: Any, inputs: Mapping[str, Any]) -> Any:
-    """Samples of the future. Inputs that ``generate`` does not take, such as the true future, are left out."""
+    """Sampled forecasts. Inputs that ``generate`` does not take, such as the true values, are left out."""
     taken = inspect.signature(module.generate).parameters
     return module.generate(**{name: x for name, x in inputs.items() if name in taken})
 

@@ -282,7 +282,7 @@ class Given:
             inputs = self.inputs(batch)
             if forecasts(self.module):
                 with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)  # fixes the samples of the future
+                    torch.manual_seed(0)  # so that a forecast always has the same samples
                     return of_module(forecast(self.module, inputs), batch)
             if self.of_trainer is not None:
                 found = self.of_trainer.outputs(self.module, inputs)

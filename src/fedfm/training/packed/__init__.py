@@ -120,7 +120,7 @@ def row_gradients(model: Model, rows: Rows) -> RowGradients | None:
 
 class _Found(NamedTuple):
     net: Net
-    cache: Cache  # of training rows
+    cache: Cache  # the prepared training rows
     predictor: CachedLogits
 
 

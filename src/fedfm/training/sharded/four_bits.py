@@ -1,4 +1,4 @@
-"""Linear maps in 4 bits, of which each rank has the codes of its rows.
+"""Linear maps in 4 bits. Each rank has the codes of its own rows.
 
 The format is nf4 of :mod:`fedfm.models.quantised`: a block of 64 weights has a scale, and blocks of 256 scales have a
 scale, after the mean of all scales of the matrix is subtracted. A rank's rows are whole blocks, since only maps are

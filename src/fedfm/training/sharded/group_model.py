@@ -1,4 +1,4 @@
-"""The model of a client whose group of processes computes: here are its names, tools and trained values alone."""
+"""A model that a group of processes computes; this process has only its names, its tools and its trained values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEPT = 1 << 28  # bytes of rows that each rank keeps for later requests
 
 
 def load_group_model(spec: ModelSpec, settings: GroupSettings, **about: Any) -> GroupModel:
-    """As :func:`fedfm.models.load.load_model`, for a model of which each process of a group has a part.
+    """As :func:`fedfm.models.load.load_model`, for a model that the processes of a group share.
 
     Raises:
         InputError: there is no such model, or it cannot be shared among processes.
@@ -72,7 +72,7 @@ class GroupModel(Model):
         vars(self.module)["generate"] = self._refuse
         self.group = ProcessGroup(settings)
         self._built = False
-        self._halvings = 0  # of the rows at once, after a rank was out of memory
+        self._halvings = 0  # how often the number of rows at once was halved because a rank was out of memory
         self._at_once = 1  # rows at once of the last request
         self._w: Params | None = None  # the values that load() was given last
         self._at_ranks: Params | None = None  # the values that the ranks have
@@ -197,7 +197,7 @@ class GroupModel(Model):
         return {name: sum(part[name] for part in parts) for name in LanguageTask.sums}
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Raise an error, since this process has no weights; without it only where shapes alone matter."""
+        """Raise an error, since this process has no weights, unless only shapes matter."""
         self._refuse()
         return super().outputs(batch)
 

@@ -1,8 +1,8 @@
 """One client's passes over its rows by all ranks together.
 
 Each rank has all rows, and reads its part of each batch. In training all ranks make the same steps. In evaluation ranks
-may need different numbers of forward passes: a rank that is done makes passes without meaning until all are done, since
-every pass collects the weights of all ranks.
+may need different numbers of forward passes: a rank that has finished makes passes, whose results are dropped, until
+all have finished, since every pass collects the weights of all ranks.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _SharedBackward:
         for turn in range(0, len(counted), self._ranks):
             idle = turn + self._rank >= len(counted)
             part, share = counted[turn if idle else turn + self._rank]
-            # Without a part of its own a rank makes the passes of rank 0, which collect the same weights, for nothing.
+            # A rank without a part makes the passes of rank 0, since each pass collects weights from all ranks.
             loss = self._loss(rows.batch(part)) * (0.0 if idle else share)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()

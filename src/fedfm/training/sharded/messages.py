@@ -74,7 +74,7 @@ def of_local(local: Local) -> str:
     """A client optimiser as text.
 
     Raises:
-        InputError: it is none of fedfm's optimisers of one model.
+        InputError: it is not one of fedfm's optimisers, or it trains two models.
     """
     name = type(local).__name__
     if _OPTIMISERS.get(name) is not type(local):

@@ -160,7 +160,7 @@ class Rank:
         self._place, self._work, self._say = place, work, progress
         self._model: Model | None = None
         self._rows = dict[str, Rows]()  # rows of earlier requests, by the digest of the message that brought them
-        self._digest = ""  # of the last message
+        self._digest = ""  # the digest of the last message
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local % torch.cuda.device_count())

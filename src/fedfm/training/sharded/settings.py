@@ -47,9 +47,9 @@ def check_model(spec: ModelSpec, key: str = KEY) -> None:
     adaptation = spec.adaptation
     why = ""
     if spec.name == "features" or spec.name in BUILT_IN:
-        why = f"model.name = {spec.name!r} is no folder or hub id with safetensors, of which each process reads a part"
+        why = f"model.name = {spec.name!r} is no folder or hub id with safetensors, which processes could read in parts"
     elif spec.weights == "random":
-        why = 'model.weights = "random" has no file of which each process reads a part: save the model first'
+        why = 'model.weights = "random" has no file that processes could read in parts: save the model first'
     elif spec.quantization == "int8":
         why = 'model.quantization = "int8" is computed by one process; expected "nf4", or dtype = "bfloat16"'
     elif spec.compile is not None:
