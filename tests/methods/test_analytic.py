@@ -293,11 +293,13 @@ def test_a_client_adds_its_share_to_one_sum_of_a_run(place):
         shares.bound(client, Update(Params({"C": torch.full((3,), 0.1).double()}), 1.0))
 
 
-@pytest.mark.parametrize("aggregation", [{"name": "secure", "compact": True}, {"name": "secure", "clip_norm": 1.0}])
-def test_sums_that_would_not_keep_the_noise_are_refused(place, aggregation):
-    key = {"compact": "aggregation.compact", "clip_norm": "aggregation.clip_norm"}
-    noisy = RECORD | {"mechanism": "distributed_gaussian"}
-    with pytest.raises(InputError, match=next(text for name, text in key.items() if name in aggregation)):
+@pytest.mark.parametrize(
+    "setting", [{"compact": True}, {"clip_norm": 1.0}, {"bound": 2.0**65}, {"bound": 1.0}], ids=lambda s: str(s)
+)
+def test_sums_that_would_not_keep_the_noise_are_refused(place, setting):
+    """With a bound of 2^65 each client would round its numbers, and the noise, to 0 or to multiples of 40."""
+    aggregation, noisy = {"name": "secure"} | setting, RECORD | {"mechanism": "distributed_gaussian"}
+    with pytest.raises(InputError, match=f"aggregation.{next(iter(setting))}"):
         Experiment.from_dict(tables(place, privacy=noisy) | {"aggregation": aggregation})
 
 
