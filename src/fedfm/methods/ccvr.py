@@ -70,7 +70,9 @@ class CCVR(FedAvg):
         sums = total_of(fed, self.moments, like, w=w)
         check_total(fed, sums, why_no_sums)
         count, mu, sigma = pool(sums["count"], sums["total"], sums["second"])
-        seen = [c for c in range(classes) if count[c] > 0]
+        if not (seen := [c for c in range(classes) if count[c] > 0]):
+            fed.notice("ccvr: the noise leaves no class any rows, so the head is not calibrated; use a larger epsilon")
+            return w
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
         labels = torch.tensor(seen).repeat_interleave(self.virtual)
         missed = Missed()
