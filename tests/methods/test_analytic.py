@@ -405,6 +405,37 @@ def test_two_newcomers_give_the_solution_of_all_rows(place, task, method, tmp_pa
     np.testing.assert_allclose(b, pooled.intercept_, atol=1e-8)
 
 
+class Heard(fedfm.Progress):
+    def __init__(self):
+        self.lines = []
+
+    def notice(self, text):
+        self.lines.append(text)
+
+
+def test_rows_that_would_count_twice_are_said(tmp_path):
+    classes = np.array(list("0123"))
+    for name, part in {"a": slice(0, 50), "b": slice(40, 60), "c": slice(60, 90)}.items():
+        np.savez(tmp_path / f"{name}.npz", x=X[part], y=Y[part], split=np.full(len(Y[part]), "train"), classes=classes)
+    data = {"clients": {"a": str(tmp_path / "a.npz")}, "test_fraction": 0.0}
+    fedfm.run(tables(tmp_path) | {"data": data}, tmp_path / "run")
+    said = {}
+    for name, file in (("b", "b"), ("c", "c"), ("again", "c")):
+        heard = Heard()
+        fedfm.join(tmp_path / "run", tmp_path / f"{file}.npz", name, progress=heard)
+        said[name] = [text for text in heard.lines if "count twice" in text]
+    assert said == {
+        "b": ["10 of 20 training rows are also training rows of a: they count twice in the sums"],
+        "c": [],
+        "again": ["30 of 30 training rows are also training rows of c: they count twice in the sums"],
+    }
+    heard = Heard()
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.npz").unlink()
+    fedfm.join(tmp_path / "run", tmp_path / "c.npz", "late", progress=heard)
+    assert len([text for text in heard.lines if "count twice, unseen" in text]) == 2
+
+
 def test_a_newcomers_numbers_are_scaled_as_those_of_the_run(tmp_path):
     """The scale of the targets is that of the first silo, and the predictions are those of all rows."""
     for name, part in {"a": slice(0, 50), "b": slice(50, 90)}.items():

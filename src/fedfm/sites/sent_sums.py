@@ -1,9 +1,9 @@
 """A silo's record of the sums that it sent in a run, so that ``fedfm silo sums`` writes those sums and no others.
 
 The server gives the manifest from which the silo computes its sums again. Another seed, model or share of test rows
-gives sums of other rows, and the difference of two sums may be a single row. Rows that changed since the run, and a part
-that was empty because the silo failed, give sums that are not in the total. So the record has digests of the rows, the
-model and the method behind the last message. It stays in the run's folder at the silo.
+gives sums of other rows, and the difference of two sums may be a single row. Rows that changed since the run, and a
+part that was empty because the silo failed, give sums that are not in the total. So the record has digests of the rows,
+the model and the method behind the last message. It stays in the run's folder at the silo.
 """
 
 from __future__ import annotations
