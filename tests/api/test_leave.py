@@ -337,6 +337,22 @@ def test_a_client_that_no_round_asked_has_left_at_once(tmp_path, capsys):
     assert idle in (run / "report.html").read_text().partition("Clients that left")[2]
 
 
+def test_nobody_learns_from_a_certificate_whom_secret_coins_drew(tmp_path):
+    """Epsilon of a run with coins is that of a reader who does not know the draw."""
+    noise = {"unit": "client", "mechanism": "gaussian", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
+    run = ran(experiment(tmp_path, method={"rounds": 2, "fraction": 0.3}, privacy=noise), tmp_path / "run")
+    said, before = set(), (run / "manifest.json").read_bytes()
+    drawn = {c for line in (run / "metrics.jsonl").read_text().splitlines() for c in json.loads(line)["cohort"]}
+    clients = Run.open(run).manifest["clients"]
+    assert 0 < len(drawn) < len(clients)
+    for name in clients:
+        with pytest.raises(InputError, match="its epsilon is spent") as error:
+            leave(run, name, tmp_path / "rest", progress=QUIET)
+        said.add(str(error.value).replace(name, ""))
+    assert len(said) == 1
+    assert (run / "manifest.json").read_bytes() == before
+
+
 def test_who_was_asked_cannot_have_been_idle(tmp_path):
     run, idle = sampled(tmp_path)
     asked = next(c for c in Run.open(run).manifest["clients"] if c != idle and was_asked(Run.open(run), c))

@@ -1,5 +1,6 @@
 """A silo with its rows on its own machine leaves by its own sums: nobody else takes part, and no rows are here."""
 
+import functools
 import json
 import re
 
@@ -223,3 +224,76 @@ def test_where_the_rows_are_here_no_file_is_needed(analytic, tmp_path):
     local = fedfm.run(analytic.carried.tables(**analytic.tables), tmp_path / "local", progress=QUIET)["run"]
     with pytest.raises(InputError, match="leave out --sums"):
         leave(local, "north", tmp_path / "rest", sums=tmp_path / "north.sums", progress=QUIET)
+
+
+def edited(federation, change):
+    """A copy of the run's manifest at the silo, changed by the server."""
+    place = federation.root / "copy"
+    place.mkdir(exist_ok=True)
+    manifest = json.loads((federation.run / "manifest.json").read_text())
+    change(manifest)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return place
+
+
+def asked(federation, place, name="north"):
+    out = federation.root / f"{name}.sums"
+    code = main(["silo", "sums", str(federation.carried.file(name)), str(place), "--out", str(out)])
+    return code, out.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["experiment"]["run"].update(seed=4),
+        lambda m: m["experiment"]["method"].update(features="random", width=4),
+        lambda m: m["experiment"]["method"].update(ridge=2.0),
+    ],
+    ids=["seed", "features", "ridge"],
+)
+def test_a_silo_writes_no_sums_that_it_did_not_send(analytic, capsys, change):
+    """The server could subtract the sums of a changed manifest from those of the run, and have those of few rows."""
+    capsys.readouterr()
+    before = analytic.carried.left("north")
+    assert asked(analytic, edited(analytic, change)) == (2, False)
+    assert "this silo sent no such sums" in capsys.readouterr().err
+    assert analytic.carried.left("north") == before
+    assert asked(analytic, edited(analytic, lambda m: None)) == (0, True)
+
+
+def test_rows_that_changed_since_the_run_are_noticed(analytic, capsys):
+    path = analytic.carried.root / "north" / "rows.npz"
+    rows = dict(np.load(path))
+    rows["x"][1] += 1
+    np.savez(path, **rows)
+    assert asked(analytic, edited(analytic, lambda m: None)) == (2, False)
+    assert "this silo sent no such sums" in capsys.readouterr().err
+
+
+def test_a_silo_whose_part_was_empty_has_no_sums_in_the_total(tmp_path, monkeypatch, capsys):
+    """Under hidden sums the server cannot tell, so only the silo's own record can."""
+    real = Analytic.sums.__wrapped__ if hasattr(Analytic.sums, "__wrapped__") else Analytic.sums
+
+    @functools.wraps(real)
+    def fails(self, client, seed, weights):
+        if client.id == "north":
+            raise ValueError("a row cannot be read")
+        return real(self, client, seed=seed, weights=weights)
+
+    monkeypatch.setattr(Analytic, "sums", fails)
+    names = ("east", "north", "south", "west")
+    federation = Summed(tmp_path, monkeypatch, names=names, method={"name": "analytic", "rounds": 1}, **HIDDEN)
+    assert [line["fault"] for line in federation.carried.left("north") if line["handler"].startswith("train.")] != [""]
+    monkeypatch.setattr(Analytic, "sums", real)
+    capsys.readouterr()
+    assert asked(federation, edited(federation, lambda m: None)) == (2, False)
+    assert "its part of the sum was empty" in capsys.readouterr().err
+    assert asked(federation, edited(federation, lambda m: None), "east") == (0, True)
+
+
+def test_a_silo_that_took_no_part_has_no_sums(analytic, capsys):
+    (analytic.carried.root / "north" / "silo.ledger.jsonl").unlink()
+    for path in (analytic.carried.root / "north" / ".fedfm").glob("**/sent_sums.json"):
+        path.unlink()
+    assert asked(analytic, edited(analytic, lambda m: None)) == (2, False)
+    assert "no message of analytic" in capsys.readouterr().err

@@ -293,11 +293,13 @@ def test_a_client_adds_its_share_to_one_sum_of_a_run(place):
         shares.bound(client, Update(Params({"C": torch.full((3,), 0.1).double()}), 1.0))
 
 
-@pytest.mark.parametrize("aggregation", [{"name": "secure", "compact": True}, {"name": "secure", "clip_norm": 1.0}])
-def test_sums_that_would_not_keep_the_noise_are_refused(place, aggregation):
-    key = {"compact": "aggregation.compact", "clip_norm": "aggregation.clip_norm"}
-    noisy = RECORD | {"mechanism": "distributed_gaussian"}
-    with pytest.raises(InputError, match=next(text for name, text in key.items() if name in aggregation)):
+@pytest.mark.parametrize(
+    "setting", [{"compact": True}, {"clip_norm": 1.0}, {"bound": 2.0**65}, {"bound": 1.0}], ids=lambda s: str(s)
+)
+def test_sums_that_would_not_keep_the_noise_are_refused(place, setting):
+    """With a bound of 2^65 each client would round its numbers, and the noise, to 0 or to multiples of 40."""
+    aggregation, noisy = {"name": "secure"} | setting, RECORD | {"mechanism": "distributed_gaussian"}
+    with pytest.raises(InputError, match=f"aggregation.{next(iter(setting))}"):
         Experiment.from_dict(tables(place, privacy=noisy) | {"aggregation": aggregation})
 
 
@@ -319,7 +321,7 @@ def test_weights_of_classes_are_positive_and_one_a_class(place, weights):
         method.sums(client, seed=0, weights=torch.tensor(weights, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("scale", [-1.0, -1e9])
+@pytest.mark.parametrize("scale", [-5.0, -1e4])
 def test_sums_of_no_rows_end_the_run_in_one_line(place, scale, monkeypatch, tmp_path):
     """A client that lies sends a matrix that no rows have; its solution would be a model of nothing."""
     sums = Analytic.sums
@@ -330,8 +332,9 @@ def test_sums_of_no_rows_end_the_run_in_one_line(place, scale, monkeypatch, tmp_
         return replace(found, delta=(scale if client.id == "client-01" else 1.0) * found.delta)
 
     monkeypatch.setattr(Analytic, "sums", lie)
+    hidden = {"privacy": {"aggregator": "secagg"}}
     with pytest.raises(RunError, match="no rows can have the clients' sums"):
-        fedfm.run(tables(place, clients=2, alpha=100.0), tmp_path)
+        fedfm.run(tables(place, clients=3, alpha=100.0) | hidden, tmp_path)
 
 
 @pytest.mark.parametrize("count", [0.0, -100.0])
@@ -343,7 +346,7 @@ def test_numbers_of_rows_below_zero_end_the_run_in_one_line(place, count, monkey
 
     lie.__name__ = "count"
     monkeypatch.setattr(Analytic, "count", on_client(lie))
-    with pytest.raises(RunError, match="numbers of rows of classes"):
+    with pytest.raises(RunError, match="numbers of rows of classes" if count == 0 else "no rows can have"):
         fedfm.run(tables(place, class_weights="balanced"), tmp_path)
 
 
@@ -400,6 +403,37 @@ def test_two_newcomers_give_the_solution_of_all_rows(place, task, method, tmp_pa
     W, b = Run.open(tmp_path / "run").experiment.method.solve(sums["sums.C"].numpy(), sums["sums.b"].numpy())
     np.testing.assert_allclose(W, pooled.coef_, atol=1e-8)
     np.testing.assert_allclose(b, pooled.intercept_, atol=1e-8)
+
+
+class Heard(fedfm.Progress):
+    def __init__(self):
+        self.lines = []
+
+    def notice(self, text):
+        self.lines.append(text)
+
+
+def test_rows_that_would_count_twice_are_said(tmp_path):
+    classes = np.array(list("0123"))
+    for name, part in {"a": slice(0, 50), "b": slice(40, 60), "c": slice(60, 90)}.items():
+        np.savez(tmp_path / f"{name}.npz", x=X[part], y=Y[part], split=np.full(len(Y[part]), "train"), classes=classes)
+    data = {"clients": {"a": str(tmp_path / "a.npz")}, "test_fraction": 0.0}
+    fedfm.run(tables(tmp_path) | {"data": data}, tmp_path / "run")
+    said = {}
+    for name, file in (("b", "b"), ("c", "c"), ("again", "c")):
+        heard = Heard()
+        fedfm.join(tmp_path / "run", tmp_path / f"{file}.npz", name, progress=heard)
+        said[name] = [text for text in heard.lines if "count twice" in text]
+    assert said == {
+        "b": ["10 of 20 training rows are also training rows of a: they count twice in the sums"],
+        "c": [],
+        "again": ["30 of 30 training rows are also training rows of c: they count twice in the sums"],
+    }
+    heard = Heard()
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.npz").unlink()
+    fedfm.join(tmp_path / "run", tmp_path / "c.npz", "late", progress=heard)
+    assert len([text for text in heard.lines if "count twice, unseen" in text]) == 2
 
 
 def test_a_newcomers_numbers_are_scaled_as_those_of_the_run(tmp_path):

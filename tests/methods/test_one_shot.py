@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -295,6 +296,18 @@ def test_ccvr_pools_as_equations_3_and_4_print():
     sigma = sum((k - 1) * c + k * np.outer(m, m) for k, m, c in zip(n, mean, cov, strict=True))
     sigma = (sigma - total * np.outer(mu, mu)) / (total - 1)
     torch.testing.assert_close(pool(*sums_of(rows, CCVR(covariance="full")))[2][1], torch.from_numpy(sigma))
+
+
+def test_ccvr_keeps_the_head_if_noise_leaves_no_class_any_rows(monkeypatch):
+    from fedfm.methods import ccvr
+
+    sums = Params({"count": -torch.ones(2), "total": torch.ones(2, 3), "second": torch.ones(2, 3)})
+    monkeypatch.setattr(ccvr, "total_of", lambda *args, **payload: sums)
+    monkeypatch.setattr(ccvr, "check_total", lambda *args: None)
+    said, w = list[str](), Params({"head.weight": torch.zeros(2, 3)})
+    fed = SimpleNamespace(model=SimpleNamespace(classes=("a", "b"), feature_dim=3), notice=said.append)
+    assert CCVR().step(fed, w, 1) is w
+    assert "noise leaves no class any rows" in said[0]
 
 
 def test_ccvr_draws_what_it_says():

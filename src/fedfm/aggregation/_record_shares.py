@@ -111,6 +111,12 @@ def sharing(aggregation: Aggregator, method: Any) -> Aggregator:
         faults.say("aggregation.clip_norm: sums over rows are not clipped; drop it", key="aggregation.clip_norm")
     if aggregation.compact:
         faults.say("aggregation.compact: 32 bits cannot hold sums with their noise; drop it", key="aggregation.compact")
+    if aggregation.bound != Secure().bound:  # each client would round its share away, or send none of a larger sum
+        faults.say(
+            "aggregation.bound: fixed-point numbers of another bound than the default do not have the points of the "
+            "noise; drop it",
+            key="aggregation.bound",
+        )
     faults.refuse()
     noisy: Aggregator = copy.copy(aggregation)
     object.__setattr__(noisy, "mechanism", RecordShares(method.shared_sigma, aggregation.threshold))

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from fedfm.aggregation.base import Aggregator
+from fedfm.api import joined_rows
 from fedfm.api.figures_runs import need_model
 from fedfm.api.own_sums import why_no_sum
 from fedfm.config.experiment import Experiment
@@ -89,12 +90,16 @@ def join(
         raise InputError(f"{data}: no such file or folder; join needs the newcomer's rows")
     columns = columns_of(experiment.data)
     classes, models = tuple(run.manifest["model"]["classes"]), (experiment.model.name,)
+
+    def read(name: str, data: str | Path) -> Partitioned:
+        brought = OwnRows(name, str(Path(data).resolve()), classes=classes, models=models, columns=columns)
+        return populate(brought, experiment, run.manifest["model"]["classes"])
+
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         name = _free(run, client)  # another process may have added a newcomer to the run
         if not is_name(name):  # a folder gets this name
             raise InputError(f"name = {toml_value(name)}: expected {NAME_WORDS}")
-        brought = OwnRows(name, str(Path(data).resolve()), classes=classes, models=models, columns=columns)
-        population = populate(brought, experiment, run.manifest["model"]["classes"])
+        population = read(name, data)
         _check_kind(run, population, data)
         model = population.model
         population.encode = partial(predictions.encode_rows, method, model)
@@ -106,6 +111,9 @@ def join(
             (progress or Bar()).notice(text)
         if not len(rows.test):
             (progress or Bar()).notice(f"{data}: no row is left for tests, so no accuracy is known")
+        if isinstance(method, KeepsSums):
+            for text in joined_rows.notices(run, name, population, read):
+                (progress or Bar()).notice(text)
         state, weights = run.state(method.state_type), dict[str, float]()
         summed: Params | None = None
         if isinstance(method, KeepsSums):

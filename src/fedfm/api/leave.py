@@ -126,7 +126,7 @@ def _place(run: Run, name: str, out: str | Path | None) -> Path:
 
 
 def was_asked(run: Run, name: str) -> bool:
-    """Whether the run's model may depend on the client: a round asked it for more than scores, or nobody can know.
+    """Whether the run's model may depend on the client: a round asked it for more than scores, or nobody may know.
 
     Keys that are computed from all rows, and a choice of the round by validation rows, depend on every client.
     """
@@ -137,6 +137,7 @@ def was_asked(run: Run, name: str) -> bool:
     if (
         experiment.run.patience
         or run.manifest.get("lost")
+        or "cohort" in experiment.aggregation.mechanism.secrets  # drawn by coins, and epsilon needs that nobody tells
         or isinstance(tasks.task_named(experiment.model.task), AddsRows)
     ):
         return True

@@ -91,6 +91,18 @@ def numbers_of(table: Table, rows: np.ndarray) -> np.ndarray:
     return keys
 
 
+def count_common(table: Table, rows: np.ndarray, other: Table, others: np.ndarray) -> int:
+    """How many of ``rows`` (n,) of a table are equal to one of the rows ``others`` (m,) of another table."""
+
+    def keys(of: Table, at: np.ndarray) -> np.ndarray:
+        probe = _probe(of)
+        return np.fromiter((probe(of.inputs[int(i)]) for i in at), np.int64, len(at))
+
+    mine, theirs = keys(table, rows), keys(other, others)
+    known = {_whole(other, other.inputs[int(i)]) for i in others[np.isin(theirs, mine)]}
+    return sum(_whole(table, table.inputs[int(i)]) in known for i in rows[np.isin(mine, theirs)])
+
+
 def _probe(table: Table) -> Callable[[Any], int]:
     """A cheap hash of an input: a file's size, or an array's first values."""
     if table.kind == "image" and not isinstance(table.inputs, np.ndarray):

@@ -16,7 +16,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Layout, Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.models.model import Model
@@ -145,10 +145,15 @@ def clients_in_mean(fed: Federation) -> int:
 
     Under secure aggregation a client without an update sends zeros of weight 0, so ``fed.heard``, which counts its
     message, is too large. A sum by ``fed.heard`` would be larger than its noise covers.
+
+    Raises:
+        RunError: hidden weights do not add up to a number of clients.
     """
     weight: float = fed.heard
     if fed.aggregator.transport.form != "plain":
         from fedfm.aggregation._secagg import WEIGHT
 
         weight = fed.process_memory[WEIGHT]
+        if weight != round(weight) or weight > fed.heard:  # a rounded weight would scale the others' sums
+            raise RunError(f"round {fed.round}: a client sent its part of the sum with another weight than 1")
     return round(weight)

@@ -13,7 +13,7 @@ p^2 is 1 - T/(n - 1) and, over silos, 1 - W/(n - K), both without bias by few ro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,20 +43,27 @@ def figures_of(
     counts: dict[str, Any] = {}
     for block in blocks:
         total, within = sums[f"{block.name}.sum"], float(sums[f"{block.name}.within"][0])
-        drift = _drift(block, total, within, rows, silos, deviations)
         if block.name == FEATURES:
             if rows >= least:
                 spread = max(block.total_spread(total, rows) / rows, 0.0)
+                drift = _drift(block, total, within, rows, silos, deviations)
                 found[FEATURES] = {"dimension": block.size, "mean": (total / rows).tolist(), "variance": spread} | drift
         elif np.abs(total).max(initial=0.0) > 0:
             values = _hide(total, rows if block.most == 1 else None, least, deviations)
-            counts[block.name] = {"groups": list(block.groups), "counts": values} | drift
+            rounded: Callable[[Any], Any] = _same
+            if block.most == 1 and None in values:
+                total, rounded = _split_hidden(values, rows), _rounded
+                within = block.total_spread(total, rows) if silos == 1 else within
+            drift = _drift(block, total, within, rows, silos, deviations)
+            counts[block.name] = {"groups": list(block.groups), "counts": values} | {
+                key: rounded(value) for key, value in drift.items()
+            }
             if block.most == 1 and drift["between"] is not None:
                 spread = block.total_spread(total, rows)
                 error = 0.0 if deviations is None else 3 * deviations[block.name] / rows
                 counts[block.name]["effective_groups"] = {
                     "all": _effective(1 - spread / (rows - 1), error),
-                    "silo": _effective(1 - within / (rows - silos), error),
+                    "silo": rounded(_effective(1 - within / (rows - silos), error)),
                 }
     found["counts"] = counts
     if f"{BY_CLASS}.sum" in sums and FEATURES in found:
@@ -97,6 +104,26 @@ def _hide(total: Array, rows: float | None, least: int, deviations: Mapping[str,
             break
         hidden.add(order.pop(0))
     return [None if j in hidden else n for j, n in enumerate(counts)]
+
+
+def _split_hidden(counts: list[int | None], rows: float) -> Array:
+    """The counts, with the rows of no shown group in equal parts in the hidden groups.
+
+    The sum of squares of two counts and their sum determine both. So figures next to hidden counts are those of counts
+    that a reader can compute from the shown ones.
+    """
+    hidden = sum(n is None for n in counts)
+    rest = max(rows - sum(n for n in counts if n is not None), 0.0)
+    return np.array([rest / hidden if n is None else float(n) for n in counts])
+
+
+def _rounded(value: float | None) -> float | None:
+    """Three digits: exact spreads within silos would determine small counts in them."""
+    return None if value is None else float(f"{value:.3g}")
+
+
+def _same(value: float | None) -> float | None:
+    return value
 
 
 def _drift(

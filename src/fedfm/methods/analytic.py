@@ -36,6 +36,7 @@ from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._one_release import check_sums, spent_by_sums
 from fedfm.methods._one_shot import OneShot, head_of, need_head, total_of
+from fedfm.methods._sums_of_rows import check_part, check_total, why_no_counts, why_no_sums
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
@@ -208,7 +209,24 @@ class Analytic(KeepsSums, Predictor, Private, OneShot):
         d = 1 + (fed.model.feature_dim if self.features == "linear" else self._width)
         like = _sums_of(torch.zeros(0, d).double(), torch.zeros(0, outputs).double(), torch.ones(1)).layout
         total = total_of(fed, self.sums, like, seed=seed, weights=weights)
+        if self.noise is None:
+            check_total(fed, total, functools.partial(self._why_no_sums, fed.model))
         return self._state(fed.model, total, seed, fed.heard)
+
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        if self.noise is None:
+            count = handler == "count"
+            why = why_no_counts(update.delta["count"]) if count else self._why_no_sums(model, update.delta)
+            check_part(update, why)
+
+    def _why_no_sums(self, model: Model, sums: Params) -> str | None:
+        """Why no rows have these sums: the last row of C has the number of rows, and that of b those of the classes."""
+        C, b = sums["C"], sums["b"].T
+        if self.class_weights != "none":
+            return None  # the weights of the rows differ
+        if not model.task.one_class_a_row:  # then all rows are one class
+            b = torch.from_numpy(unpack(C.numpy(), b.shape[1]))[-1:]
+        return why_no_sums({"count": b[:, -1], "total": b, "second": C})
 
     def _state(self, model: Model, total: Params, seed: int, clients: int = 1) -> Params:
         """The model of the sums over all clients, together with the sums and the seed of their features."""

@@ -25,6 +25,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import class_sums, rows_of, total_of
+from fedfm.methods._sums_of_rows import check_part, check_total, why_no_sums
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.model import Model
 from fedfm.training.fit_head import HeadSpec, fit_rows
@@ -67,8 +68,11 @@ class CCVR(FedAvg):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
         sums = total_of(fed, self.moments, like, w=w)
+        check_total(fed, sums, why_no_sums)
         count, mu, sigma = pool(sums["count"], sums["total"], sums["second"])
-        seen = [c for c in range(classes) if count[c] > 0]
+        if not (seen := [c for c in range(classes) if count[c] > 0]):
+            fed.notice("ccvr: the noise leaves no class any rows, so the head is not calibrated; use a larger epsilon")
+            return w
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
         labels = torch.tensor(seen).repeat_interleave(self.virtual)
         missed = Missed()
@@ -76,6 +80,10 @@ class CCVR(FedAvg):
         tell(fed, "server", missed.metrics)
         names = _head_names(fed.model)
         return w.replace({name: tensor.to(w[name].dtype) for name, tensor in zip(names, found, strict=True)})
+
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        if handler == "moments":
+            check_part(update, why_no_sums(update.delta))
 
     @on_client
     def moments(self, client: Client, w: Params) -> Update:

@@ -23,6 +23,7 @@ from fedfm.core.fields import setting
 from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, class_sums, clients_in_mean, head_of, rows_of
+from fedfm.methods._sums_of_rows import check_part, check_total, why_no_sums
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -42,7 +43,12 @@ class FedNCM(KeepsSums, OneShot):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
         mean = fed.mean(self.sums, like=like)  # the mean has a factor 1/K, which cancels
-        return with_sums(self._head(fed.model, mean), clients_in_mean(fed) * mean)
+        total = clients_in_mean(fed) * mean
+        check_total(fed, total, why_no_sums)
+        return with_sums(self._head(fed.model, mean), total)
+
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        check_part(update, why_no_sums(update.delta))
 
     def _head(self, model: Model, sums: Params) -> Params:
         return head_of(model, *nearest_mean(sums["count"], sums["total"], self.distance))

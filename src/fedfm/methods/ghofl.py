@@ -26,6 +26,7 @@ from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, class_sums, head_of, need_head, rows_of, total_of
+from fedfm.methods._sums_of_rows import check_part, check_total, why_no_sums
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -60,7 +61,12 @@ class GHOFL(KeepsSums, Predictor, OneShot):
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         C, d = len(fed.model.classes), fed.model.feature_dim
         like = moments_of(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), C, self.form).layout
-        return self.state_of(fed.model, total_of(fed, self.moments, like), fed.seed)
+        total = total_of(fed, self.moments, like)
+        check_total(fed, total, why_no_sums)
+        return self.state_of(fed.model, total, fed.seed)
+
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        check_part(update, why_no_sums(update.delta))
 
     def state_of(self, model: Model, total: Params, seed: int) -> Params:
         found = gaussians(total, self.form, self.shrinkage)

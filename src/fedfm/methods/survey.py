@@ -33,6 +33,7 @@ from fedfm.methods import _survey_figures as figures
 from fedfm.methods import _survey_sums as sums
 from fedfm.methods._one_release import check_sums, spent_by_sums
 from fedfm.methods._one_shot import total_of
+from fedfm.methods._sums_of_rows import check_part
 from fedfm.methods._survey_sums import FEATURES, SILOS, TARGETS, Array, SurveyBlock
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
@@ -175,6 +176,12 @@ class Survey(Private, Method[SurveyState]):
         return {name: cover(key, f"{purpose}/{name}", value, noise.sigma) for name, value in found.items()}
 
     # --- server half --------------------------------------------------------------------------------------------------
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        why = None
+        if handler == "sums" and self.noise is None:
+            why = sums.fault_of(_arrays(update.delta), self._plan(model).blocks, 1, self.most_rows)
+        check_part(update, why)
+
     def init(self, fed: Federation) -> SurveyState:
         return SurveyState(fed.initial, "")
 
@@ -200,9 +207,7 @@ class Survey(Private, Method[SurveyState]):
             total, silos = sums.unscaled_sums(total, plan.blocks), heard
         else:
             if why := sums.fault_of(total, plan.blocks, heard, self.most_rows):
-                raise RunError(
-                    f"round {t}: a silo sent false sums: {why}; without hidden sums, method.by_silo = true shows which"
-                )
+                raise RunError(f"round {t}: a silo sent false sums: {why}; without hidden sums it would be left out")
             silos = round(float(total[SILOS][0]))
         deviations = None if self.noise is None else self._deviations(plan.blocks, heard, self.noise)
         found = figures.figures_of(total, plan.blocks, silos, self.min_count, deviations)

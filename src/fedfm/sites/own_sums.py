@@ -24,8 +24,8 @@ from fedfm.runtime import predictions
 from fedfm.runtime.disclosure import check_same
 from fedfm.runtime.own_rows import populate
 from fedfm.runtime.run_directory import Run
-from fedfm.sites import consent_rules, silo_config
-from fedfm.sites.ledger import UNBOUNDED, Entry, Ledger, mark_of, now
+from fedfm.sites import consent_rules, sent_sums, silo_config
+from fedfm.sites.ledger import UNBOUNDED, Entry, Ledger, entries, mark_of, now
 from fedfm.sites.silo_config import Silo
 
 WORD = EXPOSES["query"]  # the server sees what this silo alone sends
@@ -40,7 +40,8 @@ def report(path: Path, folder: Path, out: Path) -> dict[str, Any]:
         out: the file for the sums.
 
     Raises:
-        InputError: the silo's file does not consent, the run keeps no sums, or the silo's rows do not fit the run.
+        InputError: the silo's file does not consent, the run keeps no sums, the silo's rows do not fit the run, or the
+            silo did not send these sums.
     """
     silo, run = silo_config.load(path), Run.open(folder)
     silo_config.admit_methods(silo, path)
@@ -49,15 +50,18 @@ def report(path: Path, folder: Path, out: Path) -> dict[str, Any]:
     with torch_threads(1), tempfile.TemporaryDirectory() as memory:
         population = populate(silo.rows, run.experiment, run.manifest["model"]["classes"])
         check_same(run, population.model.fingerprints, "the silo's sums need the original model")
+        ledger = Path(silo.ledger)
+        record = sent_sums.record_of(run.experiment, population)
+        doubt = sent_sums.check(path, run.experiment.method_name, record, entries(ledger))
         population.encode = partial(predictions.encode_rows, run.experiment.method, population.model)
         sums = own_sums.compute(run, silo.name, population, Path(memory))
-    ledger = Path(silo.ledger)
     try:
         Ledger(ledger, silo.budget, mark_of(path.resolve().parent / ".fedfm", ledger)).enter(_entry(run, sums))
     except ClientFault as fault:
         raise InputError(f"{path}: {fault.reason}") from None
     own_sums.write(run, silo.name, sums, out)
-    return {"name": silo.name, "run": str(folder), "file": str(out), "sha256": sums.sha256(), "ledger": silo.ledger}
+    found = {"name": silo.name, "run": str(folder), "file": str(out), "sha256": sums.sha256(), "ledger": silo.ledger}
+    return found | ({"doubt": doubt} if doubt else {})
 
 
 def render(found: Mapping[str, Any]) -> str:
@@ -65,6 +69,7 @@ def render(found: Mapping[str, Any]) -> str:
     return (
         f"{found['name']}: {found['file']} has the sums over its own rows, in the clear, which show what secure "
         f"aggregation hides. {found['ledger']} has a line about it"
+        + (f"; {found['doubt']}" if "doubt" in found else "")
     )
 
 

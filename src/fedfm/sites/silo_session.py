@@ -21,7 +21,7 @@ from fedfm.runtime.own_rows import populate
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.runtime.site_policy import Question
-from fedfm.sites import consent_rules, identity, silo_config
+from fedfm.sites import consent_rules, identity, sent_sums, silo_config
 from fedfm.sites.file_contents import FileContents
 from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, mark_of, now
 from fedfm.sites.release_cost import ReleaseCosts
@@ -57,6 +57,7 @@ class SiloSession:
         self._unanswered = Unanswered(client_stub.silo_folder(folder) / "unanswered")
         self._load()
         self._rows: int | None = None  # number of training rows, once they are read
+        self._record: dict[str, Any] | None = None
         classes = site_file.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
@@ -108,6 +109,7 @@ class SiloSession:
         found = populate(self._silo.rows, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
         consent_rules.check(self._silo, experiment, self._rows)
+        self._record = sent_sums.record_of(experiment, found)
         for notice in of_silo(experiment.method, found):
             self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found
@@ -194,6 +196,8 @@ class SiloSession:
         )
         try:
             self.ledger.enter(entry)
+            if question.handler.startswith("train."):
+                sent_sums.write(self._folder, self._record, fault)
         except ClientFault as over:
             if question.handler != HELLO:  # this refusal reveals that there was an answer, so it counts as an answer
                 with contextlib.suppress(ClientFault):

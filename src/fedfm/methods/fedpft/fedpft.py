@@ -192,6 +192,9 @@ class FedPFT(Predictor, Private, Method[State]):
         """Exact sums of every class, for a mean. The server adds noise once, to the sum over the federation."""
         return private.exact_sums(client, self._plan)
 
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        private.check_sums(update, model.feature_dim)
+
     @on_client
     def count_errors(self, client: Client, w: Params) -> dict[str, int]:
         """Errors of the head on the client's own training rows."""

@@ -22,6 +22,7 @@ from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_release import key_of_release
 from fedfm.methods._one_shot import clients_in_mean, rows_of
+from fedfm.methods._sums_of_rows import check_part, why_no_sums
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.noisy_moments import Cell, release, to_gaussian
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
@@ -87,6 +88,13 @@ def exact_sums(client: Client, plan: Plan) -> Update:
     x, y = (t.numpy() for t in rows_of(client))
     found = client_sums(unit_rows(x), y, len(client.model.classes), plan)
     return Update(Params({"sums": torch.from_numpy(found)}), 1.0)
+
+
+def check_sums(update: Update, dim: int) -> None:
+    """Server half: refuse one client's exact sums if no rows have them, or if their weight would scale others' sums."""
+    sums = update.delta["sums"]
+    parts = {"count": sums[:, 0], "total": sums[:, 1 : 1 + dim]}
+    check_part(update, why_no_sums(parts | ({"second": sums[:, 1 + dim :]} if sums.shape[1] > 1 + dim else {})))
 
 
 # --- server half ------------------------------------------------------------------------------------------------------
