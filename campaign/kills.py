@@ -25,7 +25,9 @@ from gate import Gate, Outcome, scaled
 
 import fedfm as library
 from every_method import experiment_of
+from fedfm.runtime import client as runtime_client
 from fedfm.runtime import client_memory
+from fedfm.runtime import server as runtime_server
 from processes import SAME, fedfm, rounds
 
 KILLS, DAMAGED, FLOWER = 450, 100, 50
@@ -245,10 +247,22 @@ def strike(at: Any, what: str, silo: str) -> bool:
     return True
 
 
+def repeat_secrets() -> None:
+    """Draw the same secrets in all runs of a method, since their bits are compared; each client has its own."""
+    draw = client_memory.secret
+
+    def secret(root: Path, client: str, name: str) -> bytes:
+        client_memory.entropy = lambda n: hashlib.shake_256(f"{client} {name}".encode()).digest(n)
+        return draw(root, client, name)
+
+    for module in (runtime_client, runtime_server):
+        vars(module)["secret"] = secret
+
+
 def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
     """Kill runs of all methods, then processes of Flower."""
     torch.set_num_threads(1)
-    client_memory.entropy = lambda n: b"k" * n  # the same noise in all runs of a method: their bits are compared
+    repeat_secrets()
     found, rng = Outcome(), random.Random(0)
     for name in METHODS:
         progress(name)
