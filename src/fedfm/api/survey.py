@@ -77,8 +77,21 @@ def survey(
     made = _experiment_of(experiment, changes or {}, epsilon, delta, progress)
     before = _read_reference(reference, made)
     run = Run.create(made, None if out is None else Path(out))
-    result = drive(run, progress, fresh=True)
-    run = Run.open(run.path)  # on a SuperLink another process has written it
+    drive(run, progress, fresh=True)
+    return finish(run.path, before, progress)
+
+
+def finish(path: Path, before: Mapping[str, Any] | None, progress: Progress) -> dict[str, Any]:
+    """Write the figures of a finished survey; also of one that was stopped and resumed.
+
+    Args:
+        before: the figures of other rows; None if nothing is compared.
+
+    Returns:
+        The result of :func:`survey`.
+    """
+    run = Run.open(path)  # on a SuperLink another process has written it
+    made, result = run.experiment, run.manifest["result"]
     found = json.loads(run.state(made.method.state_type).found)
     mine = run.manifest["fingerprints"]["model"]
     if before is not None and "features" in found:
