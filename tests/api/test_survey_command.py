@@ -235,11 +235,11 @@ def test_ray_gives_the_same_file(file, tmp_path):
 
 def test_a_survey_that_was_stopped_is_finished_by_resume(file, tmp_path):
     """Silos answer once: nobody could survey them again for the figures that were not written."""
-    from fedfm.api import survey
+    from fedfm.api import survey_figures
 
     fedfm.survey(file, tmp_path / "whole", progress=fedfm.Progress())
     patch = pytest.MonkeyPatch()
-    patch.setattr(survey, "finish", Mock(side_effect=KeyboardInterrupt))
+    patch.setattr(survey_figures, "finish", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         fedfm.survey(file, tmp_path / "half", progress=fedfm.Progress())
     patch.undo()

@@ -95,9 +95,9 @@ def resume(
             move(run, changes)
         result = drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
     if run.experiment.method.traits.figures_only:
-        from fedfm.api import survey
+        from fedfm.api import survey_figures
 
-        survey.finish(run.path, None, progress or Bar())
+        survey_figures.complete(run.path, progress or Bar())
     return result
 
 
