@@ -78,7 +78,7 @@ class Transport:
         """
         means = update_metrics.Means()
 
-        changed = fed.aggregator.mechanism.withholds  # then the update has noise
+        changed = getattr(fed.aggregator.mechanism, "withholds", False)  # then the update has noise
         refuse = None if changed else getattr(getattr(handler, "__self__", None), "check_update", None)
 
         def check(client: ClientId, update: Update) -> None:
