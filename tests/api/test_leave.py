@@ -342,10 +342,7 @@ def test_nobody_learns_from_a_certificate_whom_secret_coins_drew(tmp_path):
     noise = {"unit": "client", "mechanism": "gaussian", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
     run = ran(experiment(tmp_path, method={"rounds": 2, "fraction": 0.3}, privacy=noise), tmp_path / "run")
     said, before = set(), (run / "manifest.json").read_bytes()
-    drawn = {c for line in (run / "metrics.jsonl").read_text().splitlines() for c in json.loads(line)["cohort"]}
-    clients = Run.open(run).manifest["clients"]
-    assert 0 < len(drawn) < len(clients)
-    for name in clients:
+    for name in Run.open(run).manifest["clients"]:
         with pytest.raises(InputError, match="its epsilon is spent") as error:
             leave(run, name, tmp_path / "rest", progress=QUIET)
         said.add(str(error.value).replace(name, ""))

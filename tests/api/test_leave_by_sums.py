@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -297,3 +298,22 @@ def test_a_silo_that_took_no_part_has_no_sums(analytic, capsys):
         path.unlink()
     assert asked(analytic, edited(analytic, lambda m: None)) == (2, False)
     assert "no message of analytic" in capsys.readouterr().err
+
+
+def test_a_departure_that_stops_midway_leaves_no_run_to_resume(analytic, tmp_path):
+    """A resumed half would ask the silos for their sums again."""
+    from fedfm.api import leave_by_sums
+
+    assert analytic.sums("north") == 0
+    before = {path.name for path in tmp_path.iterdir()}
+    for error in (KeyboardInterrupt, OSError):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(leave_by_sums, "write_models", Mock(side_effect=error))
+        with pytest.raises(error):
+            leave(analytic.run, "north", tmp_path / "rest", sums=tmp_path / "north.sums", progress=QUIET)
+        patch.undo()
+        assert {path.name for path in tmp_path.iterdir()} == before
+    found = leave(analytic.run, "north", tmp_path / "deep" / "rest", sums=tmp_path / "north.sums", progress=QUIET)
+    rest = Run.open(found["run"])
+    assert rest.manifest["result"]["run"] == found["run"] == str(tmp_path / "deep" / "rest")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rest"]

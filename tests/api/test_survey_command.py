@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -230,3 +231,20 @@ def test_ray_gives_the_same_file(file, tmp_path):
         ]
         subprocess.run(words, check=True, capture_output=True)
     assert (tmp_path / "local/survey.json").read_bytes() == (tmp_path / "simulation/survey.json").read_bytes()
+
+
+def test_a_survey_that_was_stopped_is_finished_by_resume(file, tmp_path):
+    """Silos answer once: nobody could survey them again for the figures that were not written."""
+    from fedfm.api import survey_figures
+
+    fedfm.survey(file, tmp_path / "whole", progress=fedfm.Progress())
+    patch = pytest.MonkeyPatch()
+    patch.setattr(survey_figures, "finish", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.survey(file, tmp_path / "half", progress=fedfm.Progress())
+    patch.undo()
+    assert not (tmp_path / "half" / "survey.json").exists()
+    fedfm.resume(tmp_path / "half", progress=fedfm.Progress())
+    assert (tmp_path / "half" / "survey.json").read_bytes() == (tmp_path / "whole" / "survey.json").read_bytes()
+    details = [fedfm.load_run(tmp_path / name).manifest["result"]["details"]["survey"] for name in ("half", "whole")]
+    assert details[0] == details[1]

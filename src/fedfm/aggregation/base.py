@@ -78,12 +78,13 @@ class Transport:
         """
         means = update_metrics.Means()
 
-        method = getattr(handler, "__self__", None)
+        changed = getattr(fed.aggregator.mechanism, "withholds", False)  # then the update has noise
+        refuse = None if changed else getattr(getattr(handler, "__self__", None), "check_update", None)
 
         def check(client: ClientId, update: Update) -> None:
             match(update.delta, like, "delta")
-            if hasattr(method, "check_update") and not fed.aggregator.mechanism.withholds:  # else it has noise
-                method.check_update(handler.__name__, update, fed.model)
+            if refuse is not None:  # see fedfm.core.kept_sums.ChecksUpdates
+                refuse(handler.__name__, update, fed.model)
 
         asked = fed.clients if of is None else tuple(of)
         # Stopping because few clients were drawn would disclose the draw, so only drawn clients that fail count as

@@ -93,7 +93,12 @@ def resume(
             extend(run, rounds)
         if changes:
             move(run, changes)
-        return drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
+        result = drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
+    if run.experiment.method.traits.figures_only:
+        from fedfm.api import survey_figures
+
+        survey_figures.complete(run.path, progress or Bar())
+    return result
 
 
 def _again(run: Run, population: Callable[[], Partitioned] | None) -> str:

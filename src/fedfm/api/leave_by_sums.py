@@ -5,9 +5,13 @@ Nobody else takes part and no rows are read, so this works where each silo has i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
+import os
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from fedfm.reports import renewal
 from fedfm.runtime import logs
 from fedfm.runtime.result import write_models
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_folder import refuse_used
 
 # entries of the manifest that the new run keeps
 KEPT = ("fingerprints", "model", "guarantee", "seen", "do_not_share", "ledger")
@@ -72,8 +77,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
     now = method.state_of(model, rest, experiment.run.seed)
     record, _ = run.newest()
     assert record is not None  # noqa: S101 - state() has read it
-    new = Run.create(without, out)
-    with new.lock():
+    with _begin(without, out) as new:
         w = {"": method.params_for(now, "")}
         others = [c for c in run.manifest["clients"] if c != name]
         seconds = time.perf_counter() - began
@@ -87,7 +91,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
             new.log({"round": t, "seconds": round(seconds, 3), "cohort": cohort, "excluded": [], "train_loss": None})
         result = copy.deepcopy(run.manifest["result"])
         result |= dict.fromkeys(SCORES) | {"client_accuracy": {}, "details": experiment.method.details(now, None)}
-        result |= {"run": str(new.path), "seconds": round(seconds, 3), "bytes_up": 0, "bytes_down": 0}
+        result |= {"run": str(out), "seconds": round(seconds, 3), "bytes_up": 0, "bytes_down": 0}
         result |= {"params_sha256": sha256_of(w), "engine": without.run.engine}
         new.manifest |= {key: copy.deepcopy(run.manifest[key]) for key in KEPT if key in run.manifest}
         new.manifest |= {"clients": others, "result": result}
@@ -95,5 +99,27 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         new.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         new.write_manifest()
         (new.path / logs.MESSAGES).touch()
-    renewal.renew(new.path)
+    renewal.renew(out)
     return entry
+
+
+@contextlib.contextmanager
+def _begin(without: Any, out: Path) -> Iterator[Run]:
+    """A new run in a hidden folder, which gets its name at the end.
+
+    A process that is killed leaves no run without a result: `fedfm resume` would ask the silos for their sums again.
+
+    Raises:
+        InputError: another run is in ``out``.
+    """
+    refuse_used(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = Run.create(without, out.with_name(f".{out.name}.{os.urandom(4).hex()}"))
+    try:
+        with new.lock():
+            yield new
+            refuse_used(out)  # another process may have used the folder in the meantime
+            os.rename(new.path, out)
+    except BaseException:
+        shutil.rmtree(new.path, ignore_errors=True)
+        raise

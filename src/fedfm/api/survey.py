@@ -11,25 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedfm.api import survey_figures
 from fedfm.api.execute import drive
+from fedfm.api.survey_figures import FILE
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.toml import read
-from fedfm.core import storage
 from fedfm.core.capabilities import HiddenModel
-from fedfm.core.text import to_json
 from fedfm.core.toml_text import copy_tables, put
 from fedfm.errors import InputError
-from fedfm.reports import renewal
-from fedfm.reports.read import read as read_files
-from fedfm.reports.readers import readers
-from fedfm.reports.survey_rules import distance_from, risks_of
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 
-FILE = "survey.json"
 _NAME = "survey"
 _TAKES = "`fedfm survey exp.toml` takes an experiment in TOML"
 # Keys of [run] and [data] on training and scores; a survey has neither.
@@ -77,32 +72,8 @@ def survey(
     made = _experiment_of(experiment, changes or {}, epsilon, delta, progress)
     before = _read_reference(reference, made)
     run = Run.create(made, None if out is None else Path(out))
-    result = drive(run, progress, fresh=True)
-    run = Run.open(run.path)  # on a SuperLink another process has written it
-    found = json.loads(run.state(made.method.state_type).found)
-    mine = run.manifest["fingerprints"]["model"]
-    if before is not None and "features" in found:
-        _compare(found, before, mine, progress)
-    privacy = made.privacy
-    found |= {
-        "risks": risks_of(found),
-        "epsilon": result["epsilon"],
-        "delta": privacy.delta if privacy is not None and result["epsilon"] is not None else None,
-        "model": {"name": made.model.name, "fingerprint": mine},
-        "readable": dict(readers(read_files(run.path), False)[:2]),
-    }
-    storage.write_atomic(run.path / FILE, to_json(found).encode())
-    with run.lock(wait=True):
-        run.manifest["result"]["details"]["survey"] = without_mean(found)
-        run.write_manifest()
-    renewal.renew(run.path)
-    return {"run": str(run.path), **found}
-
-
-def without_mean(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures without the mean of features, a number for each of up to thousands of dimensions."""
-    about = found.get("features")
-    return dict(found) if about is None else {**found, "features": {k: v for k, v in about.items() if k != "mean"}}
+    drive(run, progress, fresh=True)
+    return survey_figures.finish(run.path, before, progress)
 
 
 def _experiment_of(
@@ -203,12 +174,3 @@ def _read_reference(path: str | Path | None, made: Experiment) -> dict[str, Any]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--reference {path}: {type(error).__name__}: {error}; {wanted}") from None
     return {"path": str(path), "features": features, "fingerprint": fingerprint}
-
-
-def _compare(found: dict[str, Any], before: Mapping[str, Any], fingerprint: str, progress: Progress) -> None:
-    """Add the distance from the reference to the figures, if one model computed both features."""
-    if before["fingerprint"] != fingerprint or len(before["features"]["mean"]) != found["features"]["dimension"]:
-        progress.notice(f"{before['path']} is not compared: another model computed its features; survey both with one")
-        return
-    distance = distance_from(found["features"], before["features"])
-    found["features"]["from_reference"] = {"path": before["path"], "distance": distance}

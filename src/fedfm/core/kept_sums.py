@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from fedfm.core.client import Client, ClientId
+from fedfm.core.client import Client, ClientId, Update
 from fedfm.linalg.params import Params
 
 if TYPE_CHECKING:
@@ -21,7 +21,23 @@ SEED = f"{SUMS}seed"  # entry of the state: the seed of random features, if the 
 _ROUNDING = 1e-3  # tolerance of a number of rows, which is whole without rounding errors
 
 
-class KeepsSums(ABC):
+class ChecksUpdates(ABC):
+    """A method whose server can tell that no rows have a client's sums."""
+
+    @abstractmethod
+    def check_update(self, handler: str, update: Update, model: Model) -> None:
+        """Refuse an update for a mean, if the server sees it and no mechanism has changed it.
+
+        Args:
+            handler: the name of the client half.
+            model: the server's model.
+
+        Raises:
+            ClientFault: no rows have these sums; the client is left out.
+        """
+
+
+class KeepsSums(ChecksUpdates):
     """A method whose state is the model and the sums over all clients. Derive from it first."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, ForwardRef, Generic, TypeVar, get_args, get_origin
 
 from fedfm.core.capabilities import Needs, Reporter, Traits, check_roles
-from fedfm.core.client import ClientId, Update
+from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper
 from fedfm.errors import InputError
@@ -73,14 +73,6 @@ class Method(Reporter, ABC, Generic[S]):
     @abstractmethod
     def params_for(self, state: S, client: ClientId) -> Params:
         """The parameters that ``client`` would use if training ended now; "" is the server."""
-
-    def check_update(self, handler: str, update: Update, model: Any) -> None:
-        """Server half: refuse an update for a mean, which the server sees, with a ClientFault; its sender is left out.
-
-        Args:
-            handler: the name of the client half.
-            model: the server's model.
-        """
 
     def validate(self) -> None:
         """Refuse incompatible hyper-parameters; each single value is already checked against its bounds.

@@ -50,20 +50,20 @@ def figures_of(
                 found[FEATURES] = {"dimension": block.size, "mean": (total / rows).tolist(), "variance": spread} | drift
         elif np.abs(total).max(initial=0.0) > 0:
             values = _hide(total, rows if block.most == 1 else None, least, deviations)
-            rounded: Callable[[Any], Any] = _same
+            round_figure: Callable[[Any], Any] = _same
             if block.most == 1 and None in values:
-                total, rounded = _split_hidden(values, rows), _rounded
+                total, round_figure = _split_hidden(values, rows), _round_figure
                 within = block.total_spread(total, rows) if silos == 1 else within
             drift = _drift(block, total, within, rows, silos, deviations)
             counts[block.name] = {"groups": list(block.groups), "counts": values} | {
-                key: rounded(value) for key, value in drift.items()
+                key: round_figure(value) for key, value in drift.items()
             }
             if block.most == 1 and drift["between"] is not None:
                 spread = block.total_spread(total, rows)
                 error = 0.0 if deviations is None else 3 * deviations[block.name] / rows
                 counts[block.name]["effective_groups"] = {
                     "all": _effective(1 - spread / (rows - 1), error),
-                    "silo": rounded(_effective(1 - within / (rows - silos), error)),
+                    "silo": round_figure(_effective(1 - within / (rows - silos), error)),
                 }
     found["counts"] = counts
     if f"{BY_CLASS}.sum" in sums and FEATURES in found:
@@ -117,7 +117,7 @@ def _split_hidden(counts: list[int | None], rows: float) -> Array:
     return np.array([rest / hidden if n is None else float(n) for n in counts])
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_figure(value: float | None) -> float | None:
     """Three digits: exact spreads within silos would determine small counts in them."""
     return None if value is None else float(f"{value:.3g}")
 

@@ -21,6 +21,7 @@ from fedfm.core.capabilities import Needs, Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
+from fedfm.core.kept_sums import ChecksUpdates
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
@@ -32,7 +33,7 @@ from fedfm.training.fit_head import HeadSpec, fit_rows
 
 
 @dataclass(frozen=True)
-class CCVR(FedAvg):
+class CCVR(ChecksUpdates, FedAvg):
     """FedAvg; then the head is trained again on virtual features, drawn from a Gaussian for each class."""
 
     needs: ClassVar[Needs] = Needs("head", one_class=True, bias=True)

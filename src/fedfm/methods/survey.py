@@ -26,6 +26,7 @@ from fedfm.core.capabilities import Judge, Needs, Private, Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
+from fedfm.core.kept_sums import ChecksUpdates
 from fedfm.core.method import Method
 from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Layout, Params
@@ -78,7 +79,7 @@ class SurveyState:
 
 
 @dataclass(frozen=True)
-class Survey(Private, Method[SurveyState]):
+class Survey(ChecksUpdates, Private, Method[SurveyState]):
     """One round: silos send sums over their rows, and the server computes figures and risks from them."""
 
     noise: ClassVar[SurveyNoise | None] = None  # protect() sets it on an instance

@@ -24,6 +24,7 @@ from fedfm.core.capabilities import Judge, Needs, Predictor, Private, Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
+from fedfm.core.kept_sums import ChecksUpdates
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import RunError
@@ -62,7 +63,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedPFT(Predictor, Private, Method[State]):
+class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
     """One round: clients send mixtures of their features, and the server trains a head on draws from them.
 
     With ``counts = "withheld"`` a client sends no counts, no list of withheld classes and no scores. Mixtures are
