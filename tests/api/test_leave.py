@@ -443,7 +443,8 @@ def test_silos_with_their_own_machines_must_run_once_more(tmp_path):
     run = Run.open(ran(one_round(tmp_path, "fedncm"), tmp_path / "run"))
     run.manifest["split"] = None  # as in a run whose server does not know the rows
     run.write_manifest()
-    with pytest.raises(InputError, match=r"needs one more run of client-00, client-01, client-03, client-04; client-02 need not"):
+    others = "client-00, client-01, client-03, client-04"
+    with pytest.raises(InputError, match=f"needs one more run of {others}; client-02 need not"):
         leave(tmp_path / "run", "client-02", progress=QUIET)
 
 
