@@ -95,8 +95,8 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     known = {name: a for name, a in there.items() if a.reads(run)}
     if not known:
         raise InputError(
-            f"{run.path}: no audit reads runs of {run.experiment.method_name}; `fedfm audit --help` lists the runs that "
-            "each audit reads"
+            f"{run.path}: no audit reads runs of {run.experiment.method_name}; `fedfm audit --help` lists the runs "
+            "that each audit reads"
         )
     unfit = {name: a.unfit(run) for name, a in known.items()}
     fitting = {name: a for name, a in known.items() if unfit[name] is None}
