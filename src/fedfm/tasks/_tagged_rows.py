@@ -206,14 +206,14 @@ def sheet_of(text: str, source: str) -> Sheet:
                 sentences.append([])
             begun = True
             sentences[-1].append(cells)
-    notices = (f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}",) if marks else ()
+    notices = [f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}"] if marks else []
     word = int(width > 1 and _count_words(sentences))
     if word:
-        notices += (f"{source}: the first column counts the words of a sentence: the words are read from the second",)
+        notices.append(f"{source}: the first column counts the words of a sentence: words are read from the second")
     columns = {"tokens": [[cells[word] for cells in of] for of in sentences]}
     if width > 1 + word:
         columns["tags"] = [[cells[-1] for cells in of] for of in sentences]
-    return Sheet(columns, lambda row: f"{source}, line {starts[row]}", notices)
+    return Sheet(columns, lambda row: f"{source}, line {starts[row]}", tuple(notices))
 
 
 def _count_words(sentences: Sequence[Sequence[Sequence[str]]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ def notices(model: Model, loss: Callable[[], Tensor]) -> tuple[str, ...]:
         loss: computes the loss of a few rows.
     """
     norms = [(name, m) for name, m in model.module.named_modules() if isinstance(m, BATCH_NORMS)]
-    found = tuple(text for text in (_frozen(model, norms),) if text)
+    found = tuple(text for text in (_notice_of_frozen(model, norms),) if text)
     own = [id(buffer) for _, m in norms for buffer in m.buffers(recurse=False)]
     others = {name: buffer for name, buffer in model.module.named_buffers() if id(buffer) not in own}
     if not others:
@@ -44,7 +44,7 @@ def notices(model: Model, loss: Callable[[], Tensor]) -> tuple[str, ...]:
     )
 
 
-def _frozen(model: Model, norms: list[tuple[str, nn.Module]]) -> str:
+def _notice_of_frozen(model: Model, norms: Sequence[tuple[str, nn.Module]]) -> str:
     """A notice if batch norm has frozen weights, and running statistics that change all the same; "" if none has."""
     trained = {*map(id, model.train_too)}
     names = [
