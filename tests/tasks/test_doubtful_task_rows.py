@@ -167,7 +167,7 @@ def test_texts_of_zeros_and_ones_are_no_names_of_labels(mark, tmp_path):
 @pytest.mark.parametrize("cell", ["{'a', 'b'}", "('a', 'b')", "['a', 'b']", '{"a": 1}'])
 def test_labels_as_python_writes_them_are_refused(cell, tmp_path):
     rows = [{"text": f"row {i}", "label": ("b (early)", cell)[i % 2]} for i in range(6)]
-    with pytest.raises(InputError, match=r"line 2: .* no list in JSON"):
+    with pytest.raises(InputError, match=r"line 2: .* a list that is not JSON"):
         load("multi_label", jsonl(tmp_path, rows))
 
 

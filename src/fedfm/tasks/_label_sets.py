@@ -94,7 +94,7 @@ def _names(value: Any, name: str, separator: str, where: str, known: Names | Non
     if not isinstance(value, str | list):
         raise InputError(f'{where}: column "{name}" holds {value!r:.40}: expected {likes}')
     if isinstance(value, str) and _CODE.fullmatch(value.strip()):
-        raise InputError(f'{where}: column "{name}" holds {value!r:.40}, which is no list in JSON: expected {likes}')
+        raise InputError(f'{where}: column "{name}" holds {value!r:.40}, a list that is not JSON: expected {likes}')
     found = tuple(_name(entry, i, name, where, known) for i, entry in enumerate(_entries(value, separator)))
     if len(set(found)) < len(found):
         twice = next(label for label, count in Counter(found).items() if count > 1)
