@@ -299,6 +299,85 @@ def test_frozen_parameters_stay_and_peft_sends_its_adapter_only(tmp_path):
     assert result["accuracy"] is not None
 
 
+class Frozen(nn.Module):
+    """Keeps its batch norm in evaluation mode, as a user who trains on few rows does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+        self.head = nn.Linear(6, 3)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_batch_norm_that_train_leaves_in_evaluation_stays_there(tmp_path, inside):
+    net = nn.Sequential(Frozen()) if inside else Frozen()
+    norm = next(m for m in net.modules() if isinstance(m, nn.BatchNorm1d))
+    modes = set()
+    norm.register_forward_hook(lambda m, _, out: modes.add(m.training))
+    dropped = next(m for m in net.modules() if isinstance(m, nn.Dropout))
+    drops = set()
+    dropped.register_forward_hook(lambda m, _, out: drops.add(m.training))
+    federate(net, test=data(seed=1), out=tmp_path / "run")
+    assert (modes, drops) == ({False}, {False, True})
+    assert norm.running_mean.tolist() == [0.0] * 6
+    assert norm.running_var.tolist() == [1.0] * 6
+    notices = json.loads((tmp_path / "run/manifest.json").read_text()).get("notices", [])
+    assert not [text for text in notices if "batch norm" in text or "buffer" in text]
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.centre.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.inner(x - self.centre)
+
+
+def with_frozen_weights():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    for weight in net[1].parameters():
+        weight.requires_grad_(False)
+    return net
+
+
+def with_instance_norm():
+    norm = nn.InstanceNorm1d(1, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), norm, nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Centred, '1 buffer of the module changes in training, and no message has it: "centre"'),
+        (with_instance_norm, "2 buffers of the module change in training, and no message has them"),
+        (with_frozen_weights, "the weights of 1 layers of batch norm are frozen, and their running statistics change"),
+        (network, ""),
+    ],
+)
+def test_what_training_changes_next_to_the_sent_values_is_named(tmp_path, make, words):
+    net = make()
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    federate(net, out=tmp_path / "run", rounds=0)
+    assert all(torch.equal(b, before[name]) for name, b in net.named_buffers())  # the trial changes nothing
+    notices = json.loads((tmp_path / "run/manifest.json").read_text()).get("notices", [])
+    found = [text for text in notices if "in training" in text]
+    assert len(found) == bool(words)
+    assert words in "".join(found)
+
+
 @pytest.mark.parametrize("method", ["centralised", "fedadam", "fedyogi", "fedavgm", "scaffold"])
 def test_every_method_takes_it(tmp_path, method):
     net = network()

@@ -283,6 +283,33 @@ def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "--attack reconstruction: it does not read the messages of fedavg; attacks on this run: " in said
     assert all(f'"{name}"' in said for name in ("model_membership", "update_membership", "label_counts"))
+    for name, why in {
+        "text_canaries": "it reads models that write texts (tasks language_modelling, instruction, ",
+        "regurgitation": 'and this run\'s task is "classification"',
+        "row_norms": "no noise to the gradients of single rows",
+        "row_canaries": "no noise to the gradients of single rows",
+        "canaries": "no noise at the level of clients",
+        "departure": "no client left the run",
+    }.items():
+        assert main(["audit", str(tmp_path / "avg"), "--attack", name]) == 2
+        said = capsys.readouterr().err
+        assert f"--attack {name}: " in said
+        assert why in said
+        assert "the messages of" not in said
+
+
+@pytest.mark.parametrize("task", ["preference", "embedding", "multi_label", "regression"])
+@pytest.mark.parametrize("name", ["text_canaries", "label_counts", "regurgitation"])
+def test_an_attack_that_needs_another_task_names_the_task(task, name):
+    experiment = SimpleNamespace(
+        model=SimpleNamespace(task=task),
+        method=SimpleNamespace(needs=SimpleNamespace(model="client", pooled=False)),
+        method_name="fedavg",
+    )
+    run = SimpleNamespace(experiment=experiment, manifest={"model": {"kind": "text", "task": task}})
+    why = audits()[name].why_unread(run)
+    assert f"task is {task}" in why.replace('"', "")
+    assert "fedavg" not in why
 
 
 def test_lost_noise_is_refused(quiet, tmp_path):

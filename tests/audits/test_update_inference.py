@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from scipy.stats import norm
 
 from fedfm.audits.inference import rates
-from fedfm.audits.inference.head_updates import distance, features, guesses, label_shares, traces
+from fedfm.audits.inference.head_updates import class_means, distance, features, guesses, label_shares, traces
 from fedfm.audits.inference.one_run import epsilon_bound
 from fedfm.audits.inference.shadow_ratio import confidence, log_ratio
 
@@ -80,7 +80,7 @@ def test_label_shares_are_read_from_gradients(bias, features):
         y = np.repeat(np.arange(4), counts)
         weight, shift, head = head_gradient(drawn(y), torch.from_numpy(y), 4, bias)
         said = torch.softmax(head(x), 1).detach().numpy()
-        return traces(weight, shift, x.numpy(), own, said)
+        return traces(weight, shift, class_means(x.numpy(), own, 4), own, said)
 
     tried = guesses(4, 60, 80, rng)
     assert (tried.sum(1) == 60).all()

@@ -10,6 +10,7 @@ from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.tasks import _pair_notices, _tagged_rows
+from fedfm.tasks._tagged_rows import sheet_of
 
 
 def load(task, path, **keys):
@@ -149,6 +150,54 @@ def test_a_short_column_that_extends_an_input_is_named(column, tmp_path):
     rows = [{"instruction": f"translate {i}", "output": "x", column: "fish"} for i in range(4)]
     assert any(f'column "{column}"' in t for t in load("sequence_to_sequence", jsonl(tmp_path, rows)).notices)
     assert not load("sequence_to_sequence", jsonl(tmp_path, [row | {column: ""} for row in rows])).notices
+
+
+@pytest.mark.parametrize("mark", ["101", "1 0 1", "1,0,1", "1-0-1"])
+def test_texts_of_zeros_and_ones_are_no_names_of_labels(mark, tmp_path):
+    rows = [
+        {"text": f"row {i}", "label": (mark, mark[::-1].replace("1", "x").replace("0", "1").replace("x", "0"))[i % 2]}
+        for i in range(6)
+    ]
+    said = load("multi_label", jsonl(tmp_path, rows)).notices
+    assert any("a 0 or 1 for each label" in text for text in said)
+    named = [row | {"label": ("a", "b")[i % 2]} for i, row in enumerate(rows)]
+    assert not any("a 0 or 1" in text for text in load("multi_label", jsonl(tmp_path, named)).notices)
+
+
+@pytest.mark.parametrize("cell", ["{'a', 'b'}", "('a', 'b')", "['a', 'b']", '{"a": 1}'])
+def test_labels_as_python_writes_them_are_refused(cell, tmp_path):
+    rows = [{"text": f"row {i}", "label": ("b (early)", cell)[i % 2]} for i in range(6)]
+    with pytest.raises(InputError, match=r"line 2: .* a list that is not JSON"):
+        load("multi_label", jsonl(tmp_path, rows))
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_a_column_that_counts_words_is_not_read_as_the_words(start, width, tmp_path):
+    words, more = ["in", "1", "Rome"], ["x", "B-LOC"][4 - width :]
+    lines = ["\t".join((str(i + start), word, *more)) for i, word in enumerate(words)]
+    path = tmp_path / "rows.conll"
+    path.write_text("\n".join([*lines, "", *lines[:2], ""]))
+    found = sheet_of(path.read_text(), str(path))
+    assert found.columns["tokens"] == [words, words[:2]]
+    assert found.columns.get("tags") == ([["B-LOC"] * 3, ["B-LOC"] * 2] if width > 2 else None)
+    assert any("counts the words" in text for text in found.notices)
+    plain = "1 O\n2 O\n\nRome O\n"
+    assert sheet_of(plain, "plain").columns["tokens"] == [["1", "2"], ["Rome"]]
+
+
+def test_entities_of_two_notations_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(_tagged_rows.word_tokens, "of", lambda words, tools: type("P", (), {"places": words}))
+
+    def said(*sentences):
+        rows = [{"tokens": ["x", "y", "z"], "tags": tags} for tags in (*sentences, ["O", "O", "O"])]
+        table = load("token_classification", jsonl(tmp_path, rows))
+        return [t for t in _tagged_rows.forewarnings({"training": table}, None) if "two notations" in t]
+
+    bio, bioes, bilou = ["B-P", "I-P", "O"], ["B-P", "E-P", "S-P"], ["B-P", "L-P", "U-P"]
+    assert not any(map(said, (bio, bioes, bilou)))
+    (text,) = said(bio, bilou)
+    assert text.startswith("2 of 3 entities")
 
 
 # --- texts that show nothing, and recordings --------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import ClientFault, InputError
+from fedfm.models.export import export as write_model
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.coarse_scores import coarse
@@ -491,7 +492,34 @@ def test_a_head_without_a_bias_takes_the_deviations_alone(place):
     assert (task.target_means, task.target_scales) == (keys["target_means"], ())
     (name,) = (name for name in w if name.endswith("score.weight"))
     torch.testing.assert_close(w[name], model.params()[name] * torch.tensor([[10.0], [0.001]]))
-    assert "add [2000.0, 0.0] to the outputs" in task.about_outputs()
+    assert "Add [2000.0, 0.0] to the outputs" in task.about_outputs()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "deviation", "held"),
+    [
+        ("float32", 2020.0, 3.0, True),
+        ("float32", 1.7e9, 1e3, False),
+        ("bfloat16", 2020.0, 3.0, False),
+        ("bfloat16", 0.0, 3.0, True),
+    ],
+)
+def test_an_export_keeps_the_bits_of_a_number_far_from_zero(place, tmp_path, dtype, mean, deviation, held):
+    from transformers import AutoModelForSequenceClassification
+
+    keys = {"target_means": (mean, -mean), "target_scales": (deviation, deviation), "dtype": dtype}
+    table, model = loaded(place, keys, adaptation="head")
+    w = model.params()
+    task, _ = model.task.for_export(model, w)
+    assert task.target_means == (() if held or not mean else keys["target_means"])
+    write_model(model, w, "hf", tmp_path / "out")
+    module = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    batch = model.prepare(table, range(8)).batch(range(8))
+    with torch.no_grad():
+        said = module(**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits.double().numpy()
+    ours = model.predict(model.prepare(table, range(8)), 8).double().numpy()  # in deviations
+    theirs = (said + (task.target_means or 0.0) - [mean, -mean]) / deviation
+    np.testing.assert_allclose(theirs, ours, atol=0.05 if dtype == "bfloat16" else 2e-3)
 
 
 def test_an_attacker_shuffles_whole_rows_of_targets(place):

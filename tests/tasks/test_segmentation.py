@@ -26,6 +26,7 @@ from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
+from fedfm.models.pixel_heads import pixel_head, pixel_map
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.coarse_scores import coarse
@@ -431,6 +432,33 @@ def test_a_trained_decoder_stays_and_its_last_map_is_new(place):
     head = model_of(place / "three", table, "head")
     assert {name.partition(".")[0] for name in head.names} == {"decode_head"}
     assert head.module.config.id2label == {0: "0", 1: "1", 2: "2"}
+
+
+VISION = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+STAGES = {"image_size": 32, "patch_size": 8, "out_indices": [1, 2, 3, 4], "pool_scales": [1, 2]}
+
+
+@pytest.mark.parametrize("classes", [5, 32])  # 32 is the width of the decoder, too
+@pytest.mark.parametrize(
+    ("family", "keys", "path"),
+    [
+        ("Beit", VISION | STAGES, "decode_head.classifier"),
+        ("Data2VecVision", VISION | STAGES, "decode_head.classifier"),
+        ("UperNet", {"hidden_size": 32, "pool_scales": [1, 2]}, "decode_head.classifier"),
+        ("DPT", VISION | {"backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 32}, "head.head.4"),
+    ],
+)
+def test_the_map_to_the_classes_is_found_wherever_a_decoder_defines_it(family, keys, path, classes):
+    import transformers
+
+    if family == "UperNet":
+        widths = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "out_features": ["stage1", "stage2"]}
+        keys = keys | {"backbone_config": transformers.ConvNextConfig(**widths)}
+    config = getattr(transformers, f"{family}Config")(**keys, num_labels=classes, use_auxiliary_head=False)
+    with torch.device("meta"):
+        module = getattr(transformers, f"{family}ForSemanticSegmentation")(config)
+    assert pixel_map(module, pixel_head(module)) == path
+    assert module.get_submodule(path).out_channels == classes
 
 
 def test_the_decoder_may_be_new(place, tmp_path):

@@ -56,6 +56,10 @@ class Audit(ABC):
         """Whether the audit can read runs of this kind, e.g. of this method."""
         return run.experiment.method_name in self.methods
 
+    def why_unread(self, run: Run) -> str:
+        """Why :meth:`reads` is false for this run; by default it is for the run's method."""
+        return f"it does not read the messages of {run.experiment.method_name}"
+
     def unfit(self, run: Run) -> str | None:
         """Why the audit does not apply to this run, although it :meth:`reads` runs of this kind; None if it applies."""
         return None
@@ -87,18 +91,19 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     Raises:
         InputError: a name is unknown, its audit does not apply, or no audit applies. The error lists audits that apply.
     """
-    there, method = audits(), run.experiment.method_name
+    there = audits()
     known = {name: a for name, a in there.items() if a.reads(run)}
     if not known:
         raise InputError(
-            f"{run.path}: no audit reads runs of {method}; `fedfm audit --help` lists the runs that each audit reads"
+            f"{run.path}: no audit reads runs of {run.experiment.method_name}; `fedfm audit --help` lists the runs "
+            "that each audit reads"
         )
     unfit = {name: a.unfit(run) for name, a in known.items()}
     fitting = {name: a for name, a in known.items() if unfit[name] is None}
     for name in names:
         if name not in there:
             raise InputError(f"--attack {name}: expected {quote_names(fitting)}{close(name, fitting)}")
-        why = unfit.get(name) if name in known else f"it does not read the messages of {method}"
+        why = unfit.get(name) if name in known else there[name].why_unread(run)
         if why is not None:
             instead = f"; attacks on this run: {quote_names(fitting)}" if fitting else ""
             raise InputError(f"--attack {name}: {why}{instead}")

@@ -46,6 +46,9 @@ class Canaries(Audit):
     def reads(self, run: Run) -> bool:
         return any(e.get("unit") == "client" and "sigma" in e for e in run.manifest["ledger"]["entries"])
 
+    def why_unread(self, run: Run) -> str:
+        return "the run has no noise at the level of clients"
+
     def unfit(self, run: Run) -> str | None:
         result, clients = run.manifest["result"], len(run.manifest["clients"])
         mechanism = cast(CentralGaussian, run.experiment.aggregation.mechanism)  # see reads

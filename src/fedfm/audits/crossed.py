@@ -30,6 +30,9 @@ class UpdateAudit(Audit):
         method: Any = run.experiment.method
         return unreadable(run) is None and isinstance(method, TrainsLocally) and not run.experiment.method.needs.pooled
 
+    def why_unread(self, run: Run) -> str:
+        return unreadable(run) or super().why_unread(run)
+
     def unfit(self, run: Run) -> str | None:
         return no_round(run)
 

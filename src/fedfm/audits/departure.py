@@ -47,6 +47,9 @@ class Departure(ModelMembership):
     def reads(self, run: Run) -> bool:
         return bool(run.manifest.get("departures"))
 
+    def why_unread(self, run: Run) -> str:
+        return "no client left the run by `fedfm leave`"
+
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
         entries = {str(entry["client"]): entry for entry in run.manifest["departures"]}

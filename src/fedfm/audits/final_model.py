@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from fedfm.audits.audit import Audit, Notice
 from fedfm.audits.finding import Finding
 from fedfm.audits.replay import Replay
-from fedfm.audits.row_evidence import no_round, writes_texts
+from fedfm.audits.row_evidence import TEXT_TASKS, no_round, task_of, unreadable, writes_texts
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.partitioned import Partitioned
@@ -31,6 +31,10 @@ class TextMemoryAudit(FinalModelAudit):
 
     def reads(self, run: Run) -> bool:
         return writes_texts(run)
+
+    def why_unread(self, run: Run) -> str:
+        of = f'this run\'s task is "{task_of(run)}"'
+        return unreadable(run) or f"it reads models that write texts (tasks {', '.join(TEXT_TASKS)}), and {of}"
 
     def findings(self, replay: Replay, notice: Notice, **options: Any) -> list[Finding]:
         run = replay.run

@@ -28,12 +28,26 @@ def head_names(model: Model) -> Names | None:
     return None if weight is None else Names(weight, None if head.bias is None else found.get(id(head.bias)))
 
 
+def _task(run: Run) -> str | None:
+    name: str | None = run.manifest["model"].get("task", run.experiment.model.task)
+    return name
+
+
+def _by_head(run: Run) -> bool:
+    name = _task(run)
+    return name is None or tasks.find(name).classifies_by_head
+
+
 class HeadAudit(UpdateAudit):
     """Base class of audits that read the head in single clients' updates."""
 
     def reads(self, run: Run) -> bool:
-        kind = run.manifest["model"].get("task", run.experiment.model.task)
-        return super().reads(run) and (kind is None or tasks.find(kind).classifies_by_head)
+        return super().reads(run) and _by_head(run)
+
+    def why_unread(self, run: Run) -> str:
+        if _by_head(run):
+            return super().why_unread(run)
+        return f'it reads heads with one class a row, and this run\'s task is "{_task(run)}"'
 
     def unfit(self, run: Run) -> str | None:
         if sees_sums_only(run):

@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedfm import seeds
 from fedfm.audits.crossed import CrossedUpdate, crossings
 from fedfm.audits.finding import BELOW, Finding, interval, nothing, plural
 from fedfm.audits.head_view import HeadAudit, Names, head_names
 from fedfm.audits.inference import rates
-from fedfm.audits.inference.head_updates import distance, guesses, label_shares, traces
+from fedfm.audits.inference.head_updates import class_means, distance, guesses, label_shares, traces
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.recorded_run import Turn
 from fedfm.audits.replay import Replay, Watch
 from fedfm.audits.shadow_runs import BUDGET, cost, honest_clients, trainings
+from fedfm.core.capabilities import Predictor, has
 from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -103,6 +105,8 @@ class _Attacker:
     def __init__(self, run: Run, population: Partitioned, rows: Rows, labels: Array, names: Names) -> None:
         self._run, self._method, self._model = run, run.experiment.method, population.model
         self._rows, self._labels, self._names = rows, labels, names
+        own_logits = has(self._method, Predictor, "logits")
+        self._head_alone = not own_logits and {*population.model.live()} <= {*names}
         self._by_class = [np.flatnonzero(labels == c) for c in range(len(population.model.classes))]
 
     def shares(self, crossing: CrossedUpdate, n: int, number: int) -> Array:
@@ -112,6 +116,7 @@ class _Attacker:
         local = self._run.experiment.method_as(TrainsLocally).local.plain
         with apply_model(self._method, self._model, crossing.start, self._rows) as rows:
             x = self._model.features(rows).double().numpy()
+        means = class_means(x, self._labels, len(self._by_class))
         tried, behind = [], []
         for i, counts in enumerate(guesses(len(self._by_class), n, number, rng)):
             index = self._draw(counts, rng)
@@ -122,9 +127,9 @@ class _Attacker:
                 Client("attacker", data, self._model, {}, seed=seeds.derive(seed, "audit", i), trainer=train_client),
                 crossing.start,
             )
-            tried.append(self._traces(end - crossing.start, end, x))
+            tried.append(self._traces(end - crossing.start, end, means))
             behind.append(np.bincount(self._labels[index], minlength=len(self._by_class)) / n)
-        observed = self._traces(crossing.end - crossing.start, crossing.end, x)
+        observed = self._traces(crossing.end - crossing.start, crossing.end, means)
         return label_shares(np.stack(tried), np.stack(behind), observed)
 
     def _draw(self, counts: Array, rng: np.random.Generator) -> Array:
@@ -134,10 +139,16 @@ class _Attacker:
             [rng.choice(own if len(own) else every, k) for own, k in zip(self._by_class, counts, strict=True)]
         )
 
-    def _traces(self, delta: Params, end: Params, x: Array) -> Array:
-        probabilities = torch.softmax(logits(self._method, self._model, end, self._rows).double(), -1).numpy()
+    def _traces(self, delta: Params, end: Params, means: Array) -> Array:
+        probabilities = torch.softmax(self._logits(end).double(), -1).numpy()
         weight, bias = (None if name is None else delta[name].double().numpy() for name in self._names)
-        return traces(weight, bias, x, self._labels, probabilities)  # type: ignore[arg-type]
+        return traces(weight, bias, means, self._labels, probabilities)  # type: ignore[arg-type]
+
+    def _logits(self, w: Params) -> Tensor:
+        if not self._head_alone:
+            return logits(self._method, self._model, w, self._rows)
+        with apply_model(self._method, self._model, w, self._rows) as rows:  # features, of which all fit in a batch
+            return self._model.predict(rows, len(rows))
 
 
 class LabelCounts(HeadAudit):

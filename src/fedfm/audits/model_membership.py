@@ -48,6 +48,9 @@ class ModelMembership(FinalModelAudit):
         others = {*Membership.methods, *ExpertMembership.methods}
         return unreadable(run) is None and run.experiment.method_name not in others
 
+    def why_unread(self, run: Run) -> str:
+        return unreadable(run) or f"for runs of {run.experiment.method_name} another attack asks the same question"
+
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
         with torch_threads(1):

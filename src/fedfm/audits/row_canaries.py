@@ -38,6 +38,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
 QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
+NO_ROW_NOISE = "the run adds no noise to the gradients of single rows (DP-SGD)"
 DIMENSION = 4096  # length of the trained vector; the guarantee does not depend on it
 CANARIES, TRAININGS = 1000, 20  # largest number of canaries, and of trainings
 ENOUGH = 400  # the training is repeated until there are this many canaries
@@ -57,6 +58,9 @@ class RowCanaries(Audit):
 
     def reads(self, run: Run) -> bool:
         return isinstance(run.experiment.aggregation.mechanism, DpSgd)
+
+    def why_unread(self, run: Run) -> str:
+        return NO_ROW_NOISE
 
     def unfit(self, run: Run) -> str | None:
         return no_round(run)

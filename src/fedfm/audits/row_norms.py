@@ -12,7 +12,7 @@ from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import COUNT, Finding, absorb_rounding, nothing
 from fedfm.audits.replay import Replay
-from fedfm.audits.row_canaries import costliest
+from fedfm.audits.row_canaries import NO_ROW_NOISE, costliest
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.run_directory import Run
 from fedfm.training import private
@@ -28,6 +28,9 @@ class RowNorms(Audit):
 
     def reads(self, run: Run) -> bool:
         return isinstance(run.experiment.aggregation.mechanism, DpSgd)
+
+    def why_unread(self, run: Run) -> str:
+        return NO_ROW_NOISE
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run, population = replay.run, replay.population

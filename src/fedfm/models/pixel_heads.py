@@ -15,9 +15,10 @@ def pixel_head(module: nn.Module) -> str:
 
 
 def pixel_map(module: nn.Module, head: str) -> str:
-    """Path of the decoder's last convolution. It has one output per class, and only this layer is always new.
+    """Path of the decoder's convolution to the classes. It has one output per class, and only this layer is always new.
 
-    The other layers of a trained decoder fit any classes, so they keep their weights.
+    It is the decoder's ``classifier``, which BEiT and UperNet define before the layers that it follows, and else the
+    last convolution. The other layers of a trained decoder fit any classes, so they keep their weights.
 
     Raises:
         InputError: the decoder has no such convolution.
@@ -25,6 +26,7 @@ def pixel_map(module: nn.Module, head: str) -> str:
     inside = f"{head}." if head else ""
     maps = [(p, m) for p, m in module.named_modules() if isinstance(m, nn.Conv2d) and p.startswith(inside)]
     count = getattr(getattr(module, "config", None), "num_labels", None)
+    maps = [(p, m) for p, m in maps if p == f"{inside}classifier"] or maps
     if not maps or maps[-1][1].out_channels != count:
         raise InputError(
             f"model.name: the last layer of {type(module).__name__} is no convolution with one output per class",

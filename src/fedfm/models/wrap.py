@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,23 @@ class WrappedModel(Model):
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
     scores_function: Callable[[Model, Rows, int], dict[str, Any]] | None = None  # instead of models.metrics.evaluate
+    still: Sequence[nn.Module] = ()  # modules that stay in evaluation mode when the module trains
+
+    def train_mode(self) -> None:
+        super().train_mode()
+        self._keep_still()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            self._keep_still()
+
+    def _keep_still(self) -> None:
+        for module in self.still:
+            module.training = False
 
     def loss(self, batch: Batch) -> Tensor:
         return self.loss_function(self.module, self._to_device(batch))
@@ -123,7 +141,20 @@ def wrap(
         fingerprint=print_,
         head=found,
     )
-    model.train_too = list(module.modules())  # unlike a foundation model, it trains with its own dropout
+    model.still = _still(module)
+    without = {*map(id, model.still)}
+    # Unlike a foundation model, it trains with its own dropout.
+    model.train_too = [m for m in module.modules() if id(m) not in without]
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
     model.ends = Ends((), head or None)
     return model
+
+
+def _still(module: nn.Module) -> list[nn.Module]:
+    """The modules that ``module.train()`` leaves in evaluation mode: a class may freeze its batch norm like this."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.train()
+    found = [m for m, _ in modes if not m.training]
+    for m, mode in modes:
+        m.training = mode
+    return found

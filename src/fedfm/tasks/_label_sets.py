@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from fedfm.errors import InputError
 
 Names = tuple[str, ...]
 _NAMED = 3  # largest number of labels that a notice names
+_MARKS = re.compile(r"[01](?:[ ,_/|-]?[01])+")  # a 0 or 1 for each of several labels, in one text
+_CODE = re.compile(r"\[.*\]|\{.*\}|\(.*[,'\"].*\)", re.DOTALL)  # a list, set, dict or tuple as Python writes it
 
 
 def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
@@ -48,7 +51,8 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     for i, row in enumerate(rows):
         values[i, [place[label] for label in row]] = 1
     written = (entry for value in cells for entry in _entries(value, separator) if isinstance(entry, str))
-    return RowTargets(values, classes, frozenset({name}), (*notices_of(written, name), *_without(values)))
+    notices = (*notices_of(written, name), *_like_marks(classes, name), *_without(values))
+    return RowTargets(values, classes, frozenset({name}), notices)
 
 
 def _plain(value: Any) -> Any:
@@ -89,7 +93,7 @@ def _names(value: Any, name: str, separator: str, where: str, known: Names | Non
         raise InputError(f'{where}: column "{name}" has no value: expected {likes}; a row without labels has []')
     if not isinstance(value, str | list):
         raise InputError(f'{where}: column "{name}" holds {value!r:.40}: expected {likes}')
-    if isinstance(value, str) and value.strip().startswith("[") and value.strip().endswith("]"):
+    if isinstance(value, str) and _CODE.fullmatch(value.strip()):
         raise InputError(f'{where}: column "{name}" holds {value!r:.40}, a list that is not JSON: expected {likes}')
     found = tuple(_name(entry, i, name, where, known) for i, entry in enumerate(_entries(value, separator)))
     if len(set(found)) < len(found):
@@ -120,6 +124,17 @@ def _name(entry: Any, i: int, name: str, where: str, known: Names | None) -> str
 def _in_order(names: set[str]) -> Names:
     numbers = all(name.removeprefix("-").isdecimal() for name in names)
     return tuple(sorted(names, key=int) if numbers else sorted(names))
+
+
+def _like_marks(classes: Names, name: str) -> tuple[str, ...]:
+    """A notice if all names look like a 0 or 1 for each of several labels, such as "101"; () if they do not."""
+    alike = len({len(label) for label in classes}) == 1 < len(classes)
+    if not alike or not all(map(_MARKS.fullmatch, classes)):
+        return ()
+    return (
+        f'column "{name}" holds texts such as "{classes[-1]}", and each is read as the name of a label: if they are a '
+        "0 or 1 for each label, write them as lists, such as [1, 0, 1]",
+    )
 
 
 def _without(values: np.ndarray) -> tuple[str, ...]:

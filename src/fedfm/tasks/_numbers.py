@@ -42,6 +42,7 @@ _FAR = 100.0  # if the deviation exceeds this number of interquartile ranges, a 
 _ROUNDING = 1e-15  # the mean of equal numbers is rounded: it differs from them by at most this share
 _SCALED_BINS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # edges of bins of targets for a survey, in deviations from the mean
 _PLAIN_BINS = (-1000.0, -100.0, -10.0, -1.0, 0.0, 1.0, 10.0, 100.0, 1000.0)  # the same without a known scale
+_LOST = 1e-3  # largest distance of two neighbouring outputs, in deviations, at which means are added to the bias
 _SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 
@@ -328,9 +329,12 @@ def answer(trained: Trained, table: Table, means: Sequence[float], scales: Seque
 def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence[float]) -> tuple[Params, bool] | None:
     """The weights with the scale folded into the head, which then predicts in the users' units.
 
+    Means are added to the head's bias only if the head's outputs can hold the sums: a year in bfloat16 would be a
+    multiple of 8, and a time in seconds since 1970 in float32 a multiple of 128.
+
     Returns:
-        (weights, whether the head has a bias, to which the means are added); None if there is no scale, or no head
-        into which the scale can be folded.
+        (weights, whether the means are in the bias); None if there is no scale, or no head into which the scale can be
+        folded.
     """
     if not scales or model.head is None:
         return None
@@ -340,10 +344,13 @@ def in_units(model: Network, w: Params, means: Sequence[float], scales: Sequence
     if weight not in w:
         return None
     factors, shifts = torch.tensor(scales, dtype=torch.float64), torch.tensor(means, dtype=torch.float64)
+    kinds = {p.dtype for p in model.module.parameters() if p.is_floating_point()}  # a reader loads all in the least
+    step = max(torch.finfo(dtype).eps for dtype in kinds)
+    held = bias in w and bool((step * shifts.abs() <= _LOST * factors).all())
     new = {weight: (w[weight].double() * factors[:, None]).to(w[weight].dtype)}
     if bias in w:
-        new[bias] = (w[bias].double() * factors + shifts).to(w[bias].dtype)
-    return Params({name: new.get(name, w[name]) for name in w}), bias in w
+        new[bias] = (w[bias].double() * factors + (shifts if held else 0.0)).to(w[bias].dtype)
+    return Params({name: new.get(name, w[name]) for name in w}), held
 
 
 def _name_of(model: Network, tensor: Tensor | None) -> str:
@@ -355,7 +362,10 @@ def about_outputs(means: Sequence[float], scales: Sequence[float]) -> str:
     if scales:
         return f"The outputs times {_text_of(scales)}, plus {_text_of(means)}, are in the units of the targets."
     if means:
-        return f"The head has no bias: add {_text_of(means)} to the outputs; the sums are in the units of the targets."
+        return (
+            f"Add {_text_of(means)} to the outputs, in 64 bits: the sums are in the units of the targets. The head has "
+            "no bias, or its outputs have too few bits for the sums."
+        )
     return "The outputs are in the units of the targets."
 
 

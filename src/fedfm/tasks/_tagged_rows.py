@@ -88,6 +88,12 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
             f"other tags have a prefix such as B- or I-, and {listing(bare, _NAMED)} have none: neighbouring words of "
             'such a tag count as one entity, so if it is a misspelt tag or marks no entity, correct it, e.g. to "O"'
         )
+    ended, left_open = _tags.count_ends(of for part in parts.values() for _, of in part.inputs)
+    if ended and left_open:
+        found.append(
+            f"{ended} of {ended + left_open} entities end with E-, S-, L- or U-, and the others with B- or I-: these "
+            "are two notations, and a model learns both tags for the same words; write all tags in one"
+        )
     return found
 
 
@@ -200,11 +206,21 @@ def sheet_of(text: str, source: str) -> Sheet:
                 sentences.append([])
             begun = True
             sentences[-1].append(cells)
-    columns = {"tokens": [[cells[0] for cells in of] for of in sentences]}
-    if width > 1:
+    notices = [f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}"] if marks else []
+    word = int(width > 1 and _count_words(sentences))
+    if word:
+        notices.append(f"{source}: the first column counts the words of a sentence: words are read from the second")
+    columns = {"tokens": [[cells[word] for cells in of] for of in sentences]}
+    if width > 1 + word:
         columns["tags"] = [[cells[-1] for cells in of] for of in sentences]
-    notices = (f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}",) if marks else ()
-    return Sheet(columns, lambda row: f"{source}, line {starts[row]}", notices)
+    return Sheet(columns, lambda row: f"{source}, line {starts[row]}", tuple(notices))
+
+
+def _count_words(sentences: Sequence[Sequence[Sequence[str]]]) -> bool:
+    """Whether the first column only numbers the words of each sentence, from 0 or 1, as in GermEval's files."""
+    if max(map(len, sentences)) == 1:
+        return False
+    return any(all(cells[0] == str(i + start) for of in sentences for i, cells in enumerate(of)) for start in (0, 1))
 
 
 def _columns(line: str) -> list[str]:

@@ -7,7 +7,7 @@ both right. (Introduction to the CoNLL-2003 Shared Task. Tjong Kim Sang, De Meul
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Span = tuple[int, int, str]  # an entity: index of its first word, index of the word after its last, type
@@ -42,6 +42,17 @@ def spans(tags: Sequence[str]) -> list[Span]:
             found.append((start, i + 1, name))
         before, of = prefix, name
     return found
+
+
+def count_ends(sentences: Iterable[Sequence[str]]) -> tuple[int, int]:
+    """How many entities end as in BIOES or BILOU, with E, S, L or U; and how many as in BIO, with another prefix.
+
+    Example:
+        >>> count_ends([["B-PER", "E-PER", "O", "S-LOC"], ["B-PER", "I-PER", "O", "B-LOC"]])
+        (2, 2)
+    """
+    ends = [_parse(tags[end - 1])[0] in "ES" for tags in sentences for _, end, _ in spans(tags)]
+    return sum(ends), len(ends) - sum(ends)
 
 
 def scores_of_entities(entities: float, found: float, right: float, known: bool) -> dict[str, Any]:

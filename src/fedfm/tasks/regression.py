@@ -164,8 +164,8 @@ class Regression(OwnTargetsTask):
         found = _numbers.in_units(model, w, self.target_means, self.target_scales)
         if found is None:
             return self, w
-        w, biased = found
-        left = () if biased or not any(self.target_means) else self.target_means
+        w, held = found
+        left = () if held or not any(self.target_means) else self.target_means
         return replace(self, target_means=left, target_scales=()), w
 
     def about_outputs(self) -> str:

@@ -173,8 +173,9 @@ class SequenceToSequence(Task):
 
     def about_outputs(self) -> str:
         return (
-            "`model.generate` gives the answers of `fedfm predict` by the settings in `generation_config.json`, and "
-            "`tokenizer.batch_decode(..., skip_special_tokens=True)` turns them into texts."
+            "`model.generate(..., do_sample=False, num_beams=1)` gives the answers of `fedfm predict` by the other "
+            "settings in `generation_config.json`, and `tokenizer.batch_decode(..., skip_special_tokens=True)` turns "
+            "them into texts."
         )
 
     def pipeline_of(self, model: Network, kind: str) -> str | None:

@@ -16,7 +16,13 @@ RIDGE = 1.0  # ridge penalty, for standardised traces
 ALPHAS = (0.1, 0.3, 1.0, 5.0)  # parameters of the Dirichlet distributions of the attacker's guesses
 
 
-def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabilities: Array) -> Array:
+def class_means(x: Array, labels: Array, classes: int) -> Array:
+    """The mean row (C + 1, d) of each class, and of all rows (m, d), which is that of an empty class, too."""
+    mean = x.mean(0)
+    return np.stack([*(x[labels == c].mean(0) if (labels == c).any() else mean for c in range(classes)), mean])
+
+
+def traces(weight: Array, bias: Array | None, means: Array, labels: Array, probabilities: Array) -> Array:
     """Statistics of a head's update that depend on label counts: (5 C,), or (4 C,) for a head without a bias.
 
     Without a bias, W m takes its place, where m is the mean of the attacker's rows. A row with features z changes W m
@@ -25,15 +31,15 @@ def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabili
 
     Args:
         weight, bias: (C, d), (C,): changes of the head; ``bias`` is None if the head has none.
-        x, labels: (m, d), (m,): the attacker's own rows, as the head sees them.
+        means: (C + 1, d): the :func:`class_means` of the attacker's own rows, as the head sees them.
+        labels: (m,): their classes.
         probabilities: (m, C): predictions for these rows by the updated model.
     """
     classes = len(weight)
-    own = np.stack([x[labels == c].mean(0) if (labels == c).any() else x.mean(0) for c in range(classes)])  # (C, d)
     right = np.array([probabilities[labels == c, c].mean() if (labels == c).any() else 0.0 for c in range(classes)])
     shift = () if bias is None else (bias,)
-    moved = weight @ x.mean(0) + (0.0 if bias is None else bias)
-    return np.concatenate([*shift, moved, (weight * own).sum(1), probabilities.mean(0), right])
+    moved = weight @ means[-1] + (0.0 if bias is None else bias)
+    return np.concatenate([*shift, moved, (weight * means[:-1]).sum(1), probabilities.mean(0), right])
 
 
 def guesses(classes: int, n: int, number: int, rng: np.random.Generator) -> Array:

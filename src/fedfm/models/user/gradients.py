@@ -36,7 +36,7 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
     if len(in_trial) == len(live):
         return ()
     try:
-        with _as_in_training(model):
+        with in_training(model):
             value = loss()
             found = in_trial | reach(value, live)
             if len(found) < len(live) and is_opaque(value):
@@ -61,7 +61,7 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
 
 
 @contextmanager
-def _as_in_training(model: Model) -> Iterator[None]:
+def in_training(model: Model) -> Iterator[None]:
     """Context manager: training mode without stored gradients; restores gradients, buffers, generators and mode."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     buffers = [(b, b.clone()) for b in model.module.buffers()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedfm.models.batches import batch_of, move, only_tensors
 from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
-from fedfm.models.user import gradients, seen_targets
+from fedfm.models.user import buffers, gradients, seen_targets
 from fedfm.models.user.fingerprint import fingerprint_of
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
@@ -351,11 +352,9 @@ class Given:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss of a batch is {shape}: expected a scalar, the mean over the rows")
         first = range(min(_PAIR, most))
-        model.notices += gradients.idle(
-            model,
-            reach(loss, model.live()),
-            lambda: self.loss(self.module, batch_of(model.device, self.rows, first)),
-        )
+        again = partial(self.loss, self.module, batch_of(model.device, self.rows, first))
+        model.notices += gradients.idle(model, reach(loss, model.live()), again)
+        model.notices += buffers.notices(model, again)
         model.notices += seen_targets.refuse(model, batch_of(model.device, self.rows, range(1)), self._alias)
         model.ends = find_ends(self.module) or layers.ends(logits)
         self._check_nan(model)
