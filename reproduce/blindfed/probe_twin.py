@@ -7,8 +7,8 @@ A probe is scikit-learn's StandardScaler and LogisticRegression(C = 0.05) on the
 rows and scored on test rows; a row whose features are no numbers, since an argument left its interval too far, is left
 out of the fit and counts as wrong. ``--rows`` and ``--tests`` take as many rows of each set, evenly spaced. Both models
 get the same rows, and the last column is the mean of the paired differences with its 95 % interval, by the normal
-approximation. The rows go to docs/results/blindfed-vit-tiny.md, into the table at the mark ``--table``, which keeps those
-of other sets, unless there is ``--no-page``.
+approximation. The rows go to docs/results/blindfed-vit-tiny.md, into the table at the mark ``--table``, which keeps
+those of other sets, unless there is ``--no-page``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def main() -> None:
             train = train[np.linspace(0, len(train) - 1, a.rows).astype(int)]
         if a.tests and a.tests < len(test):
             test = test[np.linspace(0, len(test) - 1, a.tests).astype(int)]
-        line: dict[str, Any] = {"set": Path(path).name.removesuffix(".npz"), "train rows": len(train), "test rows": len(test)}
+        line: dict[str, Any] = {
+            "set": Path(path).name.removesuffix(".npz"),
+            "train rows": len(train),
+            "test rows": len(test),
+        }
         teacher, *_ = probed(a.teacher, data, train, test)
         twin, lost, outside, total = probed(a.twin, data, train, test)
         line |= {
