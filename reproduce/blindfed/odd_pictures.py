@@ -6,7 +6,7 @@ In the clear. A picture *overflows* if a state of a block exceeds the range that
 number: on ciphertexts such a row has no activations, and its batch may overflow. It is *turned away* if it is beyond
 the student's limits (:mod:`fedfm.encrypted.student.input_limits`), so that a client does not encrypt it. The pictures
 are test rows of the data, changed, and noise from a seed. ``--sets`` counts the rows that are turned away among
-750 of each set, as they are. The tables go to docs/results/blindfed-vit-tiny.md, unless there is ``--no-page``.
+300 of each set, as they are. The tables go to docs/results/blindfed-vit-tiny.md, unless there is ``--no-page``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from PIL import Image
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.encrypted.student.folding import block_states, fold
-from fedfm.encrypted.student.input_limits import beyond, detail, limits_of
+from fedfm.encrypted.student.input_limits import beyond, limits_of, measure_detail
+from fedfm.models.images import Chosen
+from fedfm.models.images import pixels as pixels_of
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 SIDE = 224  # pixels
-ROWS, AT_ONCE = 750, 50  # rows of a set, and those that are prepared at once
+ROWS, AT_ONCE = 300, 50  # rows of a set, and those that are prepared at once
 Pixels = NDArray[np.float64]  # (SIDE, SIDE, 3), 0 to 1
 
 
@@ -124,9 +126,9 @@ def turned_away(path: str, model: Model, limits: dict[str, float]) -> dict[str, 
     found: dict[str, Any] = {"set": Path(path).name.removesuffix(".npz"), "rows": len(index), "turned away": 0}
     most = dict.fromkeys(limits, 0.0)
     for part in np.split(index, range(AT_ONCE, len(index), AT_ONCE)):
-        pixels = model.prepare(data, part).compute().tensors["pixel_values"]
+        pixels = pixels_of(Chosen(data.inputs, part), model.tools.image)
         found["turned away"] += sum(bool(reason) for reason in beyond(pixels, limits))
-        for name, x in detail(pixels).items():
+        for name, x in measure_detail(pixels).items():
             most[name] = max(most[name], float(x.max()) / limits[name])
     return found | {f"largest {name}, of its limit": x for name, x in most.items()}
 

@@ -2,12 +2,12 @@
 
 On ciphertexts one row far outside the polynomials' intervals overflows, and its whole batch with it. The server cannot
 see such a row, and the client cannot see the intervals. So the owner publishes, with the student, the largest values of
-three simple statistics on the rows on which the intervals were measured. A client computes them on its own pictures, in
+four simple statistics on the rows on which the intervals were measured. A client computes them on its own pictures, in
 the clear. They are figures of the owner's auxiliary pictures, and tell nothing of the weights.
 
-The statistics are those of fine detail, since the pictures that overflowed were those with more of it than the measured
-ones: noise, thresholded photographs and lines of one pixel, and not inverted or blank ones. It is a test, not a proof:
-a picture within the limits may still leave an interval.
+The statistics are those of fine detail and of colour, since nearly all pictures that overflowed had more of one of them
+than the measured ones: noise, thresholded photographs, lines of one pixel and pure colours, and not inverted or blank
+pictures. It is a test, not a proof: a picture within the limits may still leave an interval.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SLACK = 1.001  # sums of another machine may round differently
 _BEND = torch.tensor([1.0, -4.0, 6.0, -4.0, 1.0])  # fourth differences: of enlarged pictures they are small
 
 
-def detail(pixels: Tensor) -> dict[str, Tensor]:
+def measure_detail(pixels: Tensor) -> dict[str, Tensor]:
     """Measure pictures (n, 3, H, W) of at least five pixels a side, as they enter the model.
 
     Returns:
         (n,) each, root mean squares: ``roughness``, of the differences of neighbouring pixels; ``grain``, of fourth
         differences across of fourth differences down, which are 70 times the deviation of white noise; ``detail``, the
-        largest grain of a square of 16 x 16 pixels.
+        largest grain of a square of 16 x 16 pixels; ``colour``, of the channels' differences from their mean.
     """
     x = pixels.float()
     across, down = x.diff(dim=-1)[..., :-1, :], x.diff(dim=-2)[..., :-1]
@@ -46,6 +46,7 @@ def detail(pixels: Tensor) -> dict[str, Tensor]:
         "roughness": (across.square() + down.square()).mean((1, 2, 3)).sqrt(),
         "grain": fine.mean((1, 2)).sqrt(),
         "detail": squares.flatten(1).amax(1).sqrt(),
+        "colour": (x - x.mean(1, keepdim=True)).square().mean((1, 2, 3)).sqrt(),
     }
 
 
@@ -53,7 +54,7 @@ def widen_limits(limits: dict[str, float], pixels: Tensor) -> None:
     """Raise limits, in place, to those of these pictures (n, 3, H, W). Tiny pictures have no limits."""
     if min(pixels.shape[2:]) < len(_BEND):
         return
-    for name, x in detail(pixels).items():
+    for name, x in measure_detail(pixels).items():
         limits[name] = max(limits.get(name, 0.0), float(x.max()))
 
 
@@ -75,7 +76,7 @@ def beyond(pixels: Tensor, limits: Mapping[str, Any]) -> list[str]:
     """For each picture (n, 3, H, W), name the limits that it exceeds, with its values; empty if it exceeds none."""
     if not limits:
         return [""] * len(pixels)
-    found = detail(pixels)
+    found = measure_detail(pixels)
     return [
         ", ".join(
             f"{name} {float(x[i]):.3g}, at most {float(limits[name]):.3g}"
