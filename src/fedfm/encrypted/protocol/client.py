@@ -180,11 +180,15 @@ class ClientHalf:
             for i, image in enumerate(images)
         ]
         text = out_of_range.describe_unlike(reasons, names)
-        if text and self.protocol == "permuted":
-            raise ClientFault(E_FIELD, f'{text}; take them out, or choose protocol = "masked", which leaves them out')
         client.store.pop(f"unlike-{batch}", None)
         if text:
             client.log(text)
+            if self.protocol == "permuted":  # the server reads the fault, so it names no row and no figure
+                raise ClientFault(
+                    E_FIELD,
+                    "rows are beyond the limits of the server's model; the silo's log names them: take them out, or "
+                    'choose protocol = "masked", which leaves them out',
+                )
             client.store[f"unlike-{batch}"] = pack(torch.tensor([bool(reason) for reason in reasons]))
         return pixels
 
