@@ -40,7 +40,7 @@ def measure_detail(pixels: Tensor) -> dict[str, Tensor]:
     across, down = x.diff(dim=-1)[..., :-1, :], x.diff(dim=-2)[..., :-1]
     channels = x.flatten(0, 1)[:, None]  # (3 n, 1, H, W)
     fine = functional.conv2d(channels, (_BEND[:, None] * _BEND)[None, None]).square()
-    fine = fine[:, 0].unflatten(0, x.shape[:2]).mean(1)  # (n, H - 4, W - 4)
+    fine = fine.view(*x.shape[:2], *fine.shape[2:]).mean(1)  # (n, H - 4, W - 4)
     squares = functional.avg_pool2d(fine, (min(_SIDE, fine.shape[1]), min(_SIDE, fine.shape[2])), ceil_mode=True)
     return {
         "roughness": (across.square() + down.square()).mean((1, 2, 3)).sqrt(),
