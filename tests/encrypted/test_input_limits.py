@@ -1,6 +1,5 @@
 """Limits of a student's pictures: a client finds unlike rows before it encrypts them, and names them."""
 
-import copy
 import json
 
 import numpy as np
@@ -12,10 +11,16 @@ from scipy.signal import convolve2d
 
 import fedfm
 import tiny_twin
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.encrypted.inference.serialization import pack
+from fedfm.encrypted.protocol.client import ClientHalf
+from fedfm.encrypted.protocol.handshake import Hello
 from fedfm.encrypted.protocol.out_of_range import describe_unlike, replace_unlike, within_limits
 from fedfm.encrypted.student.input_limits import ENTRY, beyond, measure_detail, widen_limits
 from fedfm.encrypted.student.recalibrate import wider_limits
-from fedfm.errors import InputError
+from fedfm.errors import ClientFault, InputError
+from fedfm.training.scheduler import train_client
 from small import pictures
 
 FOURTH = np.array([1.0, -4.0, 6.0, -4.0, 1.0])
@@ -138,13 +143,25 @@ def test_on_ciphertexts_such_a_row_leaves_its_batch_whole(tmp_path):
     assert result["excluded"] == []
     assert result["accuracy"] > 0.9
     assert result["details"]["most_rows_left_out"] == 1
-    permuted = copy.deepcopy(asked)
-    permuted["method"]["protocol"] = "permuted"
-    found = fedfm.run(permuted, tmp_path / "permuted")
-    assert len({e["client"] for e in found["excluded"]}) == 1
-    reason = found["excluded"][0]["reason"]
-    assert "beyond the limits of the server's model; the silo's log names them" in reason
-    assert not any(name in reason for name in ("roughness", "grain", "row 2"))
+
+
+def test_in_secret_orders_the_batch_is_refused_and_only_the_silos_log_names_the_row():
+    """The server reads the fault, so it has no row's name or figure; nothing is encrypted."""
+    rows = Rows({"pixels": torch.zeros(4, 16, 16, 3, dtype=torch.uint8)}, labels=torch.zeros(4, dtype=torch.int64))
+    rows.tensors["pixels"][2, ::2] = 255
+    notes = []
+    data = ClientData(lambda: rows, lambda: rows.take([]), lambda: rows.take([]))
+    who = Client("c", data, None, {}, 0, log=notes.append, trainer=train_client)
+    shape = {"blocks": 2, "positions": 1, "width": 3, "rank": 2, "batch": 4, "tokens": 4, "patch": [8, 8], "extra": 0}
+    key, name = torch.zeros(32, dtype=torch.uint8), {"session": "00" * 16, "classes": ["a", "b"], "kernels": "exact"}
+    size = {"size": {"height": 16, "width": 16}}
+    who.store["hello"] = pack(Hello(**shape, **name, picture=size, digest="", key=key, limits={"roughness": 0.1}))
+    with pytest.raises(ClientFault) as fault:
+        ClientHalf("permuted", "ckks").rows(who, 0, torch.zeros(16, dtype=torch.uint8), False)
+    assert "beyond the limits of the server's model; the silo's log names them" in str(fault.value)
+    assert "roughness" not in str(fault.value)
+    assert "1 of 4 rows are not encrypted" in notes[0]
+    assert "train row 3 (roughness" in notes[0]
 
 
 def test_measuring_again_widens_limits_and_gives_none_to_a_student_without():
