@@ -1,4 +1,4 @@
-"""A student of one block, 197 tokens and three heads, as many as ViT-tiny has, but of width 24: for one encrypted block.
+"""A student of one block, with the 197 tokens and three heads of ViT-tiny but of width 24, for one encrypted block.
 
     python blindfed/small_student.py .data/vit_197
     python blindfed/encrypt_once.py .data/vit_197/student .data/vit_197/rows.npz --mark " of 197 tokens"
