@@ -7,6 +7,7 @@
 ``<set>.test<N>.npz``          pictures with the first N test rows of each class, or of each class and domain
 ``<set>.aux<N>.npz``           the first N training rows of each class and domain, the last third of them as test rows
 ``<set>.without<N>.npz``       pictures without those rows
+``<set>.unsplit.npz``          pictures without their division into training and test rows
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
 ``<...>.tuning.npz``           the training rows of ``<...>.npz`` alone, a fifth of each class as test rows
 ``<...>.two_codings.npz``      the rows of ``<...>.npz`` twice: as they are, and every class called the third after it
@@ -83,6 +84,12 @@ class Sets:
         if target.stem.endswith(CODINGS):
             self.make(f"{target.stem.removesuffix(CODINGS)}.npz")
             two_codings(MADE / f"{target.stem.removesuffix(CODINGS)}.npz", target)
+            return
+        if name.endswith(".unsplit.npz"):
+            whole = f"{name.removesuffix('.unsplit.npz')}.npz"
+            self.make(whole)
+            with np.load(MADE / whole) as z:
+                np.savez(target, **{column: z[column] for column in z.files if column != "split"})
             return
         if fewer := re.fullmatch(r"(.+)\.test(\d+)\.jsonl", name):
             self.make(f"{fewer[1]}.jsonl")

@@ -24,10 +24,25 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def merge(name: str, text: str) -> None:
+    """Put the rows of a table into the one that the page has, in place of those with the same first cell."""
+    head, rule, *new = text.splitlines()
+    found = _parts(name)[1].splitlines()
+    first = {line.split(" | ")[0] for line in new}
+    kept = [line for line in found[2:] if line.split(" | ")[0] not in first] if found[:1] == [head] else []
+    write(name, "\n".join([head, rule, *kept, *new]))
+
+
 def write(name: str, text: str) -> None:
     """Put ``text`` between ``<!-- name -->`` and ``<!-- end name -->``."""
+    before, _, after = _parts(name)
+    PAGE.write_text(f"{before}{text}\n{after}", encoding="utf-8")
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """The page up to a table with its first mark, the table, and the rest from its last mark on."""
     page = PAGE.read_text(encoding="utf-8")
     first, last = f"<!-- {name} -->\n", f"<!-- end {name} -->"
-    before, rest = page.split(first)
-    after = rest.split(last)[1]
-    PAGE.write_text(f"{before}{first}{text}\n{last}{after}", encoding="utf-8")
+    start = page.index(first) + len(first)
+    stop = page.index(last, start)
+    return page[:start], page[start:stop], page[stop:]

@@ -7,8 +7,8 @@ A probe is scikit-learn's StandardScaler and LogisticRegression(C = 0.05) on the
 rows and scored on test rows; a row whose features are no numbers, since an argument left its interval too far, is left
 out of the fit and counts as wrong. ``--rows`` and ``--tests`` take as many rows of each set, evenly spaced. Both models
 get the same rows, and the last column is the mean of the paired differences with its 95 % interval, by the normal
-approximation. The table goes to docs/results/blindfed-vit-tiny.md, at the mark ``--table``, unless there is
-``--no-page``.
+approximation. The rows go to docs/results/blindfed-vit-tiny.md, into the table at the mark ``--table``, which keeps
+those of other sets, unless there is ``--no-page``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from page import table, write
+from page import merge, table
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -63,13 +63,18 @@ def main() -> None:
     a = parser.parse_args()
     lines: list[dict[str, Any]] = []
     for path in a.sets:
-        data = load_table(DataSpec(path=path), seed=0, task="classification")
+        where = DataSpec(path=path) if Path(path).suffix else DataSpec(name=path)
+        data = load_table(where, seed=0, task="classification")
         train, test = data.rows("train"), data.rows("test")
         if a.rows and a.rows < len(train):
             train = train[np.linspace(0, len(train) - 1, a.rows).astype(int)]
         if a.tests and a.tests < len(test):
             test = test[np.linspace(0, len(test) - 1, a.tests).astype(int)]
-        line: dict[str, Any] = {"set": Path(path).stem, "train rows": len(train), "test rows": len(test)}
+        line: dict[str, Any] = {
+            "set": Path(path).name.removesuffix(".npz"),
+            "train rows": len(train),
+            "test rows": len(test),
+        }
         teacher, *_ = probed(a.teacher, data, train, test)
         twin, lost, outside, total = probed(a.twin, data, train, test)
         line |= {
@@ -84,7 +89,7 @@ def main() -> None:
         print(line, flush=True)
     print(table(lines))
     if not a.no_page:
-        write(a.table, table(lines))
+        merge(a.table, table(lines))
 
 
 if __name__ == "__main__":

@@ -67,11 +67,9 @@ def pictures(name: str, source: Path) -> list[tuple[Table, np.ndarray]]:
         return [(table, np.full(len(table), "unseen"))]
     found = []
     for part in (name, "cifar10_official_test_jpeg") if name == "cifar10" else (name,):
-        Sets(source, HERE).make(f"{part}.npz")
-        path = MADE / f"{part}.npz"
-        if part != name:  # all of its rows are test rows, and a table needs others
-            path, (x, y, classes) = MADE / f"{part}.unsplit.npz", columns(path, "x", "y", "classes")
-            np.savez(path, x=x, y=y, classes=classes)
+        file = f"{part}.npz" if part == name else f"{part}.unsplit.npz"  # all are test rows, and a table needs others
+        Sets(source, HERE).make(file)
+        path = MADE / file
         table = load_table(DataSpec(path=str(path)), seed=0, task="classification")
         who = np.full(len(table), "jpeg" if part != name else "unseen", dtype="<U8")
         if part in TRAINED:
@@ -81,12 +79,6 @@ def pictures(name: str, source: Path) -> list[tuple[Table, np.ndarray]]:
             who[np.flatnonzero(np.array(table.split) != "test")[orders[part][KEPT_OUT:]]] = "trained"
         found.append((table, who))
     return found
-
-
-def columns(path: Path, *names: str) -> list[np.ndarray]:
-    """Of an npz."""
-    with np.load(path) as z:
-        return [z[name] for name in names]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -80,9 +81,10 @@ class ClientHalf:
         images, _ = self._batch(client, hello, batch)
         pixels = preprocess(images, hello)
         if session is None and hello.key is None:
-            return pixels
+            return pixels  # nothing can overflow, and the simulated server applies the limits
         if session is None or hello.key is None:
             raise ClientFault(E_FIELD, "a session and a key belong together, but the server sent only one of them")
+        pixels = self._screen(client, hello, batch, pixels, images)
         patches = Patches((hello.patch[0], hello.patch[1]), hello.extra)
         return self.sessions.rows(client, hello.session, hello.key, session, pixels, patches)
 
@@ -93,6 +95,8 @@ class ClientHalf:
         if hello.key is not None:
             message = states
             states = self.sessions.decrypt_released(client, hello.session, hello.key, message, n)[:, None]
+            if (unlike := client.store.get(f"unlike-{batch}")) is not None:
+                states[unpack(unlike, Tensor)] = 0
             if block == hello.blocks:
                 self.sessions.end(client, message)
         shape = (n, states.shape[1] if states.dim() == 4 else 0, hello.positions, hello.width)
@@ -162,6 +166,31 @@ class ClientHalf:
     def permuted_sessions(self) -> PermutedSessions:
         """The sessions of the permuted protocol."""
         return cast("PermutedSessions", self.sessions)
+
+    def _screen(self, client: Client, hello: Hello, batch: int, pixels: Tensor, images: Sequence[Any]) -> Tensor:
+        """Return what is encrypted of a batch's pixel values: a copy of another row in place of each unlike one.
+
+        Raises:
+            ClientFault: permuted: states come back in secret orders, so that those of such a row cannot be dropped.
+        """
+        pixels, reasons = out_of_range.replace_unlike(pixels, hello.limits)
+        span = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), hello.batch)[batch]
+        names = [
+            str(image) if isinstance(image, str | Path) else f"{span.part} row {span.start + i + 1}".strip()
+            for i, image in enumerate(images)
+        ]
+        text = out_of_range.describe_unlike(reasons, names)
+        client.store.pop(f"unlike-{batch}", None)
+        if text:
+            client.log(text)
+            if self.protocol == "permuted":  # the server reads the fault, so it names no row and no figure
+                raise ClientFault(
+                    E_FIELD,
+                    "rows are beyond the limits of the server's model; the silo's log names them: take them out, or "
+                    'choose protocol = "masked", which leaves them out',
+                )
+            client.store[f"unlike-{batch}"] = pack(torch.tensor([bool(reason) for reason in reasons]))
+        return pixels
 
     # --- training -----------------------------------------------------------------------------------------------------
     def view(self, client: Client) -> Client:

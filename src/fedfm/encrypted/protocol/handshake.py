@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,8 @@ class Hello:
         ring: degree of the ciphertexts' ring, if rows are encrypted.
         release, scales: the map (P, T) from a block's tokens to the inputs of the adapters, and the divisors (L,) of
             the block outputs; only in the permuted protocol.
+        limits: largest statistics of a picture that the client may encrypt, by name
+            (:mod:`~fedfm.encrypted.student.input_limits`); empty if the student has none.
     """
 
     session: str
@@ -51,6 +53,7 @@ class Hello:
     ring: int = 8192
     release: Tensor | None = None
     scales: Tensor | None = None
+    limits: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,10 @@ from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 from fedfm.encrypted.protocol.client_sessions import keys_channel
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import Hello, Opened, RowSpan, spans
+from fedfm.encrypted.protocol.out_of_range import replace_unlike
 from fedfm.encrypted.protocol.server import ForwardPass
 from fedfm.encrypted.student.folding import fold
+from fedfm.encrypted.student.input_limits import limits_of
 from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.models.adapters.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
@@ -255,7 +257,8 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     for part in Rows(rows.tensors, deferred=rows.deferred).batches(holder.layout.samples):
         session, key = os.urandom(16), os.urandom(32)
         holder.begin(session, key)
-        x = matrices.patch(part["pixel_values"]).double().numpy()
+        pixels, reasons = replace_unlike(part["pixel_values"], limits_of(backbone.module))
+        x = matrices.patch(pixels).double().numpy()
         states: list[np.ndarray] = []
 
         def release(block: int, message: bytes, n: int = len(x), states: list[np.ndarray] = states) -> None:
@@ -266,5 +269,6 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
         holder.end(session)
         if len(states) != blocks:
             raise InputError(f"{len(states)} of {blocks} blocks were disclosed")
-        done.append(torch.from_numpy(np.stack(states, 1)))
+        fine = np.array([not reason for reason in reasons])
+        done.append(torch.from_numpy(np.where(fine[:, None, None, None], np.stack(states, 1), np.float32(0))))
     return Rows({STATES: torch.cat(done)}, labels=rows.labels)

@@ -32,8 +32,10 @@ from fedfm.encrypted.protocol import permutations
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import Hello, RowSpan, spans_by_part
 from fedfm.encrypted.protocol.masked import EncryptedForwardPass
+from fedfm.encrypted.protocol.out_of_range import replace_unlike
 from fedfm.encrypted.protocol.server import ForwardPass
 from fedfm.encrypted.student.folding import fold
+from fedfm.encrypted.student.input_limits import limits_of
 from fedfm.errors import InputError
 from fedfm.models.adapters.side_adapter import STATES, SideModel
 
@@ -108,7 +110,8 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     done = [torch.zeros(0, *model.net.shape)]
     for number, span in enumerate(spans_by_part({"train": len(rows), "val": 0, "test": 0}, holder.layout.samples)):
         part = rows.take(range(span.start, span.stop)).compute()
-        x = matrices.patch(part.tensors["pixel_values"]).double().numpy()
+        pixels, reasons = replace_unlike(part.tensors["pixel_values"], limits_of(backbone.module))
+        x = matrices.patch(pixels).double().numpy()
         pi = permutations.draw_all(secret, "", number, levels, len(x))
         session, key, turned = os.urandom(16), os.urandom(32), list[Tensor]()
         holder.begin(session, key)
@@ -128,5 +131,6 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
         owner.run(sent, holder.refresh, release)
         holder.end(session)
         came = torch.stack(permutations.to_last(turned, permutations.steps(pi)), 1)[torch.argsort(pi[-1])]
-        done.append(released(came / scales[:, None, None]))
+        fine = torch.tensor([not reason for reason in reasons])
+        done.append(torch.where(fine[:, None, None, None], released(came / scales[:, None, None]), 0.0))
     return Rows({STATES: torch.cat(done)}, labels=rows.labels)

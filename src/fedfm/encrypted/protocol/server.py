@@ -16,7 +16,9 @@ from fedfm.core.client import ClientId, each
 from fedfm.core.crossing import Crossing
 from fedfm.core.federation import Federation
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
+from fedfm.encrypted.protocol.out_of_range import within_limits
 from fedfm.encrypted.student.folding import Patches, fold
+from fedfm.encrypted.student.input_limits import limits_of
 from fedfm.encrypted.token_places import places_of
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
@@ -92,6 +94,7 @@ class ForwardPass:
             "picture": image_settings.settings_of(model.tools.processor),
             "digest": model.fingerprint,
             "ring": self.ring,
+            "limits": _limits(model),
         }
         return Hello(**(fields | more))
 
@@ -127,10 +130,14 @@ def rows_of(opened: Opened) -> int:
 
 
 def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
-    """Compute disclosed activations (n, L, P, d) of each client's rows in the clear."""
+    """Compute disclosed activations (n, L, P, d) of each client's rows in the clear.
+
+    Rows beyond the student's limits get zeros, as on ciphertexts, where clients do not encrypt them.
+    """
     from fedfm.core.rows import Rows
 
-    return each({client: model.states(Rows({"pixel_values": x})) for client, x in pixels.items()})
+    states = {client: model.states(Rows({"pixel_values": x})) for client, x in pixels.items()}
+    return each({client: within_limits(x, pixels[client], _limits(model)) for client, x in states.items()})
 
 
 def token_states(model: SideModel, pixels: Tensor) -> Tensor:
@@ -139,7 +146,11 @@ def token_states(model: SideModel, pixels: Tensor) -> Tensor:
 
     levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)
     _, _, scales = model.frozen_parts
-    return model.within_ranges(levels, unit=scales)
+    return within_limits(model.within_ranges(levels, unit=scales), pixels, _limits(model))
+
+
+def _limits(model: SideModel) -> dict[str, float]:
+    return limits_of(model.frozen_parts[0].module)
 
 
 def _span(seconds: float) -> str:

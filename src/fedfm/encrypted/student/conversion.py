@@ -18,6 +18,7 @@ from torch import nn
 
 from fedfm.encrypted.student.fit_polynomials import apply
 from fedfm.encrypted.student.folding import KEY, MOST_OUTSIDE, PRE_NORM, Folded, FoldedBlock, block_states, fold
+from fedfm.encrypted.student.input_limits import read_limits
 from fedfm.encrypted.student.modules import (
     ATTENTION,
     Functions,
@@ -66,6 +67,7 @@ def install(module: nn.Module, config: Any) -> None:
     try:
         if table["version"] != VERSION:
             raise ValueError(f"it has version {table['version']}, but this fedfm reads {VERSION}")
+        read_limits(table)
         made = prepare(module)
         if len(made) != len(table["blocks"]):
             raise ValueError(f"it has {len(table['blocks'])} blocks, but the model has {len(made)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedfm.core.rows import Batch
 from fedfm.encrypted.student import conversion, fit_polynomials, folding
 from fedfm.encrypted.student.distillation_loss import Distiller, Taps
+from fedfm.encrypted.student.input_limits import ENTRY, widen_limits
 
 
 def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
@@ -41,15 +42,20 @@ def table_of(
     n, squares = 0, [0.0] * len(entries)
     highest, largest = [0.0] * len(entries), [0.0] * len(entries)
     inputs: list[Tensor] = []
+    limits: dict[str, float] = {}
     hook = blocks[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
         with model.evaluating():
             for batch in batches():
                 inputs.clear()
                 taps(batch)
-                states = _finite([inputs[0], *taps.states])
-                if not len(states[0]):
+                states = [inputs[0], *taps.states]
+                kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
+                if not bool(kept.any()):
                     continue
+                states = [state[kept] for state in states]
+                if "pixel_values" in batch:
+                    widen_limits(limits, batch["pixel_values"][kept])
                 n += 1
                 for i, (before, state) in enumerate(pairwise(states)):
                     squares[i] += float(state.double().square().mean())
@@ -60,14 +66,14 @@ def table_of(
                         largest[i] = max(largest[i], folding.largest_between(folds[i], x))
     finally:
         hook.remove()
-    table: dict[str, Any] = {"version": conversion.VERSION, "kind": kind, "outside": outside, "blocks": []}
+    table: dict[str, Any] = {
+        "version": conversion.VERSION,
+        "kind": kind,
+        "outside": outside,
+        ENTRY: limits,
+        "blocks": [],
+    }
     for entry, square, high, most in zip(entries, squares, highest, largest, strict=True):
         sizes = {"scale": (square / max(n, 1)) ** 0.5, "range": high * fit_polynomials.WIDER}
         table["blocks"].append({**entry, **sizes, "largest": most * fit_polynomials.WIDER})
     return table
-
-
-def _finite(states: list[Tensor]) -> list[Tensor]:
-    """Return only the rows that have finite values in all states."""
-    kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
-    return states if bool(kept.all()) else [state[kept] for state in states]

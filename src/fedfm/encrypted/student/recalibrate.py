@@ -28,6 +28,7 @@ from fedfm.encrypted.student.distil_rows import AT_ONCE, MEASURED
 from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.encrypted.student.distillation_loss import Taps, save
 from fedfm.encrypted.student.fit_polynomials import Measured, refit
+from fedfm.encrypted.student.input_limits import ENTRY
 from fedfm.encrypted.student.interval_table import table_of
 from fedfm.encrypted.student.modules import Functions
 from fedfm.encrypted.student.scores import outputs, outside
@@ -180,6 +181,7 @@ def measure_again(
     for block, old in zip(new["blocks"], known["blocks"], strict=True):
         block["scale"] = old["scale"]  # because heads were trained on features divided by this scale
         block |= {name: max(block[name], old[name]) for name in ("range", "largest")}
+    new[ENTRY] = wider_limits(known.get(ENTRY, {}), new[ENTRY])
     setattr(config, conversion.KEY, new)
     save(student, place.half(), new_head=bool(student.new))
     result = {
@@ -198,6 +200,11 @@ def measure_again(
         "params_sha256": sha256_of({"": student.params()}),
     }
     return place.close(result, ("checkpoint", "export"))
+
+
+def wider_limits(old: dict[str, float], new: dict[str, float]) -> dict[str, float]:
+    """Join limits; a student without any stays so, since rows of its first kind are not measured again."""
+    return {name: max(limit, new.get(name, limit)) for name, limit in old.items()}
 
 
 def _check(spec: DistilSpec, student: Model) -> None:
