@@ -72,6 +72,7 @@ test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a Su
 	$(BIN)/python -m pytest -m 'deployment and not simulation' -n 2 --dist worksteal
 
 test-release: $(VENV)/.stamp-engines test-models test-outages ## what a release needs beside .ci/run: longer, larger, more often
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt nbclient ipykernel # they run notebooks
 	$(BIN)/python -m pytest -m release -n 2 --dist worksteal
 
 test-models: $(STAMP) ## all families of models with all tasks and adaptations, into docs/reference/models.md

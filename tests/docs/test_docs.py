@@ -87,7 +87,7 @@ def test_blocks_run(page, tmp_path, monkeypatch, capsys):
 
 
 def test_each_public_name_has_a_page_that_uses_it():
-    titles = {p.read_text().splitlines()[0].removeprefix("# fedfm."): p for p in NAMES}
+    titles = {p.read_text().splitlines()[0].removeprefix("# fedfm.").replace("\\", ""): p for p in NAMES}
     assert set(titles) == set(fedfm.__all__)
     for name, page in titles.items():
         code = "\n".join(text for _, language, text in blocks(page) if language == "python")

@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,6 @@ def test_a_notebook_has_the_program_s_code_and_calls_it(program):
 
 
 def test_they_are_valid_notebooks(tmp_path):
-    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
     for path in notebooks.write(tmp_path):
         nbformat.validate(nbformat.read(path, as_version=4))
     assert len(list(tmp_path.glob("*.ipynb"))) == len(PROGRAMS)
@@ -42,7 +42,6 @@ def test_they_are_valid_notebooks(tmp_path):
 @pytest.mark.parametrize("name", ["own_method", "exact_regression"])
 def test_a_notebook_runs(name, tmp_path):
     client = pytest.importorskip("nbclient", reason="needs nbclient")
-    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
     pytest.importorskip("ipykernel", reason="needs ipykernel")
     text = notebooks.notebook(ROOT / "examples/gallery" / f"{name}.py")
     made = nbformat.reads(text, as_version=4)

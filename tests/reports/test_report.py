@@ -13,7 +13,7 @@ import pytest
 
 from fedfm.errors import InputError
 from fedfm.reports import html, read, sections
-from fedfm.reports.svg import domain, ticks
+from fedfm.reports.svg import ChartBar, bars, domain, ticks
 from fedfm.reports.text import percent
 from reports import runs
 
@@ -59,6 +59,10 @@ def parsed(text: str) -> Tags:
     tags.feed(text)
     assert tags.open == []
     return tags
+
+
+# Widths of DejaVu Sans in em; of the fonts that a page may get it is the widest (fontTools: hmtx / 2048).
+DEJAVU = dict.fromkeys("0123456789", 0.636) | dict.fromkeys(". \u00a0,", 0.318) | {"%": 0.950, "-": 0.361}
 
 
 def svgs(text: str) -> list[ET.Element]:
@@ -173,6 +177,14 @@ def test_every_drawing_is_xml_with_a_name_and_inside_its_frame(tmp_path):
                 y = float(part.get("y", part.get("cy", "0")))
                 assert -0.1 <= x <= width + 0.1
                 assert -0.1 <= y <= height + 0.1
+
+
+@pytest.mark.parametrize("text", ["100.0\u00a0%", "0.88", "-100.0\u00a0%", "1000000"])
+def test_the_figure_after_a_bar_ends_inside_the_frame(text):
+    (drawn,) = svgs(bars(680, [ChartBar("1" * 12, 1.0, text)], "accuracy"))
+    name, figure = drawn.iter("text")
+    assert float(figure.get("x")) + 12 * sum(DEJAVU[c] for c in text) <= 680
+    assert float(name.get("x")) - 12 * sum(DEJAVU[c] for c in name.text) >= 0
 
 
 def test_the_policy_forbids_scripts_and_requests(tmp_path):
