@@ -343,7 +343,7 @@ def test_nobody_learns_from_a_certificate_whom_secret_coins_drew(tmp_path):
     run = ran(experiment(tmp_path, method={"rounds": 2, "fraction": 0.3}, privacy=noise), tmp_path / "run")
     said, before = set(), (run / "manifest.json").read_bytes()
     for name in Run.open(run).manifest["clients"]:
-        with pytest.raises(InputError, match="its epsilon is spent") as error:
+        with pytest.raises(InputError, match="its epsilon stays spent") as error:
             leave(run, name, tmp_path / "rest", progress=QUIET)
         said.add(str(error.value).replace(name, ""))
     assert len(said) == 1
