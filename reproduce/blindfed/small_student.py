@@ -43,7 +43,7 @@ def main() -> None:
             parameter.add_(SPREAD * torch.randn(parameter.shape))
     module.save_pretrained(start)
     ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(start)
-    drawn = drawn_pictures(0, ROWS)
+    drawn = drawn_pictures(SIDE, 0, ROWS)
     split = np.array(["train"] * (ROWS - TESTS) + ["test"] * TESTS)
     x, y = np.stack([np.asarray(p.resize((SIDE, SIDE))) for p in drawn]), np.arange(ROWS) % 2
     np.savez(out / "rows.npz", x=x, y=y, classes=np.array(["a", "b"]), split=split)

@@ -13,7 +13,8 @@ from fedfm.encrypted.student import conversion, folding, interval_table
 from fedfm.encrypted.student.direct_conversion import convert
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.distillation_loss import Distiller, Recipe, save
-from fedfm.encrypted.student.drawn_pictures import SIDE, drawn_pictures
+from fedfm.encrypted.student.drawn_pictures import drawn_pictures
+from fedfm.encrypted.student.input_limits import measure_detail
 from fedfm.encrypted.student.modules import PolynomialSoftmax
 from fedfm.encrypted.student.neuron_polynomials import MARGIN, NeuronGelu, fit_neurons
 from fedfm.errors import InputError
@@ -158,11 +159,28 @@ def test_a_converted_block_computes_on_ciphertexts(student):
 
 
 def test_drawn_pictures_come_from_their_seed():
-    first, again, other = drawn_pictures(0, 12), drawn_pictures(0, 12, 6), drawn_pictures(1, 12)
-    assert [p.size for p in first] == [(SIDE, SIDE)] * 12
+    first, again, other = drawn_pictures(64, 0, 16), drawn_pictures(64, 0, 16, 6), drawn_pictures(64, 1, 16)
     assert all(np.array_equal(a, b) for a, b in zip(first[6:], again, strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
     assert all(np.asarray(p).std() > 0 for p in first)
+
+
+@settings(max_examples=20, deadline=None)
+@given(side=st.integers(2, 70), seed=st.integers(0, 99))
+def test_drawn_pictures_fit_the_student(side, seed):
+    sizes = {p.size for p in drawn_pictures(side, seed, 8)}
+    assert all(width == height <= side for width, height in sizes)
+
+
+def test_some_drawn_pictures_have_detail_of_one_pixel_and_some_are_enlarged():
+    drawn = drawn_pictures(224, 0, 48)
+    own = [p for p in drawn if p.size == (224, 224)]
+    assert 0.2 < len(own) / len(drawn) < 0.6
+    finest = [
+        max(float(measure_detail(torch.tensor(np.asarray(p)).permute(2, 0, 1)[None])["detail"]) for p in part)
+        for part in (own, [p.resize((128, 128)).resize((224, 224)) for p in own])
+    ]
+    assert finest[0] > 4 * finest[1]
 
 
 def test_a_conversion_takes_drawn_pictures_and_writes_a_student(tmp_path):

@@ -154,9 +154,12 @@ class Lessons:
 
     def calibration_batches(self) -> Iterator[Batch]:
         """Yield drawn pictures, and :data:`MEASURED` rows in all, or all rows in all views if these are fewer."""
+        from PIL import Image
+
         image: Any = self._student.tools.image
         for start in range(0, self._drawn, AT_ONCE):
-            pictures = drawn_pictures(self._seed, min(start + AT_ONCE, self._drawn), start)
+            side = min(image([Image.new("RGB", (64, 64))]).shape[2:])  # after resizing and cropping
+            pictures = drawn_pictures(side, self._seed, min(start + AT_ONCE, self._drawn), start)
             yield {"pixel_values": image(pictures), "labels": torch.zeros(len(pictures), dtype=torch.long)}
         left = MEASURED
         for number in range(self._views):
