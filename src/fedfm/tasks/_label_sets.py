@@ -22,7 +22,7 @@ from fedfm.errors import InputError
 Names = tuple[str, ...]
 _NAMED = 3  # largest number of labels that a notice names
 _MARKS = re.compile(r"[01](?:[ ,_/|-]?[01])+")  # a 0 or 1 for each of several labels, in one text
-_CODE = re.compile(r"\[.*\]|\{.*\}|\(.*[,'\"].*\)", re.DOTALL)  # a list, set, dict or tuple as Python writes it
+_CODE = re.compile(r"\[.*\]|\{.*\}|\((?=[^,'\"]*[,'\"]).*\)", re.DOTALL)  # as Python writes lists and the like
 
 
 def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
