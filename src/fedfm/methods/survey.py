@@ -214,6 +214,11 @@ class Survey(ChecksUpdates, Private, Method[SurveyState]):
             if why := sums.fault_of(total, plan.blocks, heard, self.most_rows):
                 raise RunError(f"round {t}: a silo sent false sums: {why}; without hidden sums it would be left out")
             silos = round(float(total[SILOS][0]))
+            if fed.aggregator.transport.form != "plain" and silos == 1:
+                raise RunError(
+                    f"round {t}: one silo alone has method.min_count = {self.min_count} rows, so the hidden sums would "
+                    "be its own"
+                )
         name_opposite(fed)
         deviations = None if self.noise is None else self._deviations(plan.blocks, heard, self.noise)
         found = figures.figures_of(total, plan.blocks, silos, self.min_count, deviations)
