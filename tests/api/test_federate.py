@@ -358,6 +358,28 @@ def with_instance_norm():
     return nn.Sequential(nn.Unflatten(1, (1, 4)), norm, nn.Flatten(), nn.Linear(4, 3))
 
 
+class Replaced(Centred):
+    def forward(self, x):
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * x.mean(0)
+        return self.inner(x - self.centre)
+
+
+@pytest.mark.parametrize("make", [Centred, Replaced, with_instance_norm])
+def test_a_client_s_buffers_do_not_reach_the_next_client(tmp_path, make):
+    """So results do not depend on which clients a process trains, and the module has its own buffers afterwards."""
+    found = []
+    for workers in (1, 3):
+        torch.manual_seed(0)
+        net = make()
+        before = {name: b.clone() for name, b in net.named_buffers()}
+        out = tmp_path / f"run-{workers}"
+        result = federate(net, out=out, run={"workers": workers})
+        found.append(result["params_sha256"])
+        assert all(torch.equal(b, before[name]) for name, b in net.named_buffers())
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -382,3 +382,14 @@ def test_processes_that_are_killed_go_on(carried):
     for name in NAMES:
         kept = [(line["round"], line["call"], line["handler"]) for line in carried.left(name)]
         assert len(kept) == len(set(kept))
+
+
+@pytest.mark.parametrize("tables", [{}, {"privacy": {"aggregator": "secagg"}}], ids=["clear", "secagg"])
+def test_a_survey_by_files_has_the_figures_of_one_process(tmp_path, monkeypatch, tables):
+    carried = Carried(tmp_path, names=("east", *NAMES))
+    waiting(monkeypatch, carried.pump)
+    found = fedfm.survey(carried.engine(**tables), tmp_path / "run", progress=fedfm.Progress())
+    expected = fedfm.survey(carried.tables(**tables), tmp_path / "local", progress=fedfm.Progress())
+    assert found["rows"] == 144
+    assert found["counts"]["targets"] == expected["counts"]["targets"]
+    assert {line["exposes"] for line in carried.left("north")} == {"hello", "mean" if tables else "reply"}

@@ -383,3 +383,15 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(place, method, privacy
     with pytest.raises(InputError, match=says) as error:
         Experiment.from_dict(tables(place, privacy=privacy, **method))
     assert "\n" not in str(error.value)
+
+
+def test_hidden_sums_of_one_silo_alone_are_no_survey(tmp_path):
+    rng, clients = np.random.default_rng(0), {}
+    for name, count in (("a", 40), ("b", 4), ("c", 5)):  # b and c have fewer rows than min_count
+        y = np.arange(count) % 2
+        np.savez(tmp_path / f"{name}.npz", x=rng.normal(size=(count, 4)).astype(np.float32), y=y, classes=["p", "q"])
+        clients[name] = str(tmp_path / f"{name}.npz")
+    tables = {"data": {"clients": clients}, "model": {"name": "features"}, "run": {"workers": 1}}
+    tables["privacy"] = {"aggregator": "secagg"}
+    with pytest.raises(RunError, match=r"one silo alone has method\.min_count"):
+        fedfm.survey(tables, tmp_path / "run", progress=fedfm.Progress())

@@ -406,3 +406,34 @@ def test_predictions_are_scored_where_outputs_are_known(place, model_of, tmp_pat
     assert found["loss"] is not None
     bare = predict(tmp_path / "run", tiny.write(tmp_path / "bare.jsonl", rows[1:]))
     assert bare["wer"] is bare["loss"] is None
+
+
+@pytest.mark.parametrize("kind", ["T5", "SwitchTransformers"])
+def test_a_decoder_with_more_layers_than_the_encoder_answers(tmp_path, place, kind):
+    """transformers' cache has as many places as the encoder has layers; answers without it, one token at a time."""
+    import transformers
+
+    tiny.save_t5(tmp_path)
+    base = transformers.T5Config.from_pretrained(tmp_path).to_dict()
+    shape = {k: base[k] for k in ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "pad_token_id", "eos_token_id")}
+    if kind != "T5":
+        shape |= {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    layers = {"num_layers": 1, "num_decoder_layers": 3, "decoder_start_token_id": 1}
+    torch.manual_seed(0)
+    network = getattr(transformers, f"{kind}ForConditionalGeneration")
+    network(getattr(transformers, f"{kind}Config")(**shape, **layers)).eval().save_pretrained(tmp_path)
+    table = load(place / "texts.jsonl")
+    spec = ModelSpec(str(tmp_path), adaptation=AdaptationSpec("full"), max_length=16)
+    model = load_model(spec, classes=(), kind=table.kind, task=TASK, seed=1)
+    rows = model.prepare(table, range(3))
+    config = _languages.greedy_settings(model, model.task.generation_settings(model))
+    for i, answer in enumerate(_sequence_answers.answers(model, rows)):
+        inputs = {name: of for name, of in rows.batch([i]).items() if name in INPUTS}
+        ids = [1]
+        for _ in range(config.max_new_tokens or config.max_length - 1):
+            with torch.no_grad():
+                ids.append(int(model.module(**inputs, decoder_input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == 2:
+                break
+        assert len(answer.tokens) > 1
+        assert list(answer.tokens) == ids[: len(answer.tokens)]

@@ -84,7 +84,7 @@ class Transport:
         def check(client: ClientId, update: Update) -> None:
             match(update.delta, like, "delta")
             if refuse is not None:  # see fedfm.core.kept_sums.ChecksUpdates
-                refuse(handler.__name__, update, fed.model)
+                refuse(handler.__name__, client, update, fed)
 
         asked = fed.clients if of is None else tuple(of)
         # Stopping because few clients were drawn would disclose the draw, so only drawn clients that fail count as

@@ -29,7 +29,6 @@ from fedfm.runtime.run_folder import refuse_used
 # entries of the manifest that the new run keeps
 KEPT = ("fingerprints", "model", "guarantee", "seen", "do_not_share", "ledger")
 SCORES = ("accuracy", "global_accuracy", "local_accuracy", "local_loss", "balanced_accuracy", "macro_f1", "loss")
-_LEAST = 2  # of the others, if sums are hidden: else one client's sum is left
 
 
 def check(run: Run, name: str) -> None:
@@ -40,9 +39,9 @@ def check(run: Run, name: str) -> None:
     """
     own_sums.method_with_sums(run)
     own_sums.check_in_sum(run, name)
-    hidden = run.experiment.aggregation.transport.form != "plain"
+    hidden = own_sums.is_hidden(run)
     others = [c for c in own_sums.in_sum(run) if c != name]
-    if hidden and len(others) < _LEAST:
+    if hidden and len(others) < own_sums.LEAST:
         raise InputError(
             f"{run.path}: without {name} the sum is that of {' and '.join(others) or 'nobody'} alone, which secure "
             "aggregation hid: run the experiment again"
@@ -72,6 +71,8 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
     method = own_sums.method_with_sums(run)
     state = run.state(Params)
     _, sums = own_sums.read(run, state, file, name)
+    given = {name: sums.sha256()}
+    own_sums.check_others(run, given)
     rest = own_sums.subtract(method, state, sums, name)
     _, model, _ = load(run.path)
     now = method.state_of(model, rest, experiment.run.seed)
@@ -81,7 +82,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         w = {"": method.params_for(now, "")}
         others = [c for c in run.manifest["clients"] if c != name]
         seconds = time.perf_counter() - began
-        entry["removed"] |= {"sums_sha256": sums.sha256()}
+        entry["removed"] |= {"sums_sha256": given[name]}
         nothing = {"bytes_up": 0, "bytes_down": 0, "messages": 0, "seconds": seconds, "cohort": others}
         storage.save(new.checkpoint(1), {**record, **nothing, "state": now})
         if (start := storage.load(run.checkpoint(0))) is not None:
@@ -99,6 +100,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         new.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         new.write_manifest()
         (new.path / logs.MESSAGES).touch()
+        own_sums.enter_opened(run, given, new)
     renewal.renew(out)
     return entry
 

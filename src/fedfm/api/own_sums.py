@@ -6,6 +6,8 @@ client can make this file, and anyone who reads it learns the client's sums.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_sums import AddsRows
 from fedfm.runtime.run_directory import Run
+
+OPENED = "opened_sums.json"  # in a run's folder, if sums are hidden: whose own sums were given for it
+LEAST = 2  # least number of clients whose hidden sums may follow from the run's and from those that were given
 
 
 def method_with_sums(run: Run) -> KeepsSums:
@@ -76,6 +81,72 @@ def in_sum(run: Run) -> list[str]:
     """The clients whose messages are in the kept sums."""
     gone = {e["client"] for e in run.manifest["result"]["excluded"] if e["part"] == ROUND}
     return [c for c in run.manifest["clients"] if c not in gone]
+
+
+def is_hidden(run: Run) -> bool:
+    """Whether the server has seen sums over several clients only."""
+    return run.experiment.aggregation.transport.form != "plain"
+
+
+def check_others(run: Run, given: Mapping[str, str]) -> None:
+    """Refuse sums if hidden sums of a client that gave none would follow, also from those that were given before.
+
+    The same client may be given twice. A run that a client has left shares the record of the run that it left.
+
+    Args:
+        given: SHA-256 of the sums by client.
+
+    Raises:
+        InputError: the sums of one client alone would follow.
+    """
+    if not is_hidden(run):
+        return
+    everybody, opened = _record(run)
+    silent = sorted(everybody - opened.keys() - given.keys())
+    if 0 < len(silent) < LEAST:
+        before = sorted(opened.keys() - given.keys())
+        also = f", with those given before by {', '.join(before)}," if before else ""
+        raise InputError(
+            f"{run.path}: the files of {', '.join(sorted(given))}{also} would disclose the sums of {silent[0]}, which "
+            "gave none: leave out one more file, or give a file of every client"
+        )
+
+
+def enter_opened(run: Run, given: Mapping[str, str], new: Run | None = None) -> None:
+    """Write whose sums were given into the run, the one that it comes from, and the new one.
+
+    Args:
+        given: SHA-256 of the sums by client.
+        new: the run without a client.
+    """
+    if not is_hidden(run):
+        return
+    everybody, opened = _record(run)
+    record = {"clients": sorted(everybody), "opened": dict(sorted({**opened, **given}.items()))}
+    for place in (_origin(run), run.path, None if new is None else new.path):
+        if place is not None and place.is_dir():
+            with storage.writing(place / OPENED):
+                storage.write_atomic(place / OPENED, json.dumps(record, indent=1).encode())
+
+
+def _origin(run: Run) -> Path | None:
+    """The run that the first client left by its own sums; None if no client did, or it is no longer there."""
+    places = [Path(e["from"]["run"]) for e in run.manifest.get("departures", ()) if e["removed"].get("sums_sha256")]
+    return places[0] if places and places[0].is_dir() else None
+
+
+def _record(run: Run) -> tuple[set[str], dict[str, str]]:
+    """The clients of the first sum, and the SHA-256 of the sums of those that gave theirs."""
+    everybody, opened = set(in_sum(run)), dict[str, str]()
+    for place in (run.path, _origin(run)):
+        if place is not None and (place / OPENED).is_file():
+            try:
+                found = json.loads((place / OPENED).read_text(encoding="utf-8"))
+                everybody |= set(found["clients"])
+                opened |= found["opened"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{place / OPENED}: damaged, and it says whose sums are known: {error}") from None
+    return everybody, opened
 
 
 def compute(run: Run, client: str, population: Partitioned, memory: Path) -> Params:

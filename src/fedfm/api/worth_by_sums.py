@@ -27,8 +27,6 @@ from fedfm.runtime.own_rows import populate as read_rows
 from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
-_LEAST = 2  # least number of clients without a file, unless all have one: otherwise the rest would be one client's sums
-
 
 def value(
     run: Run,
@@ -65,16 +63,13 @@ def value(
         parts[name] = sums
     opened = {name: sums.sha256() for name, sums in sorted(parts.items())}
     silent = [c for c in own_sums.in_sum(run) if c not in parts]
-    if run.experiment.aggregation.transport.form != "plain" and 0 < len(silent) < _LEAST:
-        raise InputError(
-            f"{run.path}: the files of all other clients would disclose the sums of {silent[0]}, which gave "
-            "none: leave out one more file, or give a file of every client"
-        )
+    own_sums.check_others(run, opened)
     total = sums_of(state)
     if silent:
         rest = f"{len(silent)} others together"
         parts[rest] = own_sums.subtract(method, state, functools.reduce(Params.__add__, parts.values()), "the files")
     model, judged = _judges(run, rows)
+    own_sums.enter_opened(run, opened)
     clients = sorted(parts)
 
     @functools.cache

@@ -14,6 +14,7 @@ from fedfm.core.client import Client, ClientId, Update
 from fedfm.linalg.params import Params
 
 if TYPE_CHECKING:
+    from fedfm.core.federation import Federation
     from fedfm.models.model import Model
 
 SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
@@ -25,12 +26,12 @@ class ChecksUpdates(ABC):
     """A method whose server can tell that no rows have a client's sums."""
 
     @abstractmethod
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
         """Refuse an update for a mean, if the server sees it and no mechanism has changed it.
 
         Args:
             handler: the name of the client half.
-            model: the server's model.
+            fed: the server's view.
 
         Raises:
             ClientFault: no rows have these sums; the client is left out.

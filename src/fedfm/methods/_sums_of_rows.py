@@ -17,6 +17,7 @@ from fedfm.core.client import Update
 from fedfm.core.federation import Federation
 from fedfm.errors import E_FIELD, E_WEIGHT, ClientFault, RunError
 from fedfm.linalg.params import Params
+from fedfm.methods._opposite_sums import name_opposite
 
 _TOLERANCE = 1e-6  # relative error of the sums: float32, or fixed-point numbers under secure aggregation
 
@@ -46,6 +47,7 @@ def check_total(fed: Federation, total: Params, why_not: Callable[[Params], str 
     changed = getattr(rule, "clip_norm", None) is not None or getattr(rule, "compact", False)
     if isinstance(rule, Mean) and not changed and not rule.mechanism.withholds and (why := why_not(total)):
         raise RunError(f"round {fed.round}: no rows can have the clients' sums, so a client has sent false ones: {why}")
+    name_opposite(fed)
 
 
 def why_no_counts(count: Tensor) -> str | None:

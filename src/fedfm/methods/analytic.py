@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.capabilities import Needs, Predictor, Private, Traits
-from fedfm.core.client import Client, Update, on_client
+from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.kept_sums import SEED, KeepsSums, with_sums
@@ -36,6 +36,7 @@ from fedfm.errors import E_FIELD, ClientFault, Faults, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._one_release import check_sums, spent_by_sums
 from fedfm.methods._one_shot import OneShot, head_of, need_head, total_of
+from fedfm.methods._opposite_sums import keep
 from fedfm.methods._sums_of_rows import check_part, check_total, why_no_counts, why_no_sums
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
@@ -213,11 +214,14 @@ class Analytic(KeepsSums, Predictor, Private, OneShot):
             check_total(fed, total, functools.partial(self._why_no_sums, fed.model))
         return self._state(fed.model, total, seed, fed.heard)
 
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
         if self.noise is None:
             count = handler == "count"
-            why = why_no_counts(update.delta["count"]) if count else self._why_no_sums(model, update.delta)
+            why = why_no_counts(update.delta["count"]) if count else self._why_no_sums(fed.model, update.delta)
             check_part(update, why)
+            if not count and self.class_weights == "none" and fed.model.task.one_class_a_row:
+                b = update.delta["b"].T
+                keep(fed, client, b[:, -1], b[:, :-1])
 
     def _why_no_sums(self, model: Model, sums: Params) -> str | None:
         """Why no rows have these sums: the last row of C has the number of rows, and that of b those of the classes."""

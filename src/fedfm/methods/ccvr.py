@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.capabilities import Needs, Traits
-from fedfm.core.client import Client, Update, on_client
+from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.kept_sums import ChecksUpdates
@@ -26,6 +26,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import class_sums, rows_of, total_of
+from fedfm.methods._opposite_sums import keep
 from fedfm.methods._sums_of_rows import check_part, check_total, why_no_sums
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.model import Model
@@ -82,9 +83,10 @@ class CCVR(ChecksUpdates, FedAvg):
         names = _head_names(fed.model)
         return w.replace({name: tensor.to(w[name].dtype) for name, tensor in zip(names, found, strict=True)})
 
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
         if handler == "moments":
             check_part(update, why_no_sums(update.delta))
+            keep(fed, client, update.delta["count"], update.delta["total"])
 
     @on_client
     def moments(self, client: Client, w: Params) -> Update:

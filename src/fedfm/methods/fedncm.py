@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from fedfm.core.capabilities import Traits
-from fedfm.core.client import Client, Update, on_client
+from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, class_sums, clients_in_mean, head_of, rows_of
+from fedfm.methods._opposite_sums import keep
 from fedfm.methods._sums_of_rows import check_part, check_total, why_no_sums
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
@@ -47,8 +48,9 @@ class FedNCM(KeepsSums, OneShot):
         check_total(fed, total, why_no_sums)
         return with_sums(self._head(fed.model, mean), total)
 
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
         check_part(update, why_no_sums(update.delta))
+        keep(fed, client, update.delta["count"], update.delta["total"])
 
     def _head(self, model: Model, sums: Params) -> Params:
         return head_of(model, *nearest_mean(sums["count"], sums["total"], self.distance))

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from fedfm.core.capabilities import Predictor, Traits
-from fedfm.core.client import Client, Update, on_client
+from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.kept_sums import KeepsSums, with_sums
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, class_sums, head_of, need_head, rows_of, total_of
+from fedfm.methods._opposite_sums import keep
 from fedfm.methods._sums_of_rows import check_part, check_total, why_no_sums
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
@@ -65,8 +66,9 @@ class GHOFL(KeepsSums, Predictor, OneShot):
         check_total(fed, total, why_no_sums)
         return self.state_of(fed.model, total, fed.seed)
 
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
         check_part(update, why_no_sums(update.delta))
+        keep(fed, client, update.delta["count"], update.delta["total"])
 
     def state_of(self, model: Model, total: Params, seed: int) -> Params:
         found = gaussians(total, self.form, self.shrinkage)

@@ -34,6 +34,7 @@ from fedfm.methods import _survey_figures as figures
 from fedfm.methods import _survey_sums as sums
 from fedfm.methods._one_release import check_sums, spent_by_sums
 from fedfm.methods._one_shot import total_of
+from fedfm.methods._opposite_sums import keep, name_opposite
 from fedfm.methods._sums_of_rows import check_part
 from fedfm.methods._survey_sums import FEATURES, SILOS, TARGETS, Array, SurveyBlock
 from fedfm.models.model import Model
@@ -177,11 +178,12 @@ class Survey(ChecksUpdates, Private, Method[SurveyState]):
         return {name: cover(key, f"{purpose}/{name}", value, noise.sigma) for name, value in found.items()}
 
     # --- server half --------------------------------------------------------------------------------------------------
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
         why = None
         if handler == "sums" and self.noise is None:
-            why = sums.fault_of(_arrays(update.delta), self._plan(model).blocks, 1, self.most_rows)
+            why = sums.fault_of(_arrays(update.delta), self._plan(fed.model).blocks, 1, self.most_rows)
         check_part(update, why)
+        _keep(fed, client, update.delta)
 
     def init(self, fed: Federation) -> SurveyState:
         return SurveyState(fed.initial, "")
@@ -200,6 +202,8 @@ class Survey(ChecksUpdates, Private, Method[SurveyState]):
 
             replies = fed.ask(self.tell, like=layout, check=check)
             parts = {client: _arrays(update.delta) for client, update in replies.items()}
+            for client, update in replies.items():
+                _keep(fed, client, update.delta)
             total = {name: np.sum([part[name] for part in parts.values()], axis=0) for name in layout.slots}
         else:
             total = _arrays(total_of(fed, self.sums, layout))
@@ -210,6 +214,12 @@ class Survey(ChecksUpdates, Private, Method[SurveyState]):
             if why := sums.fault_of(total, plan.blocks, heard, self.most_rows):
                 raise RunError(f"round {t}: a silo sent false sums: {why}; without hidden sums it would be left out")
             silos = round(float(total[SILOS][0]))
+            if fed.aggregator.transport.form != "plain" and silos == 1:
+                raise RunError(
+                    f"round {t}: one silo alone has method.min_count = {self.min_count} rows, so the hidden sums would "
+                    "be its own"
+                )
+        name_opposite(fed)
         deviations = None if self.noise is None else self._deviations(plan.blocks, heard, self.noise)
         found = figures.figures_of(total, plan.blocks, silos, self.min_count, deviations)
         found["silos_without_sums"] = heard - silos
@@ -341,6 +351,12 @@ def _features(client: Client) -> Tensor:
     model, rows = client.model, client.data.train
     plain = model.head is not None or "features" in rows.tensors or hasattr(model, "dual")
     return model.features(rows) if plain else model.last_states(rows)
+
+
+def _keep(fed: Federation, client: ClientId, found: Params) -> None:
+    """Keep the class means of a silo, if features are summed by class."""
+    if (total := found.get(f"{sums.BY_CLASS}.sum")) is not None:
+        keep(fed, client, found[f"{TARGETS}.sum"], total)
 
 
 def _arrays(w: Params) -> dict[str, Array]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
@@ -21,6 +22,7 @@ from fedfm.models.weight_fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.linalg.params import Params
 
 
 class WrappedModel(Model):
@@ -32,7 +34,15 @@ class WrappedModel(Model):
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
     scores_function: Callable[[Model, Rows, int], dict[str, Any]] | None = None  # instead of models.metrics.evaluate
+    set_back: Sequence[tuple[nn.Module, str, Tensor, Tensor]] = ()  # module, name of a buffer, the buffer, its value
     still: Sequence[nn.Module] = ()  # modules that stay in evaluation mode when the module trains
+
+    def load(self, w: Params) -> None:
+        """Copy the values, and set buffers back that no message has, since they depend on the rows of a client."""
+        super().load(w)
+        with torch.no_grad():
+            for module, name, buffer, value in self.set_back:
+                module._buffers[name] = buffer.copy_(value)  # the module may have put another tensor in its place
 
     def train_mode(self) -> None:
         super().train_mode()

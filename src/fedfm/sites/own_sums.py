@@ -47,6 +47,7 @@ def report(path: Path, folder: Path, out: Path) -> dict[str, Any]:
     silo_config.admit_methods(silo, path)
     own_sums.method_with_sums(run)
     _check_consent(silo, run, path)
+    _check_others(silo, run)
     with torch_threads(1), tempfile.TemporaryDirectory() as memory:
         population = populate(silo.rows, run.experiment, run.manifest["model"]["classes"])
         check_same(run, population.model.fingerprints, "the silo's sums need the original model")
@@ -94,6 +95,20 @@ def _check_consent(silo: Silo, run: Run, path: Path) -> None:
             f"{path}: require.{key}: it lets the server see sums of several silos only, and the file for "
             "the sums would have those of one silo; to consent, remove the key",
             key=f"require.{key}",
+        )
+
+
+def _check_others(silo: Silo, run: Run) -> None:
+    """Refuse if the file alone would disclose the sums of the only other silo.
+
+    Raises:
+        InputError: the run hides the sums of two silos from the server.
+    """
+    others = [name for name in own_sums.in_sum(run) if name != silo.name]
+    if own_sums.is_hidden(run) and 0 < len(others) < own_sums.LEAST:
+        raise InputError(
+            f"{run.path}: the sums are of {silo.name} and {others[0]} alone, so this file would disclose those of "
+            f"{others[0]}, which secure aggregation hid: run the experiment again"
         )
 
 

@@ -287,6 +287,9 @@ def greedy_settings(model: Network, settings: dict[str, Any]) -> Any:
     for key, value in {**GREEDY, **settings}.items():
         setattr(config, key, value)
     config._from_model_config = False
+    of = unwrap(model.module).config
+    if (getattr(of, "num_decoder_layers", None) or 0) > getattr(of, "num_hidden_layers", 0):
+        config.use_cache = False  # transformers' cache has a place for each layer of the encoder, and no more
     return config
 
 

@@ -193,8 +193,8 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
         """Exact sums of every class, for a mean. The server adds noise once, to the sum over the federation."""
         return private.exact_sums(client, self._plan)
 
-    def check_update(self, handler: str, update: Update, model: Model) -> None:
-        private.check_sums(update, model.feature_dim)
+    def check_update(self, handler: str, client: ClientId, update: Update, fed: Federation) -> None:
+        private.check_sums(update, fed.model.feature_dim)
 
     @on_client
     def count_errors(self, client: Client, w: Params) -> dict[str, int]:

@@ -354,7 +354,7 @@ class Given:
         first = range(min(_PAIR, most))
         again = partial(self.loss, self.module, batch_of(model.device, self.rows, first))
         model.notices += gradients.idle(model, reach(loss, model.live()), again)
-        model.notices += buffers.notices(model, again)
+        model.notices += buffers.keep(model, again)
         model.notices += seen_targets.refuse(model, batch_of(model.device, self.rows, range(1)), self._alias)
         model.ends = find_ends(self.module) or layers.ends(logits)
         self._check_nan(model)
