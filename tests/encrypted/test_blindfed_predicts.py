@@ -90,6 +90,44 @@ def test_a_silo_names_the_rows_and_its_file_stays_the_law(folder, tmp_path):
     assert found.test.labels is None
 
 
+def test_a_row_that_left_the_intervals_has_no_prediction(folder, tmp_path, capsys):
+    x = np.load(folder / "new.npz")["x"].copy()
+    x[2] = np.random.default_rng(0).integers(0, 2, x[2].shape) * 255
+    np.savez(tmp_path / "some.npz", x=x)
+    clean, found = predict(folder / "run", folder / "new.npz"), predict(folder / "run", tmp_path / "some.npz")
+    assert [i for i, label in enumerate(found["predictions"]) if label is None] == [2]
+    assert found["probabilities"][2] is None
+    assert None not in clean["predictions"]
+    for i in (0, 1, 3, 4, 5):
+        np.testing.assert_allclose(found["probabilities"][i], clean["probabilities"][i], atol=1e-5)
+    assert "1 of 6 rows have no prediction" in found["warnings"][-1]
+    assert found["warnings"][-1].endswith(": row 2")
+    command = ["predict", str(folder / "run"), str(tmp_path / "some.npz")]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[2] == "-"
+    assert "1 of 6 rows have no prediction" in said.err
+    assert main([*command, "--out", str(tmp_path / "out.csv")]) == 0
+    assert (tmp_path / "out.csv").read_text().splitlines()[3] == "2,,"
+
+
+def test_a_client_writes_no_prediction_for_such_a_row(folder, tmp_path):
+    rows = dict(np.load(folder / "pictures.npz"))
+    rows["x"] = rows["x"].copy()
+    lost = np.flatnonzero(rows["split"] == "test")[0]
+    rows["x"][lost] = np.random.default_rng(0).integers(0, 2, rows["x"][lost].shape) * 255
+    np.savez(tmp_path / "pictures.npz", **rows)
+    asked = experiment(folder, encryption="clear", predict=True, trained=str(folder / "run")) | {
+        "data": {"path": str(tmp_path / "pictures.npz"), "partition": {"name": "iid", "clients": 2}}
+    }
+    asked["method"]["rounds"] = 0
+    result = fedfm.run(asked, tmp_path / "run")
+    stores = [Store(tmp_path / "run" / "private" / "memory", f"client-0{i}") for i in range(2)]
+    lines = [json.loads(line) for store in stores for line in store[PREDICTIONS].decode().splitlines()]
+    assert result["details"]["predicted"] == len(lines) == (rows["split"] == "test").sum()
+    assert [line["probabilities"] for line in lines if line["prediction"] is None] == [None]
+
+
 def test_the_command_says_which_runs_predict_at_silos(folder, capsys):
     assert main(["predict", str(folder / "run"), str(folder / "new.npz"), "--engine", "deployment"]) == 2
     assert 'encryption = "ckks"' in capsys.readouterr().err
@@ -116,3 +154,6 @@ def test_a_silo_reads_its_predictions(folder, tmp_path, capsys):
     store[PREDICTIONS] = b'{"file": "a.png", "prediction": "ant", "probabilities": [0.75, 0.25]}'
     assert main(["silo", "predictions", str(tmp_path / "silo.toml")]) == 0
     assert capsys.readouterr().out.splitlines() == ["study-1: 1 rows", "a.png\tant\t0.750"]
+    store[PREDICTIONS] += b'\n{"file": "b.png", "prediction": null, "probabilities": null}'
+    assert main(["silo", "predictions", str(tmp_path / "silo.toml")]) == 0
+    assert capsys.readouterr().out.splitlines()[::2] == ["study-1: 2 rows, 1 without a prediction", "b.png\t-"]

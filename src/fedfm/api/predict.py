@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.api import user_runs
+from fedfm.api import unanswered_rows, user_runs
 from fedfm.api.figures_runs import need_model
 from fedfm.core import output_files, storage
 from fedfm.core.attachments import attachments_of
@@ -158,7 +158,8 @@ def predict(
     Returns:
         ``warnings``, and depending on task and file, in the order of the rows:
 
-        - for classes: ``predictions`` and ``probabilities``, ``classes``; for a folder of images also ``files``, the
+        - for classes: ``predictions`` and ``probabilities`` (null for a row that left the intervals of the model's
+          polynomials), ``classes``; for a folder of images also ``files``, the
           images' paths relative to the folder;
         - for a file with a column ``id``: ``ids``;
         - for instructions, prompts, or conversations, whose last turn is answered: ``answers``, and ``cut``, the
@@ -223,7 +224,8 @@ def _predict(
             raise InputError(
                 f"{file} contains vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"
             )
-        result = {"run": str(path)} | model.task.answer(TrainedRun(run.experiment.method, model, w), table)
+        answer = model.task.answer(TrainedRun(run.experiment.method, model, w), table)
+        result = {"run": str(path)} | unanswered_rows.withhold_unanswered(answer)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
     greedy = [text for text in (left_out(model), settings_in_force(model)) if text]
@@ -233,6 +235,7 @@ def _predict(
     folder = Path(file).expanduser()
     if folder.is_dir() and (names := _files_of(table, model.task)):
         result["files"] = [os.path.relpath(name, folder) for name in names]
+    result["warnings"] += unanswered_rows.describe_unanswered(result)
     return result
 
 
@@ -250,7 +253,7 @@ def _files_of(table: Table, task: ModelTask) -> list[str]:
 def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
     """A warning if there are several rows and all have probability 1.000."""
     sure = [max(p) for p in probabilities if p and isinstance(p, list)]  # with several labels per row, p is a dict
-    if len(sure) < _SEVERAL or min(sure) < _SURE or len(probabilities[0]) == 1:
+    if len(sure) < _SEVERAL or min(sure) < _SURE or len(next(p for p in probabilities if p)) == 1:
         return []
     return [
         f"all {len(sure)} predictions have probability 1.000: the model is overfitted, or the rows are not scaled "
@@ -270,7 +273,13 @@ class TrainedRun:
         return predictions.encode_rows(self.method, self.model, rows)
 
     def logits(self, rows: Rows) -> Tensor:
-        return predictions.logits(self.method, self.model, self.w, rows)
+        """Logits (n, C); NaN for a row without activations, which otherwise would get those of zeros."""
+        from fedfm.models.adapters.side_adapter import STATES, with_numbers
+
+        found = predictions.logits(self.method, self.model, self.w, rows)
+        if STATES in rows.tensors:
+            found = found.masked_fill(~with_numbers(rows.tensors[STATES]).to(found.device)[:, None], float("nan"))
+        return found
 
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         return predictions.apply_model(self.method, self.model, self.w, rows)

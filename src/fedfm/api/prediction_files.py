@@ -84,7 +84,8 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     found = enumerate(zip(names, files, result["predictions"], result["probabilities"], strict=False))
     return [
-        {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
+        {"row": i, **name, **file, "prediction": label, "probability": max(p) if p else None}
+        for i, (name, file, label, p) in found
     ]
 
 

@@ -163,7 +163,7 @@ def predict(args: Namespace) -> int:
         ]
     else:
         both = zip(result["predictions"], result.get("probabilities", ()), strict=True)
-        lines += [f"{visible(label)}\t{max(p):.3f}" if p else visible(label) for label, p in both]
+        lines += [f"{visible(label)}\t{max(p):.3f}" if p else visible(label or "-") for label, p in both]
     lines += ["\t".join(f"{number:.6g}" for number in row) for row in result.get("outputs", ())]
     if "losses" in result and "answers" not in result:
         lines += ["" if loss is None else f"loss {loss:.6g}" for loss in result["losses"]]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.api.execute import drive, load_run
+from fedfm.api.unanswered_rows import describe_unanswered
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import HiddenModel
 from fedfm.errors import InputError, RunError
@@ -69,7 +70,7 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
         if not found:
             raise RunError(f"{path}: the rows of {file} got no predictions")
         lines_of = found[-1]["predictions"]
-    result = {
+    result: dict[str, Any] = {
         "run": str(path),
         "classes": list(run.manifest["model"]["classes"]),
         "predictions": [line["prediction"] for line in lines_of],
@@ -77,4 +78,4 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
     }
     if lines_of and "file" in lines_of[0] and Path(rows).is_dir():
         result["files"] = [str(Path(line["file"]).relative_to(rows)) for line in lines_of]
-    return result
+    return result | {"warnings": describe_unanswered(result)}

@@ -35,8 +35,11 @@ def render(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`report` as text."""
     lines = []
     for run in found["runs"]:
-        lines.append(f"{visible(run['run'])}: {len(run['predictions'])} rows")
+        lost = sum(line["prediction"] is None for line in run["predictions"])
+        without = f", {lost} without a prediction" if lost else ""
+        lines.append(f"{visible(run['run'])}: {len(run['predictions'])} rows{without}")
         for number, line in enumerate(run["predictions"]):
             name = visible(str(line.get("file", number)))
-            lines.append(f"{name}\t{visible(line['prediction'])}\t{max(line['probabilities']):.3f}")
+            said = line["probabilities"]  # null for a row that left the intervals of the server's model
+            lines.append(f"{name}\t{visible(line['prediction'])}\t{max(said):.3f}" if said else f"{name}\t-")
     return "\n".join(lines or ["no run has left predictions here"])

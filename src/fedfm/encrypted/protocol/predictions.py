@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from fedfm.core.federation import Federation
 from fedfm.errors import E_LOST, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapter_reading import load_adapter
-from fedfm.models.adapters.side_adapter import SideModel
+from fedfm.models.adapters.side_adapter import STATES, SideModel, with_numbers
 
 
 def load_trained(path: str, settings: Mapping[str, object], fed: Federation, model: SideModel) -> Params:
@@ -55,16 +56,24 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
 
 
 def keep(client: Client, seen: Client, w: Params) -> int:
-    """Client half: write the predictions of all rows of the client; return their number."""
+    """Client half: write the predictions of all rows of the client, null for rows without activations.
+
+    Returns:
+        The number of rows, whether or not they have a prediction, so that the server learns no more than it knew.
+    """
     rows, model = seen.data.test, seen.model
     if not len(rows):
         raise ClientFault(E_LOST, "there are no rows to predict")
     model.load(w)
     probabilities = torch.softmax(model.predict(rows), 1)
     given = client.data.test.pictures or (b"",) * len(rows)
+    answered = with_numbers(rows.tensors[STATES]).tolist()
     lines = []
-    for p, name, best in zip(probabilities.tolist(), given, probabilities.argmax(1).tolist(), strict=True):
-        line = {"prediction": model.classes[best], "probabilities": [round(x, 6) for x in p]}
+    for p, name, known in zip(probabilities, given, answered, strict=True):
+        line: dict[str, Any] = {"prediction": None, "probabilities": None}
+        if known:
+            best = model.classes[int(p.argmax())]
+            line = {"prediction": best, "probabilities": [round(x, 6) for x in p.tolist()]}
         lines.append(json.dumps(line if isinstance(name, bytes) else {"file": os.fspath(name)} | line))
     client.store[PREDICTIONS] = "\n".join(lines).encode()
     return len(lines)
