@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
@@ -12,12 +13,26 @@ from fedfm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks
+import site_html
 
 project = "fedfm"
 author = "The fedfm authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+myst_enable_extensions = ["dollarmath"]
+myst_dmath_allow_digits = False  # a price is no equation
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["fedfm.css"]
+copybutton_prompt_text = "$ "  # a block with prompts is copied without them, and without what the commands print
+copybutton_selector = "div:not(.highlight-text) > div.highlight pre"  # blocks of text show what is printed
 exclude_patterns = ["results/*.json"]
 myst_heading_anchors = 4
 
@@ -36,9 +51,16 @@ OUTSIDE = {"CONTRIBUTING.md": "/contributing.md", "CHANGELOG.md": "/changelog.md
 
 def setup(app: Sphinx) -> None:
     """Lead links to the Markdown files of the project's root to their pages of the site; add notebooks of programs."""
+    app.add_html_math_renderer("mathml", (site_html.visit_math, None), (site_html.visit_math_block, None))
     app.connect("source-read", _inside)
+    app.connect("html-page-context", _adapt)
     app.connect("builder-inited", lambda app: [notebooks.write(_notebooks(app))])
     app.add_lexer("mermaid", TextLexer)  # drawn by whoever shows the Markdown; the site shows its text
+
+
+def _adapt(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    if "body" in context:
+        context["body"] = site_html.adapt_tables(context["body"], page)
 
 
 def _inside(app: Sphinx, name: str, source: list[str]) -> None:
