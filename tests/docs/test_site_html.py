@@ -1,6 +1,7 @@
 """The site's HTML: a label for each cell, an anchor for each key, equations as MathML."""
 
 import importlib.util
+import types
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,8 @@ def test_a_page_without_tables_stays_as_it_is():
 def test_an_equation_is_mathml_without_a_script():
     from docutils import nodes
 
-    class Translator:
-        body = []
-
     for visit, node in ((site_html.visit_math, nodes.math), (site_html.visit_math_block, nodes.math_block)):
-        translator = Translator()
-        translator.body = []
+        translator = types.SimpleNamespace(body=[])
         with pytest.raises(nodes.SkipNode):
             visit(translator, node("", r"\frac{w' + a_t w_{pre}}{1 + a_t}"))
         text = "".join(translator.body)
