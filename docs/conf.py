@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 from fedfm import __version__
@@ -55,7 +54,6 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _inside)
     app.connect("html-page-context", _adapt)
     app.connect("builder-inited", lambda app: [notebooks.write(_notebooks(app))])
-    app.add_lexer("mermaid", TextLexer)  # drawn by whoever shows the Markdown; the site shows its text
 
 
 def _adapt(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
