@@ -11,6 +11,7 @@ from sphinx.application import Sphinx
 from fedfm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
+import inventories
 import notebooks
 import site_html
 
@@ -21,10 +22,12 @@ version = release = __version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+intersphinx_mapping = inventories.reachable(inventories.PROJECTS)
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_allow_digits = False  # a price is no equation
 html_math_renderer = "mathml"
