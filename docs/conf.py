@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 from fedfm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
+import inventories
 import notebooks
 import site_html
 
@@ -22,10 +22,12 @@ version = release = __version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+intersphinx_mapping = inventories.reachable(inventories.PROJECTS)
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_allow_digits = False  # a price is no equation
 html_math_renderer = "mathml"
@@ -55,7 +57,6 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _inside)
     app.connect("html-page-context", _adapt)
     app.connect("builder-inited", lambda app: [notebooks.write(_notebooks(app))])
-    app.add_lexer("mermaid", TextLexer)  # drawn by whoever shows the Markdown; the site shows its text
 
 
 def _adapt(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:

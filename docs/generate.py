@@ -1,5 +1,5 @@
 """Writes what follows from the code and from kept results: pages of docs/reference/ (keys, methods, commands,
-models), the README's figure, docs/results/index.md, the accuracies that `fedfm advise` shows, and the JSON Schemas in
+models), the figures, docs/results/index.md, the accuracies that `fedfm advise` shows, and the JSON Schemas in
 src/fedfm/config/schemas, which `fedfm show` reads.
 
 python docs/generate.py            write
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import accuracy_records
+import diagrams
 import figure
 import json_schema
 import models_page
@@ -125,7 +126,7 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
-    written |= {REFERENCE / "models.md": models_page.page()} | results_index.pages() | blocks()
+    written |= {REFERENCE / "models.md": models_page.page()} | results_index.pages() | blocks() | diagrams.files()
     made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo(), federation())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"

@@ -77,4 +77,4 @@ def _anchor(soup: BeautifulSoup, row: Tag, cell: Tag, place: str, ids: set[str])
     row["id"] = anchor
     link = soup.new_tag("a", attrs={"class": "headerlink", "href": f"#{escape(anchor)}", "title": f"Link to {name}"})
     link.string = "¶"
-    cell.append(link)
+    (cell.p or cell).append(link)

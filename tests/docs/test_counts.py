@@ -94,11 +94,3 @@ def test_the_engines_the_words_and_the_attacks_are_all_there():
     assert all(f"`{word}`" in text for word in WORDS)
     attacks = (ROOT / "docs/how-to/attacks.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in attacks for kind in ("attacks", "aggregation") for name in available(kind))
-
-
-def test_the_drawing_has_the_layers_that_imports_follow():
-    drawn = re.findall(r"^  (\w+)\[\"<b>\1</b>", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.M)
-    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
-    packages = [layer.removeprefix("fedfm.") for layer in layers if "|" not in layer]
-    assert drawn == packages
-    assert sorted(packages) == sorted(p.parent.name for p in (ROOT / "src" / "fedfm").glob("*/__init__.py"))
