@@ -1,7 +1,6 @@
 """The documents count nothing that the code can count, and name all that there is of a kind."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from fedfm.privacy.exposure import WORDS
 from fedfm.sites.request_log import MISFITS
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = [
     ROOT / "README.md",
