@@ -38,7 +38,8 @@ def test_the_versions_that_a_page_requires_are_those_of_the_package():
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     least = dict(line.split(">=") for line in lines)
     page = " ".join((ROOT / "docs/reference/engines.md").read_text().split())
-    found = re.search(r"PyTorch \(([\d.]+) or newer\), transformers \(([\d.]+)\) and PEFT \(([\d.]+) or newer\)", page)
+    stated = r"PyTorch \(([\d.]+) or newer\), transformers \(([\d.]+) or newer\) and PEFT \(([\d.]+) or newer\)"
+    found = re.search(stated, page)
     assert found.groups() == (least["torch"], least["transformers"], least["peft"])
 
 
