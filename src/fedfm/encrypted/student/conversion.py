@@ -28,6 +28,7 @@ from fedfm.encrypted.student.modules import (
     Replaced,
     register,
 )
+from fedfm.encrypted.student.text_places import fill_places, text_places
 from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
@@ -96,6 +97,10 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
         tokens = embedding.position_embeddings.shape[1]
         for functions in made:
             functions.softmax.copies = places_of(tokens) - tokens
+    elif text_places(inner):
+        fill_places(inner)
+        for functions in made:
+            functions.softmax.filled = True
     inner.config._attn_implementation = ATTENTION
     return made
 

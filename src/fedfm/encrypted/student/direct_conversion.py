@@ -36,7 +36,7 @@ from fedfm.core.rows import Batch
 from fedfm.encrypted.student import conversion, fit_polynomials
 from fedfm.encrypted.student.distillation_loss import Taps
 from fedfm.encrypted.student.modules import Functions
-from fedfm.encrypted.student.neuron_polynomials import MARGIN, fit_neurons
+from fedfm.encrypted.student.neuron_polynomials import MARGIN, NeuronGelu, fit_neurons
 from fedfm.encrypted.student.recalibrate import Call, first_inputs
 from fedfm.errors import InputError
 
@@ -59,18 +59,21 @@ def convert(
     batches: Callable[[], Iterable[Batch]],
     tick: Callable[[], None] = lambda: None,
     margin: float = MARGIN,
+    fitting_of: type[Fitting] | None = None,
 ) -> list[Any]:
     """Fit all polynomials, install them, and fit the maps to the tokens again; return the entries of all blocks.
 
     Args:
-        taps: the student with exact functions; a pre-norm model.
+        taps: the student with exact functions.
         batches: the rows.
         tick: called after each block.
         margin: factor by which measured intervals are widened.
+        fitting_of: how a block is converted; None for a pre-norm block.
 
     Raises:
         InputError: arguments of a block spread too far.
     """
+    fitting_of = fitting_of or Fitting
     conversion.centre(taps.model.module)
     blocks: list[Any] = [block for _, block in taps.model.parts.blocks]
     embedding: Any = taps.model.parts.embedding
@@ -81,8 +84,8 @@ def convert(
         weights = _token_weights(calls, front)
         exact = [args[0] for args, _ in calls]
         for number, (block, functions) in enumerate(zip(blocks, taps.functions, strict=True), 1):
-            exact, between = _exact_states(block, exact, calls)
-            fitting = _Fitting(taps, block, functions, f"block {number}", margin, weights)
+            exact, between = fitting_of.exact_states(block, functions, exact, calls)
+            fitting = fitting_of(taps, block, functions, f"block {number}", margin, weights)
             entry, states = fitting.convert(calls, between, exact)
             taps.states.clear()
             entries.append(entry)
@@ -112,34 +115,7 @@ def _token_weights(calls: list[Call], front: int) -> Tensor:
     return weights / weights[weights > 0].mean()
 
 
-def _exact_states(block: Any, states: list[Tensor], calls: list[Call]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the exact block's outputs, and its tokens between attention and MLP; scale down a neuron's peaks."""
-    down, caught = block.mlp.fc2, list[Tensor]()
-    peaks = torch.zeros(down.in_features)
-
-    def watch(_: nn.Module, args: Any) -> None:
-        torch.maximum(peaks, args[0].abs().flatten(0, -2).amax(0), out=peaks)
-
-    hooks = [
-        down.register_forward_pre_hook(watch),
-        block.attention.o_proj.register_forward_hook(lambda _, __, y: caught.append(y)),
-    ]
-    try:
-        out = _run(block, states, calls)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    between = [x + y for x, y in zip(states, caught, strict=True)]
-    typical = torch.cat([x.var(-1, correction=0).flatten() for x in out]).median().sqrt()
-    limits = _PEAK * typical / (peaks * down.weight.square().mean(0).sqrt()).clamp_min(1e-12)
-    if bool((limits < 1).any()):
-        down.weight.mul_(limits.clamp_max(1.0))
-        down.weight.sub_(down.weight.mean(0, keepdim=True))
-        out = _run(block, states, calls)
-    return out, between
-
-
-def _run(block: Any, states: list[Tensor], calls: list[Call]) -> list[Tensor]:
+def run_exact(block: Any, states: list[Tensor], calls: list[Call]) -> list[Tensor]:
     out = []
     for x, (args, named) in zip(states, calls, strict=True):
         y = block(x, *args[1:], **named)
@@ -147,7 +123,7 @@ def _run(block: Any, states: list[Tensor], calls: list[Call]) -> list[Tensor]:
     return out
 
 
-class _Fitting:
+class Fitting:
     """The conversion of one block.
 
     Args:
@@ -161,6 +137,35 @@ class _Fitting:
         self.where, self.margin = where, margin
         self.chosen = (weights > 0).nonzero().flatten()
         self.weights = weights[self.chosen].double()
+
+    @staticmethod
+    def exact_states(
+        block: Any, functions: Functions, states: list[Tensor], calls: list[Call]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the exact block's outputs, and its tokens between attention and MLP; scale down a neuron's peaks."""
+        down, caught = block.mlp.fc2, list[Tensor]()
+        peaks = torch.zeros(down.in_features)
+
+        def watch(_: nn.Module, args: Any) -> None:
+            torch.maximum(peaks, args[0].abs().flatten(0, -2).amax(0), out=peaks)
+
+        hooks = [
+            down.register_forward_pre_hook(watch),
+            block.attention.o_proj.register_forward_hook(lambda _, __, y: caught.append(y)),
+        ]
+        try:
+            out = run_exact(block, states, calls)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        between = [x + y for x, y in zip(states, caught, strict=True)]
+        typical = torch.cat([x.var(-1, correction=0).flatten() for x in out]).median().sqrt()
+        limits = _PEAK * typical / (peaks * down.weight.square().mean(0).sqrt()).clamp_min(1e-12)
+        if bool((limits < 1).any()):
+            down.weight.mul_(limits.clamp_max(1.0))
+            down.weight.sub_(down.weight.mean(0, keepdim=True))
+            out = run_exact(block, states, calls)
+        return out, between
 
     def convert(
         self, calls: list[Call], between: list[Tensor], after: list[Tensor]
@@ -180,7 +185,7 @@ class _Fitting:
         first.inverse = fit_polynomials.norm_of(entry["norms"][0], WIDEST_DIRECT)
         hook = block.attention.o_proj.register_forward_pre_hook(lambda _, args: contexts.append(args[0]))
         try:
-            _run(block, states, calls)
+            run_exact(block, states, calls)
         finally:
             hook.remove()
         self._fit(block.attention.o_proj, contexts, self._missing(between, states))
@@ -188,16 +193,20 @@ class _Fitting:
         entry["norms"].append(self._norm(states, "variances before the MLP"))
         second.inverse = fit_polynomials.norm_of(entry["norms"][1], WIDEST_DIRECT)
         hidden = [block.mlp.fc1(second(x)) for x in states]
+        neurons, values = self._neurons(hidden)
+        entry["gelu"] = neurons.to_entry()
+        self.functions.gelu.quadratic = neurons
+        self._fit(block.mlp.fc2, values, self._missing(after, states))
+        return entry, [x + block.mlp.fc2(y) for x, y in zip(states, values, strict=True)]
+
+    def _neurons(self, hidden: list[Tensor]) -> tuple[NeuronGelu, list[Tensor]]:
+        """Fit each neuron's polynomial to its pre-activations; return the polynomials and their values."""
         low = torch.stack([x.flatten(0, -2).amin(0) for x in hidden]).amin(0)
         high = torch.stack([x.flatten(0, -2).amax(0) for x in hidden]).amax(0)
         few = slice(None, None, max(1, len(self.chosen) // _FEW))
         part = self.weights[few]
         neurons = fit_neurons(self._sample(hidden)[few], low, high, self.margin, part / part.mean())
-        entry["gelu"] = neurons.to_entry()
-        self.functions.gelu.quadratic = neurons
-        values = [neurons.values(neurons.places(x)) for x in hidden]
-        self._fit(block.mlp.fc2, values, self._missing(after, states))
-        return entry, [x + block.mlp.fc2(y) for x, y in zip(states, values, strict=True)]
+        return neurons, [neurons.values(neurons.places(x)) for x in hidden]
 
     def _sample(self, parts: list[Tensor]) -> Tensor:
         return torch.cat([x.flatten(0, -2) for x in parts])[self.chosen]

@@ -24,13 +24,15 @@ from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.table import Table
 from fedfm.encrypted.student import conversion, token_grid
-from fedfm.encrypted.student.direct_conversion import convert
+from fedfm.encrypted.student.direct_conversion import Fitting, convert
 from fedfm.encrypted.student.distil_rows import AT_ONCE, Lessons
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, TAME, Distiller, save
 from fedfm.encrypted.student.interval_table import finish
 from fedfm.encrypted.student.recalibrate import measure_again, widen
 from fedfm.encrypted.student.scores import PROBED, Outputs, RowSource, compare, outputs, quick
+from fedfm.encrypted.student.text_conversion import PostNormFitting
+from fedfm.encrypted.student.text_places import text_places, with_places
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import sha256_of
 from fedfm.models.load import load_model
@@ -91,8 +93,8 @@ class _DistilWork(CentralWork[Distillation]):
         if (spec.views > 1 or spec.drawn) and table.kind != "image":
             name, value = ("views", spec.views) if spec.views > 1 else ("drawn", spec.drawn)
             raise InputError(f"distil.{name} = {value}: {table.source} contains no images", key=f"distil.{name}")
-        if spec.direct and not conversion.pre_norm(student.module):
-            raise InputError("distil.direct = true: expected a ViT, a DeiT or an I-JEPA", key="distil.direct")
+        if spec.direct and not (conversion.pre_norm(student.module) or text_places(student.module)):
+            raise InputError("distil.direct = true: expected a ViT, a DeiT, an I-JEPA or a BERT", key="distil.direct")
         distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
         lessons = Lessons(
             self._temporary,
@@ -109,7 +111,8 @@ class _DistilWork(CentralWork[Distillation]):
         judged = student.prepare(table, held)
         if spec.direct:
             self.watcher.started(1, 0, len(distiller.student.functions))
-            entries = convert(distiller.student, lessons.calibration_batches, self.watcher.step, spec.margin)
+            kind = Fitting if conversion.pre_norm(student.module) else PostNormFitting
+            entries = convert(distiller.student, lessons.calibration_batches, self.watcher.step, spec.margin, kind)
             distiller.put(entries)
         else:
             self._train(table, distiller, lessons, judged, theirs)
@@ -124,16 +127,23 @@ class _DistilWork(CentralWork[Distillation]):
         return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
 
     def _student(self, table: Table) -> Model:
-        """Make the student from the model, with another number of tokens if the settings require it."""
+        """Make the student from the model, with another number of tokens if the settings or texts require it."""
         spec, folder = self.what.spec, self._temporary / _START
-        if spec.image_size is None and spec.class_token:
+        texts = table.kind == "text"
+        if spec.image_size is None and spec.class_token and not texts:
             return self._model(table)
         if not (folder / _WRITTEN).exists():
             teacher = self._model(table)
-            made: Any = token_grid.with_tokens(teacher, spec.image_size, spec.class_token)
+            made: Any
+            if texts:
+                made = with_places(teacher.module, self.what.model.max_length)
+                tool = teacher.tools.tokenizer
+            else:
+                made = token_grid.with_tokens(teacher, spec.image_size, spec.class_token)
+                tool = token_grid.processor_for(teacher.tools.processor, spec.image_size)
             with quiet():
                 made.save_pretrained(str(folder))
-                token_grid.processor_for(teacher.tools.processor, spec.image_size).save_pretrained(str(folder))
+                tool.save_pretrained(str(folder))
             (folder / _WRITTEN).touch()
         return self._model(table, str(folder))
 

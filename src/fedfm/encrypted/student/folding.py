@@ -8,19 +8,28 @@ subtract the mean over features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedfm.encrypted.student.folded_blocks import (
+    Folded,
+    FoldedBlock,
+    Matrix,
+    array_of,
+    centre_rows,
+    fold_neurons,
+)
 from fedfm.encrypted.student.modules import Functions, mean_over_places
 from fedfm.encrypted.student.neuron_polynomials import NeuronCore, NeuronGelu
-from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
+from fedfm.encrypted.student.polynomials import Inverse, Polynomial, Quadratic
+from fedfm.encrypted.student.text_folding import fold_text_blocks, fold_texts
+from fedfm.encrypted.student.text_places import text_places
 from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
@@ -29,58 +38,6 @@ KEY = "fedfm_polynomials"  # key of the polynomials in config.json
 PRE_NORM = ("vit", "deit", "ijepa")  # model types whose blocks are norm, attention, sum, norm, MLP, sum
 MOST_OUTSIDE = 1e-3  # largest fraction of arguments outside their intervals in evaluation
 _GRID = 2001  # number of points of an interval at which a polynomial's intermediate values are computed
-
-Matrix = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class FoldedBlock:
-    """Computes z = x + W_o attention(norm(x)), and then z + W_2 gelu(W_1 norm(z)), for centred x.
-
-    Attributes:
-        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and the
-            same names with ``_bias``, all in float64. The query includes the factor of the scores. If they are there,
-            ``key_offset`` (d,) is added to the centred keys, ``score_shift`` (heads,) to the scores, and ``skip``
-            (d, d) maps the MLP's input to what is added to its output.
-        norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
-        exponential, inverse, gelu: the polynomials for exp, for 1 / x of the row sums of exp, and for GELU.
-        inverse_scales: (heads,), factors that multiply the row sums before ``inverse`` is applied, and then the
-            results of ``inverse``.
-        centred_keys: whether the mean over the places is subtracted from the keys.
-    """
-
-    weights: Mapping[str, Matrix]
-    heads: int
-    norms: tuple[InverseSquareRoot | Inverse, InverseSquareRoot | Inverse]
-    exponential: Exponential
-    inverse: Inverse
-    inverse_scales: Matrix
-    gelu: Quadratic | NeuronCore
-    centred_keys: bool = True
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A polynomial student as a map from images to the block outputs b_1 .. b_L.
-
-    Attributes:
-        embedding: (d, F), maps a token's pixels to its features; ``bias`` (d,), ``positions`` (T, d).
-        scales: (L,), divisors of the disclosed b_l: the root mean square of each b_l on the distillation data.
-        ranges: (L,), the largest possible ``|b_l|`` before the division; a larger value means that arithmetic failed.
-        bound: the largest magnitude of any intermediate value, if arguments are inside the student's intervals.
-        patch: maps pixel_values (n, 3, H, W) to the client's input (n, T, F); class tokens have zeros.
-        class_token: whether token 0 is a class token.
-    """
-
-    embedding: Matrix
-    bias: Matrix
-    positions: Matrix
-    blocks: tuple[FoldedBlock, ...]
-    scales: Matrix
-    ranges: Matrix
-    bound: float
-    patch: Callable[[Tensor], Tensor]
-    class_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +80,9 @@ def fold(module: nn.Module) -> Folded:
     kind = getattr(inner.config, "model_type", "")
     if table is None:
         raise InputError("the model has no polynomials; make its polynomial student with `fedfm distil`")
-    if kind not in PRE_NORM:
-        raise InputError(f"a model of type {kind!r} cannot run encrypted; expected a ViT, a DeiT or an I-JEPA")
+    texts = bool(text_places(inner))
+    if kind not in PRE_NORM and not texts:
+        raise InputError(f"a model of type {kind!r} cannot run encrypted; expected a ViT, a DeiT, an I-JEPA or a BERT")
     if inner is not module:
         raise InputError("the model has adapters; merge them into its weights first")
     if not table["outside"] <= MOST_OUTSIDE:
@@ -132,20 +90,22 @@ def fold(module: nn.Module) -> Folded:
             f"{table['outside']:.2%} of the arguments of the model's functions were outside their intervals on "
             f"held-out rows, more than {MOST_OUTSIDE:.1%}; {remedy(table['blocks'])}"
         )
+    if texts:
+        return fold_texts(inner, table, max(map(largest_inside, fold_text_blocks(inner))))
     parts = families.find(inner, kind)
     embedding: Any = parts.embedding
     projection = embedding.patch_embeddings.projection
-    positions = _array(embedding.position_embeddings[0])
-    weight = _array(projection.weight).reshape(len(projection.weight), -1)
-    bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
+    positions = array_of(embedding.position_embeddings[0])
+    weight = array_of(projection.weight).reshape(len(projection.weight), -1)
+    bias = np.zeros(len(weight)) if projection.bias is None else array_of(projection.bias)
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
     for i, token in enumerate(front):
-        positions[i] += _array(token[0, 0]) - bias  # a class token's pixels are zeros, so its embedding is the bias
+        positions[i] += array_of(token[0, 0]) - bias  # a class token's pixels are zeros, so its embedding is the bias
     blocks = tuple(fold_block(block) for _, block in parts.blocks)
     largest = max(entry["largest"] for entry in table["blocks"])
     return Folded(
-        embedding=_centre(weight),
-        bias=_centre(bias),
+        embedding=centre_rows(weight),
+        bias=centre_rows(bias),
         positions=positions - positions.mean(-1, keepdims=True),
         blocks=blocks,
         scales=np.array([entry["scale"] for entry in table["blocks"]]),
@@ -175,21 +135,21 @@ def fold_block(block: Any) -> FoldedBlock:
     }
     weights: dict[str, Matrix] = {}
     for name, (linear, norm) in maps.items():
-        w = _array(linear.weight)
-        b = np.zeros(len(w)) if linear.bias is None else _array(linear.bias)
+        w = array_of(linear.weight)
+        b = np.zeros(len(w)) if linear.bias is None else array_of(linear.bias)
         if norm is None:
-            w, b = _centre(w), _centre(b)
+            w, b = centre_rows(w), centre_rows(b)
         else:
             # evaluate_folded() of 1 / x does not multiply by its scale, so the weights must contain the scale.
             scale = norm.inverse.fold[0] / norm.inverse.start if isinstance(norm.inverse, Inverse) else 1.0
-            w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
+            w, b = w * (array_of(norm.weight) * scale), b + w @ array_of(norm.bias)
         factor = attention.scaling if name == "query" else 1.0
         weights[name], weights[f"{name}_bias"] = w * factor, b * factor
     if bool(softmax.offset.any()):
-        weights["key_offset"], weights["score_shift"] = _array(softmax.offset).reshape(-1), _array(softmax.shift)
+        weights["key_offset"], weights["score_shift"] = array_of(softmax.offset).reshape(-1), array_of(softmax.shift)
     core: Quadratic | NeuronCore
     if isinstance(quadratic, NeuronGelu):
-        _fold_neurons(weights, quadratic)
+        fold_neurons(weights, quadratic)
         core = quadratic.core
     else:
         core = quadratic
@@ -199,18 +159,9 @@ def fold_block(block: Any) -> FoldedBlock:
         norms=(first, second),
         exponential=exponential,
         inverse=inverse,
-        inverse_scales=_array(softmax.scales),
+        inverse_scales=array_of(softmax.scales),
         gelu=core,
     )
-
-
-def _fold_neurons(weights: dict[str, Matrix], gelu: NeuronGelu) -> None:
-    """Fold centres, scales and factors of the neurons into the MLP's maps, and their linear terms into one map."""
-    up, bias, down = weights["up"], weights["up_bias"], weights["down"]
-    weights["skip"] = (down * gelu.slopes) @ up
-    weights["skip_bias"] = down @ (gelu.slopes * bias + gelu.constants)
-    weights["up"], weights["up_bias"] = up / gelu.scales[:, None], (bias - gelu.centres) / gelu.scales
-    weights["down"] = down * gelu.factors
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
@@ -316,13 +267,3 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
     hidden = observe(block.gelu(linear("up", y)))
     observe(z + linear("down", hidden) + (linear("skip", y) if "skip" in w else 0.0))
     return most if math.isfinite(most) else math.inf
-
-
-def _array(x: Tensor) -> Matrix:
-    return np.asarray(x.detach().cpu().double().numpy().copy(), dtype=np.float64)
-
-
-def _centre(x: Matrix) -> Matrix:
-    """Subtract the mean over features, the first axis."""
-    centred: Matrix = x - x.mean(0)
-    return centred

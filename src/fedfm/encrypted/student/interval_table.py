@@ -13,6 +13,8 @@ from fedfm.core.rows import Batch
 from fedfm.encrypted.student import conversion, fit_polynomials, folding
 from fedfm.encrypted.student.distillation_loss import Distiller, Taps
 from fedfm.encrypted.student.input_limits import ENTRY, widen_limits
+from fedfm.encrypted.student.text_folding import fold_text_blocks, text_block_states
+from fedfm.encrypted.student.text_places import normalised_states, real_places, text_places
 
 
 def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
@@ -38,7 +40,9 @@ def table_of(
     """
     model = taps.model
     blocks = [block for _, block in model.parts.blocks]
+    texts = text_places(model.module)
     folds = [folding.fold_block(b) for b in blocks] if conversion.pre_norm(model.module) else None
+    folds = list(fold_text_blocks(model.module)) if texts else folds
     n, squares = 0, [0.0] * len(entries)
     highest, largest = [0.0] * len(entries), [0.0] * len(entries)
     inputs: list[Tensor] = []
@@ -50,6 +54,8 @@ def table_of(
                 inputs.clear()
                 taps(batch)
                 states = [inputs[0], *taps.states]
+                if texts:
+                    states = normalised_states(model.module, states)
                 kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
                 if not bool(kept.any()):
                     continue
@@ -62,8 +68,12 @@ def table_of(
                     highest[i] = max(highest[i], float(state.abs().max()))
                     if folds is not None:
                         x = before.double()
-                        x = x - x.mean(-1, keepdim=True)
-                        largest[i] = max(largest[i], folding.largest_between(folds[i], x))
+                        if texts:
+                            real = real_places(batch["attention_mask"].sum(1).clamp_max(texts), texts)[kept]
+                            most = text_block_states(folds[i], x, real)[1]
+                        else:
+                            most = folding.largest_between(folds[i], x - x.mean(-1, keepdim=True))
+                        largest[i] = max(largest[i], most)
     finally:
         hook.remove()
     table: dict[str, Any] = {

@@ -86,6 +86,7 @@ class PolynomialSoftmax(Replaced):
         exponential, inverse: the polynomials; if both are None, the softmax is exact. If only ``exponential`` is set,
             its row sums are recorded.
         copies: number of places that hold a copy of a token.
+        filled: whether masked places hold copies of tokens, too; if so, keys are centred over all places.
         offset: (heads, d / heads), or zeros (heads, 1), added to the centred keys. It adds a linear function of the
             query to all scores of a row, which does not change the softmax, but brings the row sums closer together.
         shift: (heads,), added to all scores of a head, which changes no softmax either.
@@ -100,7 +101,7 @@ class PolynomialSoftmax(Replaced):
         super().__init__()
         self.exponential: Exponential | None = None
         self.inverse: Inverse | None = None
-        self.copies = 0
+        self.copies, self.filled = 0, False
         self.register_buffer("scales", torch.ones(heads), persistent=False)
         self.register_buffer("offset", torch.zeros(heads, 1), persistent=False)
         self.register_buffer("shift", torch.zeros(heads), persistent=False)
@@ -110,7 +111,7 @@ class PolynomialSoftmax(Replaced):
 
         ``mask`` (n, 1, T or 1, T) is true for the keys that count; None if all keys count.
         """
-        if mask is None:
+        if mask is None or self.filled:
             key = key - mean_over_places(key, self.copies)
         else:
             real = mask[:, :, -1, :, None].to(key.dtype)
