@@ -1,4 +1,4 @@
-"""A pre-norm transformer block on encrypted tokens, for many samples at once.
+"""A transformer block on encrypted tokens, for many samples at once.
 
 A ciphertext has one feature: slot t B + s is token t of sample s, with B = N / 2 / T samples. So a linear layer is a
 product of its matrix with the array of ciphertexts. A rotation by j B slots moves token t + j to token t, cyclically,
@@ -10,6 +10,10 @@ tokens, so that every argument in them is one of a real token. As keys, the copi
 sums, where these are scaled anyway, and in the attention weights, on the level that is left before their refresh.
 
 The block expects centred tokens: the weights before both norms already subtract the means, so no norm subtracts a mean.
+
+A block whose weights have ``residual`` normalises after its sums, and knows which places hold copies only from an
+encrypted mask, one more ciphertext after the features. The copies then differ from sample to sample. As keys they are
+multiplied by the mask: in the row sums, and in the values in place of the attention weights.
 """
 
 from __future__ import annotations
@@ -103,12 +107,15 @@ class Packing:
 class EncryptedBlock:
     """Computes z = x + W_o attention(norm(x)), then z + W_2 gelu(W_1 norm(z)).
 
+    With ``residual`` R and ``skip`` S it computes z = norm(R x + W_o attention(x)), then norm(S z + W_2 gelu(W_1 z)).
+
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m); and biases, named
             ``*_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
             and shifts of the norms; output and down subtract the mean over the features. There may be ``key_offset``
             (d,), which is added to the centred keys, ``score_shift`` (heads,), which is added to the scores, and
-            ``skip`` (d, d) with its bias, which maps the MLP's input to what is added to its output.
+            ``skip`` (d, d) with its bias, which maps the MLP's input to what is added to its output, and ``residual``
+            (d, d) with its bias, which does the same for the attention.
         norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
         exponential: polynomial for exp.
         inverse: polynomial for 1 / x, where x is the sum of a row times ``inverse_scales``.
@@ -147,10 +154,28 @@ class EncryptedBlock:
         """Number d of features."""
         return len(self.weights["query"])
 
+    @property
+    def masked(self) -> bool:
+        """Whether a mask of the places follows the features."""
+        return "residual" in self.weights
+
+    @property
+    def inputs(self) -> int:
+        """Number of ciphertexts that the block maps to as many: d, and one for the mask."""
+        return self.features + self.masked
+
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
-        """Apply the block to encrypted features (d,) -> (d,)."""
-        if len(x) != self.features:
-            raise InputError(f"{len(x)} ciphertexts: expected {self.features}, one per feature")
+        """Apply the block to encrypted features (d,) -> (d,), or (d + 1,) -> (d + 1,) with a mask."""
+        if len(x) != self.inputs:
+            raise InputError(
+                f"{len(x)} ciphertexts: expected {self.inputs}, one per feature{' and a mask' * self.masked}"
+            )
+        if self.masked:
+            x = x.refresh()
+            u, mask = x[: self.features], x[self.features :]
+            mixed = linear(self.weights["output"], self.attention(u, mask), self.weights["output_bias"])
+            z = self.norm(linear(self.weights["residual"], u, self.weights["residual_bias"]) + mixed, 0)
+            return concatenate([self.norm(self.mlp(z), 1), mask])
         z = x + linear(self.weights["output"], self.attention(self.norm(x, 0)), self.weights["output_bias"])
         return z + self.mlp(self.norm(z, 1))
 
@@ -168,12 +193,12 @@ class EncryptedBlock:
         out = linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
         return out + linear(self.weights["skip"], y, self.weights["skip_bias"]) if "skip" in self.weights else out
 
-    def attention(self, y: Ciphertexts) -> Ciphertexts:
-        """Return the outputs of all heads, concatenated: (d,) -> (d,)."""
+    def attention(self, y: Ciphertexts, mask: Ciphertexts | None = None) -> Ciphertexts:
+        """Return the outputs of all heads, concatenated: (d,) -> (d,); the mask, if any, is one fresh ciphertext."""
         a, b = self.exponential.fold
         places = self.layout.places
         query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
-        value = linear(self.weights["value"], y, self.weights["value_bias"])
+        value = self._values(y, mask)
         if self.centred_keys:
             part = linear(self.weights["key"] / places, y, self.weights["key_bias"] / places)
             total = part
@@ -186,11 +211,38 @@ class EncryptedBlock:
             key = key.plus(self.weights["key_offset"])
         query, key, value = (x.refresh() for x in (query, key, value))
         powers = self.exponential.evaluate_folded(self._add_shifts(self._scores(query, key), a, b))
-        sums = self._scaled_row_sums(powers)
+        if mask is None:
+            sums = self._scaled_row_sums(powers)
+        else:
+            powers = powers.refresh()
+            sums = self._masked_row_sums(powers, mask).times(self.inverse_scales)
         after = self.inverse_scales / getattr(self.inverse, "start", 1.0)
         inverses = self.inverse.evaluate_folded(sums).times(after)
         # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
+
+    def _values(self, y: Ciphertexts, mask: Ciphertexts | None) -> Ciphertexts:
+        """Return the values (d,); with a mask, those of copies are zero, and so is their bias."""
+        if mask is None:
+            return linear(self.weights["value"], y, self.weights["value_bias"])
+        return linear(
+            np.column_stack([self.weights["value"], self.weights["value_bias"]]), concatenate([y * mask, mask])
+        )
+
+    def _masked_row_sums(self, powers: Ciphertexts, mask: Ciphertexts) -> Ciphertexts:
+        """Return the sums over the real keys, from an encrypted mask: (heads,)."""
+        step, b, giants = self.layout.samples, self.layout.baby, self._giants
+        masks = mask.rotations([i * step for i in range(b)])
+        parts = [inner(head[giant : giant + b], masks) for head in self._heads(powers) for giant in giants]
+        products = relinearise_and_rescale(concatenate(parts))
+        out = []
+        for k in range(self.heads):
+            row = products[k * len(giants) : (k + 1) * len(giants)]
+            total = row[:1]
+            for number, giant in enumerate(giants[1:], start=1):
+                total = total + row[number : number + 1].rotate(giant * step)
+            out.append(total)
+        return concatenate(out)
 
     def _add_shifts(self, scores: Ciphertexts, a: float, b: float) -> Ciphertexts:
         """Add the constant of the polynomial of exp, and the heads' own."""

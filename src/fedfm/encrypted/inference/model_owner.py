@@ -117,7 +117,7 @@ class ModelOwner:
         for number in range(first, len(self._blocks)):
             x = self._blocks[number](x)
             x = x.at(min(self._floor, x.level + 1))
-            release(number, self.release(number, x))
+            release(number, self.release(number, x[: self._blocks[number].features]))
             if save is not None:
                 save(Checkpoint(number + 1, x.scale, x.residues, self.layout.parameters))
 
@@ -136,18 +136,20 @@ class ModelOwner:
         return self._channel.pack(out, chosen.scale, note=note)
 
     def _embed(self, rows: bytes) -> Ciphertexts:
-        """Embed encrypted tokens, including their positions."""
+        """Embed encrypted tokens, including their positions; texts come embedded, with the mask of their places."""
         parameters, folded = self.layout.parameters, self.folded
         limbs = messages.rows_limbs(parameters)
         residues, scale = self._channel.unpack(
             rows, limbs=limbs, count=folded.embedding.shape[1], scale=parameters.scale
         )
         x = Ciphertexts(residues.view(np.uint64), scale, self.keys)
+        if self._blocks[0].masked:
+            return x
         added = self.layout.pack((folded.positions + folded.bias)[None])
         return plus_slots(linear(folded.embedding, x), added)
 
     def _resume(self, start: Checkpoint) -> Ciphertexts:
-        parameters, features = self.layout.parameters, self.folded.positions.shape[1]
+        parameters, features = self.layout.parameters, self._blocks[0].inputs
         if start.parameters != parameters or len(start.residues) != features or start.blocks > len(self._blocks):
             raise InputError("the checkpoint belongs to another model or to other encryption parameters")
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)

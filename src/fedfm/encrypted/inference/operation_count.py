@@ -104,7 +104,7 @@ def count_operations(
     count = Count(ring, floor)
     block = block_of(layer, Packing(short, tokens))
     begun = messages.rows_limbs(parameters) - 1 if first else parameters.limbs if fresh else floor
-    block(count.ones(block.features, begun, parameters.scale))
+    block(count.ones(block.inputs, begun, parameters.scale))
     if fresh:
         count_permutation(count, block.features, Packing(parameters, tokens))
     return count
