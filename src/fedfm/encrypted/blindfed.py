@@ -30,6 +30,7 @@ from fedfm.encrypted.student.distillation_loss import Recipe
 from fedfm.encrypted.student.folding import fold
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models.adapters.side_texts import text_places
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
@@ -267,6 +268,10 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         student = foundation_check.check(
             model, self.foundation
         )  # a simulation refuses the same models as encryption does
+        if self.protocol == "permuted" and text_places(student.frozen_parts[0].module):
+            raise InputError(
+                'method.protocol = "permuted" takes images; texts need protocol = "masked"', key="method.protocol"
+            )
         if self.encryption == "clear":
             return None
         from fedfm.encrypted.inference import cost_estimate

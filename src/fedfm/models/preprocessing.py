@@ -31,7 +31,7 @@ LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the client's 
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-    """Rows for a client without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or image files.
+    """Rows for a client without a model: ``features``, ``pixels`` uint8 (n, H, W, C), image files, or texts' bytes.
 
     Raises:
         InputError: the rows are of another kind.
@@ -44,7 +44,11 @@ def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
         if isinstance(part.inputs, np.ndarray):
             return Rows({"pixels": torch.from_numpy(part.inputs)}, labels=labels)
         return Rows(pictures=tuple(part.inputs), labels=labels)
-    raise InputError(f"{_source(table)} holds {table.kind}: a client without a model takes vectors or images")
+    if table.kind == "text":
+        from fedfm.core.tokens import Tokens
+
+        return Rows(tokens=Tokens.of([list(str(text).encode()) for text in part.inputs]), labels=labels)
+    raise InputError(f"{_source(table)} holds {table.kind}: a client without a model takes vectors, images or texts")
 
 
 def prepare(

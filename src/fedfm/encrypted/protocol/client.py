@@ -18,7 +18,7 @@ from torch import Tensor
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.encrypted.inference.serialization import of_bytes, pack, unpack
-from fedfm.encrypted.protocol import out_of_range, permutations
+from fedfm.encrypted.protocol import out_of_range, permutations, text_rows
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened, spans, spans_by_part
 from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
@@ -62,14 +62,17 @@ class ClientHalf:
         """
         if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
-        client.store["hello"] = pack(hello)
+        client.store["hello"] = pack(replace(hello, tables={}))  # it is read with every message
+        if hello.tokenizer:
+            client.store["tables"] = pack(hello.tables)
+            text_rows.name_cut_rows(client, {part: getattr(client.data, part) for part in PARTS}, hello)
         key, evaluation = None, None
         if hello.key is not None:
             key, evaluation = self.sessions.open(client, hello.session, hello.tokens, hello.ring, hello.key)
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
-        """Return the pixel values (n, 3, H, W) of a batch.
+        """Return the pixel values (n, 3, H, W) of a batch, or token ids (n, T), which are -1 after a row's last one.
 
         With a session, the values are encrypted. If ``go_on`` is true, the server already has the states of the batch,
         so the answer is empty.
@@ -79,6 +82,8 @@ class ClientHalf:
             self.sessions.begin(client, session)
             return of_bytes(b"")
         images, _ = self._batch(client, hello, batch)
+        if hello.tokenizer:
+            return self._text_rows(client, hello, images, session)
         pixels = preprocess(images, hello)
         if session is None and hello.key is None:
             return pixels  # nothing can overflow, and the simulated server applies the limits
@@ -86,7 +91,17 @@ class ClientHalf:
             raise ClientFault(E_FIELD, "a session and a key belong together, but the server sent only one of them")
         pixels = self._screen(client, hello, batch, pixels, images)
         patches = Patches((hello.patch[0], hello.patch[1]), hello.extra)
-        return self.sessions.rows(client, hello.session, hello.key, session, pixels, patches)
+        return self.sessions.rows(client, hello.session, hello.key, session, patches(pixels))
+
+    def _text_rows(self, client: Client, hello: Hello, texts: list[str], session: Tensor | None) -> Tensor:
+        """Return token ids of texts, or with a session the message with the encrypted embedded tokens."""
+        ids, lengths, _ = text_rows.token_ids(texts, hello)
+        if session is None and hello.key is None:
+            return ids
+        if session is None or hello.key is None:
+            raise ClientFault(E_FIELD, "a session and a key belong together, but the server sent only one of them")
+        x = text_rows.embedded(ids, lengths, unpack(client.store["tables"], dict[str, Tensor]))
+        return self.sessions.rows(client, hello.session, hello.key, session, x)
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
         """Store disclosed activations (n, k, P, d) of k blocks; the first of these is ``block``."""
@@ -242,7 +257,7 @@ class ClientHalf:
         return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), finite)
 
     def _batch(self, client: Client, hello: Hello, batch: int) -> tuple[list[Any], Tensor]:
-        """Return images and labels of a batch."""
+        """Return images or texts of a batch, and their labels."""
         of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), hello.batch)
         if not 0 <= batch < len(of):
             raise ClientFault(E_FIELD, f"there is no batch {batch}, only {len(of)} batches")
@@ -251,7 +266,7 @@ class ClientHalf:
         parts = [rows for rows in parts if len(rows)]
         # Rows to predict have no labels.
         labels = torch.cat([torch.full((len(r),), -1) if r.labels is None else r.labels for r in parts])
-        images = itertools.chain.from_iterable(map(images_of, parts))
+        images = itertools.chain.from_iterable(map(text_rows.texts_of if hello.tokenizer else images_of, parts))
         return list(itertools.islice(images, span.start, span.stop)), labels[span.start : span.stop]
 
 

@@ -20,7 +20,6 @@ from fedfm.encrypted.inference.key_holder import KeyHolder
 from fedfm.encrypted.inference.messages import SETS, parameters_of
 from fedfm.encrypted.inference.permuted_key_holder import PermutedKeyHolder
 from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
-from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
 from fedfm.privacy.crypto import keys
 
@@ -55,13 +54,11 @@ class Sessions:
         message = keys_channel(own, to_bytes(server), run, ring, "client").pack_keys(holder.public())
         return of_bytes(keys.public_of(own)), of_bytes(message)
 
-    def rows(
-        self, client: Client, run: str, server: Tensor, session: Tensor, pixels: Tensor, patches: Patches
-    ) -> Tensor:
-        """Encrypt rows of pixel values in a new session."""
+    def rows(self, client: Client, run: str, server: Tensor, session: Tensor, x: Tensor) -> Tensor:
+        """Encrypt rows (n, T, F) in a new session."""
         self.begin(client, session)
         holder, name = self._resume(client, run, server, to_bytes(session))
-        message = holder.rows(patches(pixels).double().numpy())
+        message = holder.rows(x.double().numpy())
         self._keep(client, holder, name)
         return of_bytes(message)
 

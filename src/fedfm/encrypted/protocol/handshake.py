@@ -34,6 +34,8 @@ class Hello:
             the block outputs; only in the permuted protocol.
         limits: largest statistics of a picture that the client may encrypt, by name
             (:mod:`~fedfm.encrypted.student.input_limits`); empty if the student has none.
+        tokenizer, tables: for texts, the model's tokenizer and its tables of embeddings, by which the client embeds
+            its rows (:mod:`~fedfm.encrypted.protocol.text_rows`); ``patch`` and ``picture`` are empty then.
     """
 
     session: str
@@ -54,6 +56,8 @@ class Hello:
     release: Tensor | None = None
     scales: Tensor | None = None
     limits: dict[str, float] = field(default_factory=dict)
+    tokenizer: str = ""
+    tables: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

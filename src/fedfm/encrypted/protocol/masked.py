@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,13 @@ from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import Hello, Opened, RowSpan, spans
 from fedfm.encrypted.protocol.out_of_range import replace_unlike
 from fedfm.encrypted.protocol.server import ForwardPass
+from fedfm.encrypted.protocol.text_rows import embedded
 from fedfm.encrypted.student.folding import fold
 from fedfm.encrypted.student.input_limits import limits_of
+from fedfm.encrypted.student.text_places import embedding_tables
 from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.models.adapters.side_adapter import STATES, Release, SideModel
+from fedfm.models.adapters.side_texts import text_places
 from fedfm.privacy.crypto import keys
 
 if TYPE_CHECKING:
@@ -247,18 +250,24 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     Raises:
         InputError: the rows are not images.
     """
-    if "pixel_values" not in rows.names:
-        raise InputError("an encrypted forward pass takes images")
     backbone, released, _ = model.frozen_parts
     matrices, kind, projection = fold(backbone.module), model.adaptation_spec.released, _rows_of(released)
     holder = KeyHolder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
     done = [torch.zeros(0, *model.net.shape)]
-    for part in Rows(rows.tensors, deferred=rows.deferred).batches(holder.layout.samples):
+    texts = bool(text_places(backbone.module))
+    if not texts and "pixel_values" not in rows.names:
+        raise InputError("an encrypted forward pass takes images")
+    for part in replace(rows, labels=None).batches(holder.layout.samples):
         session, key = os.urandom(16), os.urandom(32)
         holder.begin(session, key)
-        pixels, reasons = replace_unlike(part["pixel_values"], limits_of(backbone.module))
-        x = matrices.patch(pixels).double().numpy()
+        if texts:
+            lengths = part["attention_mask"].sum(1)
+            x = embedded(part["input_ids"], lengths, embedding_tables(backbone.module)).numpy()
+            reasons = [""] * len(x)
+        else:
+            pixels, reasons = replace_unlike(part["pixel_values"], limits_of(backbone.module))
+            x = matrices.patch(pixels).double().numpy()
         states: list[np.ndarray] = []
 
         def release(block: int, message: bytes, n: int = len(x), states: list[np.ndarray] = states) -> None:

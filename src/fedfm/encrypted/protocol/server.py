@@ -15,6 +15,7 @@ from torch import Tensor
 from fedfm.core.client import ClientId, each
 from fedfm.core.crossing import Crossing
 from fedfm.core.federation import Federation
+from fedfm.encrypted.protocol import text_rows
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.protocol.out_of_range import within_limits
 from fedfm.encrypted.student.folding import Patches, fold
@@ -22,6 +23,7 @@ from fedfm.encrypted.student.input_limits import limits_of
 from fedfm.encrypted.token_places import places_of
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
+from fedfm.models.adapters.side_texts import text_places
 
 SLOTS = 4096  # rows of a full batch times tokens of a row, in a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # keys in the server's store
@@ -75,9 +77,7 @@ class ForwardPass:
 
     def hello(self, **more: Any) -> Hello:
         """Make the hello to every client; ``more`` has further fields of the hello."""
-        model, patches = self.model, fold(self.model.frozen_parts[0].module).patch
-        if not isinstance(patches, Patches):
-            raise TypeError(f"clients cannot cut images into patches as {patches!r} does")
+        model = self.model
         blocks, positions, width = model.net.shape
         fields: dict[str, Any] = {
             "session": self.session.hex(),
@@ -89,9 +89,7 @@ class ForwardPass:
             "kernels": model.kernels,
             "batch": self.batch,
             "tokens": self.tokens,
-            "patch": list(patches.size),
-            "extra": patches.extra,
-            "picture": image_settings.settings_of(model.tools.processor),
+            **_input_of(model),
             "digest": model.fingerprint,
             "ring": self.ring,
             "limits": _limits(model),
@@ -124,6 +122,17 @@ class ForwardPass:
             self.fed.tell(f"{what}: {part:.0%}, about {_span(left)} left")
 
 
+def _input_of(model: SideModel) -> dict[str, Any]:
+    """Return the fields of the hello by which clients make the model's input of their rows."""
+    if text_places(model.frozen_parts[0].module):
+        return {"patch": [], "extra": 0, "picture": {}} | text_rows.published(model)
+    patches = fold(model.frozen_parts[0].module).patch
+    if not isinstance(patches, Patches):
+        raise TypeError(f"clients cannot cut images into patches as {patches!r} does")
+    settings = image_settings.settings_of(model.tools.processor)
+    return {"patch": list(patches.size), "extra": patches.extra, "picture": settings}
+
+
 def rows_of(opened: Opened) -> int:
     """Return the total number of rows of a client."""
     return sum(opened.rows[part] for part in PARTS)
@@ -134,9 +143,7 @@ def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
 
     Rows beyond the student's limits get zeros, as on ciphertexts, where clients do not encrypt them.
     """
-    from fedfm.core.rows import Rows
-
-    states = {client: model.states(Rows({"pixel_values": x})) for client, x in pixels.items()}
+    states = {client: model.states(text_rows.rows_of(x)) for client, x in pixels.items()}
     return each({client: within_limits(x, pixels[client], _limits(model)) for client, x in states.items()})
 
 

@@ -28,10 +28,11 @@ from fedfm.encrypted.student.modules import (
     Replaced,
     register,
 )
-from fedfm.encrypted.student.text_places import fill_places, text_places
+from fedfm.encrypted.student.text_places import fill_places
 from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
+from fedfm.models.adapters.side_texts import text_places
 
 VERSION = 1  # version of the table in config.json
 

@@ -116,6 +116,7 @@ def _token_weights(calls: list[Call], front: int) -> Tensor:
 
 
 def run_exact(block: Any, states: list[Tensor], calls: list[Call]) -> list[Tensor]:
+    """Return a block's outputs for these states; the calls have its other arguments."""
     out = []
     for x, (args, named) in zip(states, calls, strict=True):
         y = block(x, *args[1:], **named)

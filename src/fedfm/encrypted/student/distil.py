@@ -32,9 +32,10 @@ from fedfm.encrypted.student.interval_table import finish
 from fedfm.encrypted.student.recalibrate import measure_again, widen
 from fedfm.encrypted.student.scores import PROBED, Outputs, RowSource, compare, outputs, quick
 from fedfm.encrypted.student.text_conversion import PostNormFitting
-from fedfm.encrypted.student.text_places import text_places, with_places
+from fedfm.encrypted.student.text_places import with_places
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import sha256_of
+from fedfm.models.adapters.side_texts import text_places
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet

@@ -75,6 +75,7 @@ def fold_neurons(weights: dict[str, Matrix], gelu: NeuronGelu) -> None:
 
 
 def array_of(x: Tensor) -> Matrix:
+    """Return a tensor as an array of its own, in float64."""
     return np.asarray(x.detach().cpu().double().numpy().copy(), dtype=np.float64)
 
 

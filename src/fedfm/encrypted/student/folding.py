@@ -29,10 +29,10 @@ from fedfm.encrypted.student.modules import Functions, mean_over_places
 from fedfm.encrypted.student.neuron_polynomials import NeuronCore, NeuronGelu
 from fedfm.encrypted.student.polynomials import Inverse, Polynomial, Quadratic
 from fedfm.encrypted.student.text_folding import fold_text_blocks, fold_texts
-from fedfm.encrypted.student.text_places import text_places
 from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
 from fedfm.models import families
+from fedfm.models.adapters.side_texts import text_places
 
 KEY = "fedfm_polynomials"  # key of the polynomials in config.json
 PRE_NORM = ("vit", "deit", "ijepa")  # model types whose blocks are norm, attention, sum, norm, MLP, sum

@@ -14,7 +14,8 @@ from fedfm.encrypted.student import conversion, fit_polynomials, folding
 from fedfm.encrypted.student.distillation_loss import Distiller, Taps
 from fedfm.encrypted.student.input_limits import ENTRY, widen_limits
 from fedfm.encrypted.student.text_folding import fold_text_blocks, text_block_states
-from fedfm.encrypted.student.text_places import normalised_states, real_places, text_places
+from fedfm.encrypted.student.text_places import real_places
+from fedfm.models.adapters.side_texts import normalised_states, text_places
 
 
 def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:

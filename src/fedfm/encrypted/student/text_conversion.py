@@ -39,7 +39,7 @@ class PostNormFitting(Fitting):
         states = [args[0] for args, _ in calls]
         entry |= self._softmax(calls)
         fit_polynomials.apply_softmax(softmax, entry)
-        contexts, exact, projection = list[Tensor](), list[Tensor](), block.attention.output.dense
+        contexts, projection = list[Tensor](), block.attention.output.dense
         hook = projection.register_forward_pre_hook(lambda _, args: contexts.append(args[0]))
         try:
             run_exact(block, states, calls)

@@ -22,8 +22,8 @@ from fedfm.encrypted.student.folded_blocks import Folded, FoldedBlock, Matrix, a
 from fedfm.encrypted.student.modules import Functions
 from fedfm.encrypted.student.neuron_polynomials import NeuronCore, NeuronGelu
 from fedfm.encrypted.student.polynomials import InverseSquareRoot, Polynomial, Quadratic
-from fedfm.encrypted.student.text_places import base_of, text_places
 from fedfm.errors import InputError
+from fedfm.models.adapters.side_texts import base_of, text_places
 
 
 def fold_texts(inner: Any, table: Mapping[str, Any], bound: float) -> Folded:

@@ -14,24 +14,12 @@ from torch import Tensor, nn
 
 from fedfm.encrypted.token_places import places_of
 from fedfm.errors import InputError
-from fedfm.models import families
+from fedfm.models.adapters.side_texts import PLACES, base_of, text_places
 from fedfm.models.quiet import quiet
 
-PLACES = "fedfm_places"  # key of T in a student's config.json
 POST_NORM = ("bert",)  # model types of texts whose blocks are attention, sum, norm, MLP, sum, norm
 LEAST = 4  # smallest number of places
 _ARGUMENTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-
-
-def text_places(module: Any) -> int:
-    """Return the number T of places of a student's rows; 0 if it is no student of texts."""
-    return int(getattr(families.unwrap(module).config, PLACES, 0) or 0)
-
-
-def base_of(module: Any) -> Any:
-    """Return the encoder without its head."""
-    inner = families.unwrap(module)
-    return getattr(inner, inner.base_model_prefix, inner)
 
 
 def with_places(module: Any, max_length: int) -> nn.Module:
@@ -111,13 +99,3 @@ def embed(ids: Tensor, lengths: Tensor, tables: dict[str, Tensor]) -> Tensor:
     x = x - x.mean(-1, keepdim=True)
     x = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
     return torch.cat([x, real_places(lengths, places).double()[..., None]], -1)
-
-
-def normalised_states(module: Any, states: list[Tensor]) -> list[Tensor]:
-    """Return the blocks' inputs or outputs (n, T, d) before the scale and the shift of their norms.
-
-    ``states`` are b_0, the first block's input, and b_1 ... b_L. Encrypted blocks compute these normalised states.
-    """
-    base = base_of(module)
-    norms = [base.embeddings.LayerNorm, *(block.output.LayerNorm for block in base.encoder.layer)]
-    return [(x - n.bias.detach().to(x)) / n.weight.detach().to(x) for x, n in zip(states, norms, strict=True)]
