@@ -30,7 +30,6 @@ from fedfm.encrypted.student.distillation_loss import Recipe
 from fedfm.encrypted.student.folding import fold
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.side_texts import text_places
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
@@ -125,6 +124,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> ServerState:
         model = foundation_check.check(fed.model, self.foundation)
+        foundation_check.check_protocol(model, self.protocol)
         alike: dict[str, object] = {"foundation": self.foundation, "released": self.released}
         alike |= {"projection": self.projection, "rank": self.rank}
         w = predictions.load_trained(self.trained, alike, fed, model) if self.predict else fed.initial
@@ -268,10 +268,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         student = foundation_check.check(
             model, self.foundation
         )  # a simulation refuses the same models as encryption does
-        if self.protocol == "permuted" and text_places(student.frozen_parts[0].module):
-            raise InputError(
-                'method.protocol = "permuted" takes images; texts need protocol = "masked"', key="method.protocol"
-            )
+        foundation_check.check_protocol(student, self.protocol)
         if self.encryption == "clear":
             return None
         from fedfm.encrypted.inference import cost_estimate

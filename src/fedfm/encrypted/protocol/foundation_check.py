@@ -8,6 +8,7 @@ from pathlib import Path
 from fedfm.encrypted.student.conversion import KEY, fold, is_polynomial_student
 from fedfm.errors import InputError
 from fedfm.models.adapters.side_adapter import SideModel
+from fedfm.models.adapters.side_texts import text_places
 from fedfm.models.locate import locate
 from fedfm.models.model import Model
 
@@ -25,6 +26,18 @@ def check(model: Model, name: str) -> SideModel:
     except InputError as error:
         raise InputError(f'method.foundation = "{name}": {error}', key="method.foundation") from None
     return model
+
+
+def check_protocol(model: SideModel, protocol: str) -> None:
+    """Refuse texts in the protocol "permuted", which has no mask of their places.
+
+    Raises:
+        InputError: the student reads texts.
+    """
+    if protocol == "permuted" and text_places(model.frozen_parts[0].module):
+        raise InputError(
+            'method.protocol = "permuted" takes images; texts need protocol = "masked"', key="method.protocol"
+        )
 
 
 def check_place(name: str) -> None:

@@ -90,6 +90,12 @@ class _DistilWork(CentralWork[Distillation]):
         spec = self.what.spec
         if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
+        if spec.polynomials == "paper" and table.kind == "text":
+            raise InputError(
+                'distil.polynomials = "paper": its norms divide by the variance, and a text model\'s norms follow its '
+                'sums; expected "scaled"',
+                key="distil.polynomials",
+            )
         student = self._student(table)
         if (spec.views > 1 or spec.drawn) and table.kind != "image":
             name, value = ("views", spec.views) if spec.views > 1 else ("drawn", spec.drawn)

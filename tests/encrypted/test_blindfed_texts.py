@@ -1,0 +1,140 @@
+"""BlindFed on texts: whole runs in the clear and on ciphertexts, their plan, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fedfm
+from fedfm.api.predict import predict
+from fedfm.core.rows import Rows
+from fedfm.encrypted.protocol import text_rows
+from fedfm.encrypted.student.distil import distil
+from fedfm.encrypted.student.text_places import embedding_tables
+from fedfm.errors import ClientFault, InputError
+from fedfm.models.load import load_model
+from fedfm.models.preprocessing import bare
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from small import pictures
+from tiny_text import save_bert, texts
+
+PLACES = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("blind-texts")
+    save_bert(root / "bert")
+    texts(root / "rows.jsonl")
+    what = {
+        "data": {"path": str(root / "rows.jsonl")},
+        "model": {"name": str(root / "bert"), "max_length": PLACES},
+        "distil": {"direct": True, "epochs": [0, 0, 0]},
+    }
+    distil(what, root / "student")
+    return root
+
+
+def experiment(folder, rows="rows.jsonl", **method):
+    local = {"learning_rate": 0.3, "epochs": 5, "batch_size": 8}
+    keys = {"name": "blindfed", "foundation": str(folder / "student"), "rounds": 5, "encryption": "clear"}
+    return {
+        "data": {"path": str(folder / rows), "partition": {"name": "iid", "clients": 2}},
+        "method": keys | {"local": local} | method,
+        "run": {"seed": 0, "workers": 1},
+    }
+
+
+def side_model(folder, **adapt):
+    spec = ModelSpec(str(folder / "student"), adaptation=AdaptationSpec("side_adapter", **adapt))
+    return load_model(spec, classes=("bird", "fish", "plant"), kind="text")
+
+
+def test_in_the_clear_it_learns_and_predicts(folder, tmp_path):
+    result = fedfm.run(experiment(folder), tmp_path / "run")
+    assert result["accuracy"] > 0.7  # a third is guessing
+    assert result["details"]["accuracy_clear"] == result["accuracy"]
+    found = predict(tmp_path / "run", folder / "rows.jsonl")
+    labels = [json.loads(line)["label"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert np.mean([a == b for a, b in zip(found["predictions"], labels, strict=True)]) > 0.7
+    again = fedfm.run(experiment(folder), tmp_path / "again")
+    assert again["params_sha256"] == result["params_sha256"]
+
+
+def test_all_tokens_through_a_projection(folder, tmp_path):
+    result = fedfm.run(experiment(folder, released="tokens", projection=4), tmp_path / "run")
+    assert np.isfinite(result["loss"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"protocol": "permuted"}, 'texts need protocol = "masked"'),
+        ({"released": "grid"}, "texts have no quadrants"),
+        ({"released": "tokens", "projection": 17}, "has 16 values per token"),
+    ],
+)
+def test_what_texts_cannot_do_is_refused_in_one_line(change, reason, folder, tmp_path):
+    with pytest.raises(InputError, match=reason) as caught:
+        fedfm.run(experiment(folder, **change), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_pictures_do_not_fit_a_model_of_texts(folder, tmp_path):
+    pictures(folder, 20)
+    with pytest.raises(InputError, match="does not fit data of kind image"):
+        fedfm.run(experiment(folder, "pictures.npz"), tmp_path / "run")
+
+
+def test_a_client_embeds_what_the_model_embeds(folder):
+    """Its own tokenizer and tables give the student's states, and rows that are too long are named."""
+    model = side_model(folder)
+    hello = type("Hello", (), text_rows.published(model) | {"tokens": PLACES})
+    short, long = "the river under a grey sky", " ".join(["the river"] * 20)
+    ids, lengths, cut = text_rows.token_ids([short, long], hello)
+    assert lengths.tolist() == [7, PLACES]
+    assert cut == [1]
+    want = model.tools.tokenizer([short, long], truncation=True, max_length=PLACES)["input_ids"]
+    assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == want
+    states = model.blocks(text_rows.rows_of(ids))
+    x = text_rows.embedded(ids, lengths, hello.tables)
+    torch.testing.assert_close(x[..., :-1].float(), states[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ClientFault, match="tokens that its table"):
+        text_rows.embedded(ids + 40, lengths, embedding_tables(model.frozen_parts[0].module))
+    with pytest.raises(ClientFault, match="takes texts"):
+        text_rows.texts_of(Rows({"pixels": torch.zeros(2, 4, 4, 3)}))
+
+
+def test_a_client_s_texts_are_bytes_and_long_ones_are_named(folder):
+    from fedfm.data.load import load_table
+    from fedfm.data.spec import DataSpec
+
+    table = load_table(DataSpec(path=str(folder / "rows.jsonl")), seed=0, task="classification")
+    table = replace(table, inputs=np.array(["Grüße", "the river " * 20, *table.inputs[2:]], dtype=object))
+    rows = bare(table, [0, 1, 2])
+    assert text_rows.texts_of(rows)[:2] == ["Grüße", "the river " * 20]
+    said = []
+    client = type("Client", (), {"log": staticmethod(said.append)})
+    hello = type("Hello", (), text_rows.published(side_model(folder)) | {"tokens": PLACES})
+    text_rows.name_cut_rows(client, {"train": rows, "test": rows.take([])}, hello)
+    assert said == [
+        "1 of 3 rows are longer than the server's model reads, and are cut to 16 tokens: train row 2",
+    ]
+
+
+@pytest.mark.proof
+def test_an_encrypted_run_is_the_run_in_the_clear(folder, tmp_path):
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    made = experiment(folder, encryption="ckks")
+    plan = fedfm.check(made)["plan"] if isinstance(fedfm.check(made), dict) else None
+    clear = fedfm.run(experiment(folder), tmp_path / "clear")
+    result = fedfm.run(made, tmp_path / "run")
+    found = result["details"]
+    assert found["max_error"] < 1e-3
+    assert found["most_rows_left_out"] == 0
+    assert found["statistical_distance"] < 2.0**-40
+    assert result["accuracy"] == clear["accuracy"]
+    if plan is not None:
+        assert found["ciphertext_bytes"] == pytest.approx(plan.bytes_per_sample, rel=1e-3)
