@@ -9,6 +9,7 @@ import torch
 
 import fedfm
 from fedfm.api.predict import predict
+from fedfm.audits.audit import choose
 from fedfm.core.rows import Rows
 from fedfm.encrypted.protocol import text_rows
 from fedfm.encrypted.student.distil import distil
@@ -61,6 +62,10 @@ def test_in_the_clear_it_learns_and_predicts(folder, tmp_path):
     assert np.mean([a == b for a, b in zip(found["predictions"], labels, strict=True)]) > 0.7
     again = fedfm.run(experiment(folder), tmp_path / "again")
     assert again["params_sha256"] == result["params_sha256"]
+    run = fedfm.load_run(tmp_path / "run")
+    assert set(choose(run)) == {"server_view"}
+    with pytest.raises(InputError, match="it reads images, and this run has texts"):
+        choose(run, ["substitute_model"])
 
 
 def test_all_tokens_through_a_projection(folder, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,10 +15,14 @@ from fedfm import seeds
 from fedfm.core.client import ClientId
 from fedfm.data.table import Table
 from fedfm.encrypted.audits.photographs import two_photographs
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.student.conversion import block_states, fold
 from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
+from fedfm.models.adapters.side_texts import PLACES
+from fedfm.models.locate import locate
 from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.run_directory import Run
 
 MOST, OTHERS = 1000, 300  # largest number of rows of a client, and number of rows that no client has
 _AT_ONCE = 128
@@ -45,6 +51,15 @@ class States:
         """Return the states of some of the rows."""
         labels = None if self.labels is None else self.labels[index]
         return States(self.patches[index], self.blocks[index], self.released[index], labels)
+
+
+def texts_unread(run: Run) -> str | None:
+    """Say that an audit reads images, if the run's rows are texts; None otherwise."""
+    place = locate(run.experiment.method_as(BlindFed).foundation)
+    file = place / "config.json" if isinstance(place, Path) else None
+    if file is None or not file.exists() or PLACES not in json.loads(file.read_text(encoding="utf-8")):
+        return None
+    return "it reads images, and this run has texts"
 
 
 def side_model(population: Partitioned) -> SideModel:

@@ -10,12 +10,13 @@ import numpy as np
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import COUNT, Finding, nothing
 from fedfm.audits.replay import Replay
-from fedfm.encrypted.audits.block_states import side_model
+from fedfm.encrypted.audits.block_states import side_model, texts_unread
 from fedfm.encrypted.audits.inference_second_polynomials import weights_of
 from fedfm.encrypted.ckks.matrices import matrix_product
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import MissingExtra
+from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the server's encrypted messages disclose the weights of a linear layer to the owner of the key?"
 INPUTS, OUTPUTS = 32, 8  # size of the part of the embedding that is attacked; solving for it takes a second
@@ -28,6 +29,9 @@ class CiphertextWeights(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
+
+    def unfit(self, run: Run) -> str | None:
+        return texts_unread(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         try:

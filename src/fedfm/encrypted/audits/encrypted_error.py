@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import COUNT, Finding, VerdictRule
 from fedfm.audits.replay import Replay
-from fedfm.encrypted.audits.block_states import largest_client, side_model
+from fedfm.encrypted.audits.block_states import largest_client, side_model, texts_unread
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.student.conversion import fold
@@ -38,7 +38,7 @@ class EncryptedError(Audit):
 
     def unfit(self, run: Run) -> str | None:
         method = run.experiment.method_as(BlindFed)
-        return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else None
+        return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else texts_unread(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         from fedfm.encrypted.protocol import masked, permuted  # these modules need TenSEAL

@@ -18,10 +18,18 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits import inference_substitute
-from fedfm.encrypted.audits.block_states import States, largest_client, of_client, of_photographs, side_model
+from fedfm.encrypted.audits.block_states import (
+    States,
+    largest_client,
+    of_client,
+    of_photographs,
+    side_model,
+    texts_unread,
+)
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapters.side_adapter import SideModel
+from fedfm.runtime.run_directory import Run
 
 BLOCKS = "Can a client compute the blocks of the server's model from pairs of states?"
 STUDENT = "Can a client train a substitute of the server's model from the activations that it receives?"
@@ -45,6 +53,9 @@ class SubstituteModel(Audit):
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
     takes: ClassVar[float] = 60.0
+
+    def unfit(self, run: Run) -> str | None:
+        return texts_unread(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         seed, population = replay.run.experiment.run.seed, replay.population
