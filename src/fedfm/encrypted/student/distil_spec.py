@@ -38,7 +38,7 @@ class DistilSpec(Recipe):
     direct: bool = setting(
         False,
         "whether to convert without training: by least squares, block by block, with a polynomial of degree 8 for each "
-        "neuron; for a ViT, with epochs = [0, 0, 0]",
+        "neuron; for a ViT or a BERT, with epochs = [0, 0, 0]",
     )
     drawn: int = setting(
         0, "for images: number of pictures by formula that intervals are measured on, too; no file is needed", ge=0
