@@ -21,6 +21,7 @@ import os
 import random
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def encrypt(a: argparse.Namespace) -> None:
     """One batch, block by block."""
     model = student_of(a.student)
     folded = fold(model.module)
+    folded = replace(folded, blocks=folded.blocks[: a.blocks])
     holder = KeyHolder.new(len(folded.positions))
     rows = rows_of(a.data, 0, 2)["test"][: holder.layout.samples]
     ids, lengths = tokens_of(model, [row["text"] for row in rows])
@@ -248,10 +250,11 @@ def main() -> None:
     made.add_argument("--count", type=int, default=1320)
     probes = parts.add_parser("probe")
     probes.add_argument("teacher"), probes.add_argument("student"), probes.add_argument("data", type=Path)
-    probes.add_argument("--train", type=int, default=20, help="rows of a class")
+    probes.add_argument("--train", type=int, default=10, help="rows of a class")
     probes.add_argument("--test", type=int, default=13, help="rows of a class")
     batch = parts.add_parser("encrypt")
     batch.add_argument("student"), batch.add_argument("data", type=Path)
+    batch.add_argument("--blocks", type=int, help="so many blocks, from the first one")
     for part in (probes, batch):
         part.add_argument("--no-page", action="store_true")
     a = parser.parse_args()
