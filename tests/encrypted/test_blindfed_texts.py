@@ -97,7 +97,7 @@ def test_pictures_do_not_fit_a_model_of_texts(folder, tmp_path):
 def test_a_client_embeds_what_the_model_embeds(folder):
     """Its own tokenizer and tables give the student's states, and rows that are too long are named."""
     model = side_model(folder)
-    hello = type("Hello", (), text_rows.published(model) | {"tokens": PLACES})
+    hello = type("Hello", (), text_rows.embedding_fields(model) | {"tokens": PLACES})
     short, long = "the river under a grey sky", " ".join(["the river"] * 20)
     ids, lengths, cut = text_rows.token_ids([short, long], hello)
     assert lengths.tolist() == [7, PLACES]
@@ -105,10 +105,10 @@ def test_a_client_embeds_what_the_model_embeds(folder):
     want = model.tools.tokenizer([short, long], truncation=True, max_length=PLACES)["input_ids"]
     assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == want
     states = model.blocks(text_rows.rows_of(ids))
-    x = text_rows.embedded(ids, lengths, hello.tables)
+    x = text_rows.embed_ids(ids, lengths, hello.tables)
     torch.testing.assert_close(x[..., :-1].float(), states[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(ClientFault, match="tokens that its table"):
-        text_rows.embedded(ids + 40, lengths, embedding_tables(model.frozen_parts[0].module))
+        text_rows.embed_ids(ids + 40, lengths, embedding_tables(model.frozen_parts[0].module))
     with pytest.raises(ClientFault, match="takes texts"):
         text_rows.texts_of(Rows({"pixels": torch.zeros(2, 4, 4, 3)}))
 
@@ -123,7 +123,7 @@ def test_a_client_s_texts_are_bytes_and_long_ones_are_named(folder):
     assert text_rows.texts_of(rows)[:2] == ["Grüße", "the river " * 20]
     said = []
     client = type("Client", (), {"log": staticmethod(said.append)})
-    hello = type("Hello", (), text_rows.published(side_model(folder)) | {"tokens": PLACES})
+    hello = type("Hello", (), text_rows.embedding_fields(side_model(folder)) | {"tokens": PLACES})
     text_rows.name_cut_rows(client, {"train": rows, "test": rows.take([])}, hello)
     assert said == [
         "1 of 3 rows are longer than the server's model reads, and are cut to 16 tokens: train row 2",

@@ -167,9 +167,11 @@ def load_model(
                 key="model.adaptation.name",
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
-        from fedfm.models.adapters import side_adapter
-
-        adapted = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
+        if getattr(getattr(module, "config", None), "fedfm_places", 0):
+            from fedfm.models.adapters.side_texts import around_texts as around
+        else:
+            from fedfm.models.adapters.side_adapter import around
+        adapted = around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
         adapted.notices = (*_notices(loaded, parts, spec), *drawn)
         return adapted
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)

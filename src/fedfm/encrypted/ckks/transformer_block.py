@@ -155,22 +155,22 @@ class EncryptedBlock:
         return len(self.weights["query"])
 
     @property
-    def masked(self) -> bool:
+    def has_mask(self) -> bool:
         """Whether a mask of the places follows the features."""
         return "residual" in self.weights
 
     @property
     def inputs(self) -> int:
         """Number of ciphertexts that the block maps to as many: d, and one for the mask."""
-        return self.features + self.masked
+        return self.features + self.has_mask
 
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
         """Apply the block to encrypted features (d,) -> (d,), or (d + 1,) -> (d + 1,) with a mask."""
         if len(x) != self.inputs:
             raise InputError(
-                f"{len(x)} ciphertexts: expected {self.inputs}, one per feature{' and a mask' * self.masked}"
+                f"{len(x)} ciphertexts: expected {self.inputs}, one per feature{' and a mask' * self.has_mask}"
             )
-        if self.masked:
+        if self.has_mask:
             x = x.refresh()
             u, mask = x[: self.features], x[self.features :]
             mixed = linear(self.weights["output"], self.attention(u, mask), self.weights["output_bias"])

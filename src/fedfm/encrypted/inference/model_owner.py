@@ -143,7 +143,7 @@ class ModelOwner:
             rows, limbs=limbs, count=folded.embedding.shape[1], scale=parameters.scale
         )
         x = Ciphertexts(residues.view(np.uint64), scale, self.keys)
-        if self._blocks[0].masked:
+        if self._blocks[0].has_mask:
             return x
         added = self.layout.pack((folded.positions + folded.bias)[None])
         return plus_slots(linear(folded.embedding, x), added)

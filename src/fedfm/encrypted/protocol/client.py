@@ -100,7 +100,7 @@ class ClientHalf:
             return ids
         if session is None or hello.key is None:
             raise ClientFault(E_FIELD, "a session and a key belong together, but the server sent only one of them")
-        x = text_rows.embedded(ids, lengths, unpack(client.store["tables"], dict[str, Tensor]))
+        x = text_rows.embed_ids(ids, lengths, unpack(client.store["tables"], dict[str, Tensor]))
         return self.sessions.rows(client, hello.session, hello.key, session, x)
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:

@@ -32,7 +32,7 @@ from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import Hello, Opened, RowSpan, spans
 from fedfm.encrypted.protocol.out_of_range import replace_unlike
 from fedfm.encrypted.protocol.server import ForwardPass
-from fedfm.encrypted.protocol.text_rows import embedded
+from fedfm.encrypted.protocol.text_rows import embed_ids
 from fedfm.encrypted.student.folding import fold
 from fedfm.encrypted.student.input_limits import limits_of
 from fedfm.encrypted.student.text_places import embedding_tables
@@ -263,7 +263,7 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
         holder.begin(session, key)
         if texts:
             lengths = part["attention_mask"].sum(1)
-            x = embedded(part["input_ids"], lengths, embedding_tables(backbone.module)).numpy()
+            x = embed_ids(part["input_ids"], lengths, embedding_tables(backbone.module)).numpy()
             reasons = [""] * len(x)
         else:
             pixels, reasons = replace_unlike(part["pixel_values"], limits_of(backbone.module))

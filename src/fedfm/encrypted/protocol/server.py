@@ -125,7 +125,7 @@ class ForwardPass:
 def _input_of(model: SideModel) -> dict[str, Any]:
     """Return the fields of the hello by which clients make the model's input of their rows."""
     if text_places(model.frozen_parts[0].module):
-        return {"patch": [], "extra": 0, "picture": {}} | text_rows.published(model)
+        return {"patch": [], "extra": 0, "picture": {}} | text_rows.embedding_fields(model)
     patches = fold(model.frozen_parts[0].module).patch
     if not isinstance(patches, Patches):
         raise TypeError(f"clients cannot cut images into patches as {patches!r} does")

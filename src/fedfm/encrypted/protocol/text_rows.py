@@ -27,7 +27,7 @@ _NAMED = 5  # number of rows that a message names
 
 
 # --- server ---------------------------------------------------------------------------------------------------------
-def published(model: SideModel) -> dict[str, Any]:
+def embedding_fields(model: SideModel) -> dict[str, Any]:
     """Return the fields of the hello by which clients embed their texts.
 
     Raises:
@@ -92,7 +92,7 @@ def name_cut_rows(client: Client, parts: dict[str, Rows], hello: Hello) -> None:
         )
 
 
-def embedded(ids: Tensor, lengths: Tensor, tables: dict[str, Tensor]) -> Tensor:
+def embed_ids(ids: Tensor, lengths: Tensor, tables: dict[str, Tensor]) -> Tensor:
     """Return what is encrypted of rows: (n, T, d + 1), the embedded tokens and the mask.
 
     Raises:

@@ -277,12 +277,6 @@ def around(
         InputError: the model is not an image transformer, or the projection is wider than its tokens.
     """
     adapt = spec.adaptation or AdaptationSpec("side_adapter")
-    if tools.tokenizer is not None and derived_modules.is_derived(module):
-        from fedfm.models.adapters import side_texts
-
-        if side_texts.text_places(module):
-            more = {"classes": classes, "tools": tools, "fingerprint": fingerprint, "seed": seed}
-            return side_texts.around_texts(module, spec, parts, **more)
     where = f'model.adaptation.name = "side_adapter": {spec.name!r}'
     side, patch = (_pair(getattr(getattr(module, "config", None), key, None)) for key in ("image_size", "patch_size"))
     if side is None or patch is None or not parts.blocks:
