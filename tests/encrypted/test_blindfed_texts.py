@@ -13,6 +13,7 @@ from fedfm.audits.audit import choose
 from fedfm.core.rows import Rows
 from fedfm.encrypted.protocol import text_rows
 from fedfm.encrypted.student.distil import distil
+from fedfm.encrypted.student.folding import fold
 from fedfm.encrypted.student.text_places import embedding_tables
 from fedfm.errors import ClientFault, InputError
 from fedfm.models.load import load_model
@@ -131,16 +132,42 @@ def test_a_client_s_texts_are_bytes_and_long_ones_are_named(folder):
 
 
 @pytest.mark.proof
-def test_an_encrypted_run_is_the_run_in_the_clear(folder, tmp_path):
+def test_an_encrypted_run_is_the_run_in_the_clear_and_costs_what_was_planned(folder, tmp_path):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
-    made = experiment(folder, encryption="ckks")
-    plan = fedfm.check(made)["plan"] if isinstance(fedfm.check(made), dict) else None
+    from fedfm.encrypted.inference.cost_estimate import plan
+
     clear = fedfm.run(experiment(folder), tmp_path / "clear")
-    result = fedfm.run(made, tmp_path / "run")
+    result = fedfm.run(experiment(folder, encryption="ckks"), tmp_path / "run")
     found = result["details"]
     assert found["max_error"] < 1e-3
     assert found["most_rows_left_out"] == 0
     assert found["statistical_distance"] < 2.0**-40
     assert result["accuracy"] == clear["accuracy"]
-    if plan is not None:
-        assert found["ciphertext_bytes"] == pytest.approx(plan.bytes_per_sample, rel=1e-3)
+    planned = plan(fold(side_model(folder).frozen_parts[0].module), [45, 45], "class")
+    assert found["ciphertext_bytes"] == pytest.approx(planned.bytes_per_sample, rel=1e-3)
+    assert found["refreshes"] == 2 * (planned.messages - 1 - 2) / 2  # rows and two disclosures are no refreshes
+    assert found["statistical_distance"] == pytest.approx(planned.statistical_distance)
+
+
+@pytest.mark.proof
+def test_an_encrypted_batch_agrees_with_the_module_and_hides_lengths(folder):
+    """All tokens through a projection, in one place; messages of short and of long rows have the same sizes."""
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    from fedfm.encrypted.inference.model_owner import KeyHolder
+    from fedfm.encrypted.protocol.masked import in_one_place
+
+    model = side_model(folder, released="tokens", projection=3)
+    ids = torch.randint(5, 30, (4, PLACES), generator=torch.Generator().manual_seed(0))
+    for row, n in zip(ids, (1, 5, 8, PLACES), strict=True):
+        row[n:] = -1
+    rows = text_rows.rows_of(ids)
+    got, want = in_one_place(model, rows).tensors["states"], model.states(rows)
+    assert got.shape == (4, 2, PLACES, 3)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    holder = KeyHolder.new(PLACES)
+    sizes = set()
+    for n in (1, PLACES):
+        holder.begin(bytes(16), bytes(32))
+        x = text_rows.embed_ids(ids[3:], torch.tensor([n]), embedding_tables(model.frozen_parts[0].module))
+        sizes.add(len(holder.rows(x.numpy())))
+    assert len(sizes) == 1

@@ -115,7 +115,7 @@ def test_maps_fitted_to_the_exact_states_take_back_errors(tmp_path, monkeypatch)
         return float((teacher.features - taps.features).square().mean())
 
     fitted = distance()
-    monkeypatch.setattr("fedfm.encrypted.student.direct_conversion._Fitting._fit", lambda *_: None)
+    monkeypatch.setattr("fedfm.encrypted.student.direct_conversion.Fitting._fit", lambda *_: None)
     assert fitted < 0.7 * distance()
 
 
