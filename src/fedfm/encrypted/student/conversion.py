@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fedfm.encrypted.student.fit_polynomials import apply
-from fedfm.encrypted.student.folding import KEY, MOST_OUTSIDE, PRE_NORM, Folded, FoldedBlock, block_states, fold
+from fedfm.encrypted.student.folded_blocks import Folded, FoldedBlock
+from fedfm.encrypted.student.folding import KEY, MOST_OUTSIDE, PRE_NORM, block_states, fold
 from fedfm.encrypted.student.input_limits import read_limits
 from fedfm.encrypted.student.modules import (
     ATTENTION,

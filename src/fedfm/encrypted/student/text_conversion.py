@@ -69,5 +69,5 @@ class PostNormFitting(Fitting):
         """
         sums = self._sample([x + linear(y) for x, y in zip(states, features, strict=True)])
         size = sums.var(-1, correction=0, keepdim=True).sqrt()
-        missing = (self._sample(want) - norm.bias) / norm.weight * size - self._sample(states)
+        missing: Tensor = (self._sample(want) - norm.bias) / norm.weight * size - self._sample(states)
         return missing - missing.mean(-1, keepdim=True)
