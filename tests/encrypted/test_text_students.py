@@ -159,6 +159,24 @@ def test_a_trained_student_folds(tmp_path):
     torch.testing.assert_close(u.float(), states[-1], rtol=1e-3, atol=1e-3)
 
 
+def test_a_student_is_measured_again_on_other_texts_and_keeps_its_states(student, tmp_path):
+    folder, _, module = student
+    lines = (folder / "rows.jsonl").read_text().replace("river", "the of").splitlines()
+    (tmp_path / "others.jsonl").write_text("\n".join(lines))
+    what = {
+        "data": {"path": str(tmp_path / "others.jsonl")},
+        "model": {"name": str(folder / "student")},
+        "distil": {"epochs": [0, 0, 0]},
+    }
+    result = distil(what, tmp_path / "wider")
+    assert result["without_numbers"] == 0
+    assert result["outside"] <= result["outside_before"] + 1e-9
+    again = load(tmp_path / "wider")
+    ids, mask, _ = rows_of([3, 16])
+    torch.testing.assert_close(states_of(again, ids, mask)[-1], states_of(module, ids, mask)[-1], rtol=0.02, atol=0.02)
+    assert fold(again).bound >= 1
+
+
 def test_the_paper_s_polynomials_are_refused_before_training(student, tmp_path):
     folder, *_ = student
     what = {

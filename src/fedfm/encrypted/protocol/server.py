@@ -68,7 +68,8 @@ class ForwardPass:
     @property
     def tokens(self) -> int:
         """T, the number of tokens of a row."""
-        return len(fold(self.model.frozen_parts[0].module).positions)
+        module = self.model.frozen_parts[0].module
+        return text_places(module) or len(fold(module).positions)
 
     @property
     def batch(self) -> int:
