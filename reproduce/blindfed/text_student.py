@@ -1,7 +1,7 @@
 r"""A student of texts: auxiliary sentences, linear probes of teacher and student, and one encrypted batch.
 
     python reproduce/blindfed/text_student.py sentences ../shared/data/text .data/sentences.jsonl
-    fedfm distil reproduce/blindfed/minilm.toml --out .data/minilm_fhe
+    fedfm distil reproduce/blindfed/prepare/minilm.toml --out .data/minilm_fhe
     python reproduce/blindfed/text_student.py probe .data/minilm .data/minilm_fhe ../shared/data/text/banking77.jsonl.gz
     python reproduce/blindfed/text_student.py encrypt .data/minilm_fhe ../shared/data/text/banking77.jsonl.gz
 
