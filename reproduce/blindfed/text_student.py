@@ -9,7 +9,7 @@ r"""A student of texts: auxiliary sentences, linear probes of teacher and studen
 the teacher on the mean of its last states over the tokens, computed by transformers alone, of the student on what the
 protocol discloses of its last block. Both get the same rows. The difference has a 95 % interval of paired bootstrap. An
 encrypted batch takes as many test rows as a ciphertext holds, on one core, and is compared with the module in float64.
-The tables go to docs/results/blindfed-texts.md, unless there is ``--no-page``.
+Both print Markdown tables.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def probe(a: argparse.Namespace) -> None:
         "rows without numbers": int((~finite).sum()),
         "outside, of a million": 1e6 * sum(k for k, _ in counts) / sum(k for _, k in counts),
     }
-    show(a, "probes", [line])
+    print(page.table([line]), flush=True)
 
 
 def encrypt(a: argparse.Namespace) -> None:
@@ -228,17 +228,7 @@ def encrypt(a: argparse.Namespace) -> None:
             "`fedfm check`": float(np.log2(planned.statistical_distance)),
         },
     ]
-    show(a, "encrypted blocks", lines)
-    show(a, "one batch", found)
-
-
-def show(a: argparse.Namespace, name: str, lines: list[dict[str, Any]]) -> None:
-    """Print a table, and write it into the page."""
-    text = page.table(lines)
-    print(text, flush=True)
-    if not a.no_page:
-        page.PAGE = page.PAGE.with_name("blindfed-texts.md")
-        page.write(name, text)
+    print(page.table(lines), page.table(found), sep="\n\n", flush=True)
 
 
 def main() -> None:
@@ -255,8 +245,6 @@ def main() -> None:
     batch = parts.add_parser("encrypt")
     batch.add_argument("student"), batch.add_argument("data", type=Path)
     batch.add_argument("--blocks", type=int, help="so many blocks, from the first one")
-    for part in (probes, batch):
-        part.add_argument("--no-page", action="store_true")
     a = parser.parse_args()
     if a.part == "sentences":
         sentences(a.source, a.out, a.count)
