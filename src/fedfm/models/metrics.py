@@ -41,15 +41,20 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 
 
 def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
-    """Numbers of rows by true class and predicted class (C, C), from logits (n, C) and labels (n,).
+    """Numbers of answered rows by true class and predicted class (C, C), from logits (n, C) and labels (n,).
 
     Example:
         >>> confusion(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1]))
         [[1, 1], [1, 0]]
     """
-    classes = logits.shape[-1]
-    table = torch.bincount(labels * classes + logits.argmax(-1), minlength=classes**2).view(classes, classes)
-    return table.tolist()
+    classes, known = logits.shape[-1], answered(logits)
+    found = labels[known] * classes + logits[known].argmax(-1)
+    return torch.bincount(found, minlength=classes**2).view(classes, classes).tolist()
+
+
+def answered(logits: Tensor) -> Tensor:
+    """Mask (n,) of the rows of logits (n, C) that have an answer; one without has -inf for every class."""
+    return (logits != -torch.inf).any(-1)
 
 
 def scores(logits: Tensor, labels: Tensor) -> Scores:
@@ -57,26 +62,28 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
 
     ``balanced_accuracy`` is the mean recall over the classes in ``labels``, and ``macro_f1`` is the mean F1 over the
     classes in labels or predictions (scikit-learn's definitions). ``rows``, ``right`` and ``loss_of_rows`` are sums
-    over rows.
+    over rows. A row without an answer is wrong, a prediction of no class, and has the mean loss of the others.
     """
     n = len(labels)
     if not n:
         return nothing()
-    predicted = logits.argmax(-1)
-    classes = max(logits.shape[-1], int(labels.max()) + 1)
-    table = torch.bincount(labels * classes + predicted, minlength=classes**2).view(classes, classes).double()
-    hit, actual, guessed = table.diagonal(), table.sum(1), table.sum(0)
+    known, classes = answered(logits), max(logits.shape[-1], int(labels.max()) + 1)
+    predicted = torch.where(known, logits.argmax(-1), classes)
+    size = classes + 1
+    table = torch.bincount(labels * size + predicted, minlength=size**2).view(size, size)[:-1].double()
+    hit, actual, guessed = table.diagonal(), table.sum(1), table.sum(0)[:-1]
     recall = (hit / actual)[actual > 0]
     occurs = actual + guessed > 0
-    loss = float(F.cross_entropy(logits.double(), labels, reduction="sum"))
+    total = float(F.cross_entropy(logits[known].double(), labels[known], reduction="sum"))
+    loss = total / count if (count := int(known.sum())) else math.nan
     return nothing(n) | {
         "accuracy": float(hit.sum()) / n,
         "balanced_accuracy": float(recall.mean()),
         "macro_f1": float((2 * hit / (actual + guessed))[occurs].mean()),
-        "loss": finite(loss / n),
+        "loss": finite(loss),
         "rows": n,
         "right": int(hit.sum()),
-        "loss_of_rows": finite(loss),
+        "loss_of_rows": finite(total if count == n else loss * n),
     }
 
 
