@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedfm.models.metrics import answered
+from fedfm.models.metrics import answered_rows
 
 LISTED = 20  # number of mistakes that are listed
 
@@ -33,7 +33,7 @@ def count(logits: Tensor, labels: Tensor) -> ClassCounts:
         >>> count(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1])).cells[0, 1]
         1
     """
-    known = answered(logits)
+    known = answered_rows(logits)
     pairs = zip(labels[known].tolist(), logits[known].argmax(-1).tolist(), strict=True)
     return ClassCounts(logits.shape[-1], Counter(pairs))
 

@@ -47,12 +47,12 @@ def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
         >>> confusion(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1]))
         [[1, 1], [1, 0]]
     """
-    classes, known = logits.shape[-1], answered(logits)
+    classes, known = logits.shape[-1], answered_rows(logits)
     found = labels[known] * classes + logits[known].argmax(-1)
     return torch.bincount(found, minlength=classes**2).view(classes, classes).tolist()
 
 
-def answered(logits: Tensor) -> Tensor:
+def answered_rows(logits: Tensor) -> Tensor:
     """Mask (n,) of the rows of logits (n, C) that have an answer; one without has -inf for every class."""
     return (logits != -torch.inf).any(-1)
 
@@ -67,7 +67,7 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
     n = len(labels)
     if not n:
         return nothing()
-    known, classes = answered(logits), max(logits.shape[-1], int(labels.max()) + 1)
+    known, classes = answered_rows(logits), max(logits.shape[-1], int(labels.max()) + 1)
     predicted = torch.where(known, logits.argmax(-1), classes)
     size = classes + 1
     table = torch.bincount(labels * size + predicted, minlength=size**2).view(size, size)[:-1].double()
@@ -85,24 +85,6 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
         "right": int(hit.sum()),
         "loss_of_rows": finite(total if count == n else loss * n),
     }
-
-
-def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
-    """Accuracy on rows of base classes, accuracy on rows of new classes, and their harmonic mean, from logits (n, C).
-
-    The first ``base`` classes are the base classes, the others are new. A row is classified only among the classes of
-    its own group, base or new. A score without rows is None.
-
-    Conditional Prompt Learning for Vision-Language Models (CoCoOp). Zhou, Yang, Loy, Liu. CVPR 2022. arXiv:2203.05557.
-    Section 4.1.
-    """
-    found: list[float | None] = []
-    for rows, among in ((labels < base, slice(0, base)), (labels >= base, slice(base, None))):
-        hits = logits[rows, among].argmax(-1) == labels[rows] - among.start
-        found.append(hits.double().mean().item() if len(hits) else None)
-    b, n = found
-    mean = None if b is None or n is None else 2 * b * n / (b + n) if b + n else 0.0
-    return dict(zip(BASE_AND_NEW, (b, n, mean), strict=True))
 
 
 def nothing(n: int = 0) -> Scores:
