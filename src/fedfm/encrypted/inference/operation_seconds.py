@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ from fedfm.encrypted.ckks.wire import Channel, Sender
 from fedfm.encrypted.inference import messages
 from fedfm.linalg.kernels import buffers
 
-_AGAIN = 4  # number of repetitions; the minimum counts
+_AGAIN = 4  # number of repetitions
 _FEW = 16  # number of ciphertexts in a timed operation
 _TERMS = 8  # number of terms in timed sums of products
 _STEPS = 8  # number of rotations of one ciphertext that are timed together
@@ -205,11 +204,12 @@ def _messages(client: seal.ClientKeys, server: seal.ServerKeys) -> tuple[float, 
 
 
 def _measure_seconds(work: Callable[[], object], count: int, turns: int = _AGAIN) -> float:
-    """Return CPU seconds per operation: the minimum of several calls. Each call does ``count`` operations."""
+    """Return CPU seconds per operation: the mean of several calls. Each call does ``count`` operations.
+
+    Other work on the machine slows a run's operations as well, so the minimum would be too small.
+    """
     work()  # the first call compiles code and makes tables
-    best = math.inf
+    start = time.process_time()
     for _ in range(turns):
-        start = time.process_time()
         work()
-        best = min(best, time.process_time() - start)
-    return best / count
+    return (time.process_time() - start) / (turns * count)
