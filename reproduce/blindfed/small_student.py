@@ -3,6 +3,7 @@
     python blindfed/small_student.py .data/vit_197
     python blindfed/encrypt_once.py .data/vit_197/student .data/vit_197/rows.npz --mark " of 197 tokens"
 
+With ``--width 192`` it is a block of ViT-tiny's own shape.
 The weights are random, the rows are pictures by formula, and the polynomials are fitted to them without training. So
 the scores and attention weights are as many ciphertexts as in a block of ViT-tiny, and the linear maps are smaller.
 """
@@ -26,18 +27,19 @@ from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 SIDE, ROWS, TESTS = 56, 60, 20
-SHAPE = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
+SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 3}
 SPREAD = 0.15  # deviation of what is added to the first weights, so that blocks do something
 
 
 def main() -> None:
     """Write the model, its rows and its student."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("out", type=Path), parser.add_argument("--width", type=int, default=24)
+    a = parser.parse_args()
+    out, shape = a.out, SHAPE | {"hidden_size": a.width, "intermediate_size": 4 * a.width}
     start = out / "start"
     torch.manual_seed(3)
-    module = transformers.ViTModel(transformers.ViTConfig(**SHAPE, image_size=SIDE, patch_size=4))
+    module = transformers.ViTModel(transformers.ViTConfig(**shape, image_size=SIDE, patch_size=4))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(SPREAD * torch.randn(parameter.shape))

@@ -7,6 +7,8 @@ import pytest
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import ClientFault, InputError, Lost
@@ -15,8 +17,11 @@ from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
+from fedfm.encrypted.ckks import seal
+from fedfm.encrypted.inference import select_states
 from fedfm.encrypted.inference.key_holder import zero_out_of_range
 from fedfm.encrypted.inference.model_owner import Checkpoint, KeyHolder, ModelOwner, OutOfRange
+from fedfm.encrypted.inference.select_states import select_released
 
 SAMPLES, TOKENS, D = 5, 4, 4
 MODEL, ROWS, STATES = random_model(SAMPLES, TOKENS, D)
@@ -99,13 +104,35 @@ def test_other_slots_of_a_grid_are_zero():
     np.testing.assert_allclose(shape.from_slots(sums[None], 1), shape.clear(x))
 
 
+@pytest.mark.parametrize(("class_token", "most"), [(True, 1), (False, 8)], ids=["a class token", "a mean"])
+def test_a_plaintext_is_encoded_once_however_many_features_use_it(class_token, most, monkeypatch):
+    """Eight tokens and 11 features: a full ciphertext and a part of one."""
+    layout, kind = Packing(Parameters(), 8), Released("class", 8, 11, class_token=class_token)
+    client = seal.ClientKeys(layout.parameters)
+    server = seal.ServerKeys(layout.parameters, client.public(layout.rotations), floor=3)
+    x = np.random.default_rng(3).normal(size=(layout.samples, 8, 11))
+    encoded, encode = [], select_states.encode_slots
+
+    def counted(values, *others):
+        encoded.append(len(values))
+        return encode(values, *others)
+
+    monkeypatch.setattr(select_states, "encode_slots", counted)
+    rows = Ciphertexts(client.encrypt(layout.pack(x)).view(np.uint64), 2.0**36, server).at(messages.RELEASE_LIMBS)
+    found = select_released(rows, kind, layout, 2.0, 4.0)
+    assert sum(encoded) == most
+    slots = client.decrypt(found.residues, found.scale)
+    np.testing.assert_allclose(kind.from_slots(slots, len(x)), kind.clear(x) / 2, atol=1e-3)
+    assert np.abs(slots.reshape(2, 8, -1)[1, 3:]).max() < 1e-3  # nothing but the last three features
+
+
 def test_the_second_polynomial_says_nothing_of_the_weights():
     run = Run()
     x = Ciphertexts(HOLDER._keys.encrypt(np.ones((D, 4096))).view(np.uint64), 2.0**36, run.owner.keys).at(3)
     (a, _), (b, _) = (
         run.holder._current.unpack(run.owner.release(0, x), limbs=1, note=messages.NOTE.size) for _ in range(2)
     )
-    bare = run.owner._select_released(x.at(2), 1.0, 1.0).residues
+    bare = select_released(x.at(2), run.owner.kind, run.owner.layout, 1.0, 1.0).residues
     assert (a[:, 1] == b[:, 1]).mean() < 1e-3
     assert (a[:, 1] == bare[:, 1]).mean() < 1e-3
 

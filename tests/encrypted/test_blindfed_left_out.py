@@ -44,15 +44,22 @@ def test_a_client_with_one_such_row_takes_part_with_the_others(tmp_path, protoco
     assert [text.partition(" rows of ")[0] for text in found] == (["1 of 20"] if protocol == "masked" else [])
 
 
-def test_such_a_test_row_is_answered_by_the_head_s_bias(tmp_path):
+def test_such_a_test_row_has_no_answer_and_counts_as_wrong(tmp_path):
+    """All other test rows are right; the run's accuracy is their share, at the server and at their client."""
     asked, split = tables(tmp_path, [0])
     assert split[0] == "test"
     result = fedfm.run(asked, tmp_path / "run")
     assert result["excluded"] == []
     clean, _ = tables(tmp_path, [])
-    assert fedfm.run(clean, tmp_path / "clean")["params_sha256"] == result["params_sha256"]
+    whole = fedfm.run(clean, tmp_path / "clean")
+    assert whole["params_sha256"] == result["params_sha256"]
     line = fedfm.load_run(tmp_path / "run").metrics()[-1]
     assert line["loss"] is not None
+    n = int((split == "test").sum())
+    assert whole["accuracy"] == 1.0
+    assert result["accuracy"] == pytest.approx((n - 1) / n)
+    assert sum(a < 1 for a in line["client_accuracy"].values()) == 1
+    assert np.sum(line["confusion"]) == n - 1
 
 
 def test_a_client_without_another_row_takes_no_part():

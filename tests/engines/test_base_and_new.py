@@ -9,7 +9,7 @@ import torch
 import fedfm
 from fedfm.api.predict import predict
 from fedfm.errors import InputError
-from fedfm.models.metrics import base_and_new
+from fedfm.models.base_and_new import base_and_new
 from fedfm.reports import compare
 from fedfm.reports.html import write as write_report
 from tiny_clip import pictures, save

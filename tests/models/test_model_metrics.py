@@ -13,7 +13,8 @@ from tiny_models import load, prose, real, sentences, vectors
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import text_metrics
-from fedfm.models.metrics import evaluate, scores
+from fedfm.models.class_counts import count
+from fedfm.models.metrics import confusion, evaluate, scores
 from fedfm.models.text_metrics import Answer, answer_limit, answers, references, rouge_1
 
 
@@ -285,3 +286,32 @@ def test_real_answers_are_the_same_together():
 )
 def test_rouge_1(answer, reference, f1):
     assert rouge_1(answer, reference) == pytest.approx(f1)
+
+
+@given(st.integers(1, 30), st.integers(2, 5), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_a_row_without_an_answer_is_a_wrong_prediction_of_no_class(n, classes, seed):
+    """Against scikit-learn, with a further class for such rows that is not averaged over."""
+    rng = np.random.default_rng(seed)
+    logits, labels = torch.from_numpy(rng.normal(size=(n, classes))), torch.from_numpy(rng.integers(0, classes, n))
+    silent = torch.from_numpy(rng.random(n) < 0.3)
+    silent[0] = False
+    said = torch.where(silent, classes, logits.argmax(-1)).numpy()
+    logits[silent] = -torch.inf
+    found, y = scores(logits, labels), labels.numpy()
+    among = sorted({*y.tolist(), *said.tolist()} - {classes})
+    assert found["n"] == found["rows"] == n
+    assert found["right"] == (said == y).sum()
+    assert found["accuracy"] == pytest.approx(accuracy_score(y, said))
+    recall = recall_score(y, said, labels=sorted(set(y.tolist())), average="macro", zero_division=0)
+    assert found["balanced_accuracy"] == pytest.approx(recall)
+    assert found["macro_f1"] == pytest.approx(f1_score(y, said, labels=among, average="macro", zero_division=0))
+    loss = -logits[~silent].log_softmax(1)[torch.arange(int((~silent).sum())), labels[~silent]].mean()
+    assert found["loss"] == pytest.approx(float(loss))
+    assert found["loss_of_rows"] == pytest.approx(n * float(loss))
+    assert sum(map(sum, confusion(logits, labels))) == sum(count(logits, labels).cells.values()) == (~silent).sum()
+
+
+def test_rows_without_any_answer_have_no_loss():
+    found = scores(torch.full((3, 2), -torch.inf), torch.tensor([0, 1, 1]))
+    assert (found["accuracy"], found["loss"], found["right"]) == (0, None, 0)

@@ -273,13 +273,7 @@ class TrainedRun:
         return predictions.encode_rows(self.method, self.model, rows)
 
     def logits(self, rows: Rows) -> Tensor:
-        """Logits (n, C); NaN for a row without activations, which otherwise would get those of zeros."""
-        from fedfm.models.adapters.side_adapter import STATES, with_numbers
-
-        found = predictions.logits(self.method, self.model, self.w, rows)
-        if STATES in rows.tensors:
-            found = found.masked_fill(~with_numbers(rows.tensors[STATES]).to(found.device)[:, None], float("nan"))
-        return found
+        return predictions.logits(self.method, self.model, self.w, rows)
 
     def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         return predictions.apply_model(self.method, self.model, self.w, rows)

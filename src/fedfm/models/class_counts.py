@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fedfm.models.metrics import answered_rows
+
 LISTED = 20  # number of mistakes that are listed
 
 
@@ -24,14 +26,15 @@ class ClassCounts(NamedTuple):
 
 
 def count(logits: Tensor, labels: Tensor) -> ClassCounts:
-    """The counts of logits (n, C) and labels (n,).
+    """The counts of logits (n, C) and labels (n,), without rows that have no answer.
 
     Example:
         >>> import torch
         >>> count(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1])).cells[0, 1]
         1
     """
-    pairs = zip(labels.tolist(), logits.argmax(-1).tolist(), strict=True)
+    known = answered_rows(logits)
+    pairs = zip(labels[known].tolist(), logits[known].argmax(-1).tolist(), strict=True)
     return ClassCounts(logits.shape[-1], Counter(pairs))
 
 

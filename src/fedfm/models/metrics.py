@@ -41,15 +41,20 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 
 
 def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
-    """Numbers of rows by true class and predicted class (C, C), from logits (n, C) and labels (n,).
+    """Numbers of answered rows by true class and predicted class (C, C), from logits (n, C) and labels (n,).
 
     Example:
         >>> confusion(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1]))
         [[1, 1], [1, 0]]
     """
-    classes = logits.shape[-1]
-    table = torch.bincount(labels * classes + logits.argmax(-1), minlength=classes**2).view(classes, classes)
-    return table.tolist()
+    classes, known = logits.shape[-1], answered_rows(logits)
+    found = labels[known] * classes + logits[known].argmax(-1)
+    return torch.bincount(found, minlength=classes**2).view(classes, classes).tolist()
+
+
+def answered_rows(logits: Tensor) -> Tensor:
+    """Mask (n,) of the rows of logits (n, C) that have an answer; one without has -inf for every class."""
+    return (logits != -torch.inf).any(-1)
 
 
 def scores(logits: Tensor, labels: Tensor) -> Scores:
@@ -57,45 +62,29 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
 
     ``balanced_accuracy`` is the mean recall over the classes in ``labels``, and ``macro_f1`` is the mean F1 over the
     classes in labels or predictions (scikit-learn's definitions). ``rows``, ``right`` and ``loss_of_rows`` are sums
-    over rows.
+    over rows. A row without an answer is wrong, a prediction of no class, and has the mean loss of the others.
     """
     n = len(labels)
     if not n:
         return nothing()
-    predicted = logits.argmax(-1)
-    classes = max(logits.shape[-1], int(labels.max()) + 1)
-    table = torch.bincount(labels * classes + predicted, minlength=classes**2).view(classes, classes).double()
-    hit, actual, guessed = table.diagonal(), table.sum(1), table.sum(0)
+    known, classes = answered_rows(logits), max(logits.shape[-1], int(labels.max()) + 1)
+    predicted = torch.where(known, logits.argmax(-1), classes)
+    size = classes + 1
+    table = torch.bincount(labels * size + predicted, minlength=size**2).view(size, size)[:-1].double()
+    hit, actual, guessed = table.diagonal(), table.sum(1), table.sum(0)[:-1]
     recall = (hit / actual)[actual > 0]
     occurs = actual + guessed > 0
-    loss = float(F.cross_entropy(logits.double(), labels, reduction="sum"))
+    total = float(F.cross_entropy(logits[known].double(), labels[known], reduction="sum"))
+    loss = total / count if (count := int(known.sum())) else math.nan
     return nothing(n) | {
         "accuracy": float(hit.sum()) / n,
         "balanced_accuracy": float(recall.mean()),
         "macro_f1": float((2 * hit / (actual + guessed))[occurs].mean()),
-        "loss": finite(loss / n),
+        "loss": finite(loss),
         "rows": n,
         "right": int(hit.sum()),
-        "loss_of_rows": finite(loss),
+        "loss_of_rows": finite(total if count == n else loss * n),
     }
-
-
-def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
-    """Accuracy on rows of base classes, accuracy on rows of new classes, and their harmonic mean, from logits (n, C).
-
-    The first ``base`` classes are the base classes, the others are new. A row is classified only among the classes of
-    its own group, base or new. A score without rows is None.
-
-    Conditional Prompt Learning for Vision-Language Models (CoCoOp). Zhou, Yang, Loy, Liu. CVPR 2022. arXiv:2203.05557.
-    Section 4.1.
-    """
-    found: list[float | None] = []
-    for rows, among in ((labels < base, slice(0, base)), (labels >= base, slice(base, None))):
-        hits = logits[rows, among].argmax(-1) == labels[rows] - among.start
-        found.append(hits.double().mean().item() if len(hits) else None)
-    b, n = found
-    mean = None if b is None or n is None else 2 * b * n / (b + n) if b + n else 0.0
-    return dict(zip(BASE_AND_NEW, (b, n, mean), strict=True))
 
 
 def nothing(n: int = 0) -> Scores:

@@ -46,7 +46,7 @@ def judge(
     not means over rows, and clients do not report logits. If there is only one client, its scores are the global
     scores, except for the counts by class.
 
-    A task that trains only some classes adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
+    A task that trains only some classes adds the metrics of :func:`fedfm.models.base_and_new.base_and_new`.
 
     Args:
         ask: returns cached logits by piece; the logits of all other pieces are computed here.
@@ -104,9 +104,11 @@ def judge(
         return joined
 
     def with_new(w: Params, by_class: bool) -> dict[str, Any]:
+        from fedfm.models.base_and_new import base_and_new
+
         said = logits(method, population.model, w, population.test)
         labels = population.labels(population.federated.test)
-        return metrics.scores(said, labels) | metrics.base_and_new(said, labels, base or 0)
+        return metrics.scores(said, labels) | base_and_new(said, labels, base or 0)
 
     judged, base = whole, population.model.task.trained_classes
     if base is not None:

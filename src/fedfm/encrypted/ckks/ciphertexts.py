@@ -13,7 +13,6 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
@@ -327,7 +326,7 @@ def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
     one_x, one_y = len(x) == 1, len(y) == 1
     for i in range(count):
         p, q = 0 if one_x else i, 0 if one_y else i
-        modular_kernels.tensor(x.residues[p : p + 1], y.residues[q : q + 1], out[i], x.evaluator.ring.primes)
+        x.evaluator.ring.tensor(x.residues[p : p + 1], y.residues[q : q + 1], out[i])
     return x._like(out, x.scale * y.scale)
 
 
@@ -337,7 +336,7 @@ def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
         raise InputError(f"{len(a)} and {len(b)} ciphertexts in an inner product")
     x, y = _factors(a, b)
     out = np.empty((1, 3, *x.limbs.shape[2:]), np.int64)
-    modular_kernels.tensor(x.residues, y.residues, out[0], x.evaluator.ring.primes)
+    x.evaluator.ring.tensor(x.residues, y.residues, out[0])
     return x._like(out, x.scale * y.scale)
 
 
@@ -353,7 +352,7 @@ def outer(a: Ciphertexts, b: Ciphertexts, terms: int, *, first: bool = True, las
     m, n = len(x) // terms, len(y) // terms
     steps = (m, n, terms, *((terms, 1) if first else (1, m)), *((terms, 1) if last else (1, n)))
     out = np.empty((m * n, 3, *x.limbs.shape[2:]), np.int64)
-    modular_kernels.outer(x.residues, y.residues, steps, out, x.evaluator.ring.primes)
+    x.evaluator.ring.outer(x.residues, y.residues, steps, out)
     return x._like(out, x.scale * y.scale)
 
 

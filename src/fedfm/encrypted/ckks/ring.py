@@ -193,6 +193,18 @@ class Ring:
         modular_kernels.dyadic(*(self._rows(x) for x in (a, b, plus, out)), self.primes)
         return out
 
+    def tensor(self, a: Residues, b: Residues, out: Residues) -> None:
+        """Sum products of ciphertexts: a, b (terms, 2, primes, N) -> out (3, primes, N), for at most 2^10 terms."""
+        modular_kernels.tensor(a, b, out, self.primes)
+
+    def outer(self, a: Residues, b: Residues, steps: tuple[int, ...], out: Residues) -> None:
+        """Sum products of ciphertexts for all pairs; ``steps`` is explained in :func:`modular_kernels._outer`."""
+        modular_kernels.outer(a, b, steps, out, self.primes)
+
+    def weave(self, a: Residues, b: Residues, out: Residues) -> None:
+        """Sum ciphertexts times plaintexts: a (terms, 2, primes, N), b (terms, primes, N) -> out (2, primes, N)."""
+        modular_kernels.weave(a, b, out, self.primes)
+
     def constant(self, value: int, limbs: int) -> Residues:
         """Return an integer modulo each of the first ``limbs`` primes, (limbs,)."""
         return np.array([value % int(q) for q in self.primes[:limbs]], np.int64)

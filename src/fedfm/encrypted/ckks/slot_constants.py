@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks import encoding, modular_kernels
+from fedfm.encrypted.ckks import encoding
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
@@ -57,5 +57,5 @@ def weighted_sum(x: Ciphertexts, plains: Residues, scale: float) -> Ciphertexts:
     if plains.shape != (len(x), limbs, degree):
         raise InputError(f"plaintexts {plains.shape} for {len(x)} ciphertexts of {limbs} primes")
     out = np.empty((1, polynomials, limbs, degree), np.int64)
-    modular_kernels.weave(x.residues, plains, out[0], ring.primes)
+    ring.weave(x.residues, plains, out[0])
     return Ciphertexts(out.view(np.uint64), x.scale * scale, x.evaluator)

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from fedfm.encrypted.ckks import seal, slot_permutation
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, outer, products
-from fedfm.encrypted.ckks.matrices import linear
-from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, Masking, distance
-from fedfm.encrypted.ckks.remote_refresh import answer_refresh, encrypt_message
+from fedfm.encrypted.ckks import slot_permutation
+from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, distance
 from fedfm.encrypted.ckks.ring import SECURE_BITS, Parameters
-from fedfm.encrypted.ckks.slot_constants import weighted_sum
 from fedfm.encrypted.ckks.transformer_block import Packing
-from fedfm.encrypted.ckks.wire import Channel, Sender
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.folded_model import FoldedModel
-from fedfm.encrypted.inference.operation_count import Count, count_operations
+from fedfm.encrypted.inference.operation_count import count_operations
+from fedfm.encrypted.inference.operation_seconds import Work, operation_seconds
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import InputError
-
-_AGAIN = 4  # number of ciphertexts in a timed operation, and number of its repetitions
-_WIDE = 32  # number of ciphertexts in a timed product; a refresh of more ciphertexts is timed once only
-_STEPS = 8  # number of rotations of one ciphertext that are timed together
-_TERMS = 8  # number of terms in timed sums of products
-_SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
 @dataclass(frozen=True)
@@ -130,8 +119,9 @@ def plan(
     layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
     matrix = np.ones((projection, d)) if released == "tokens" else None
     kind = Released(released, tokens, d, matrix, folded.class_token)
+    disclosed = None if permuted else kind
     counts = [
-        count_operations(layer, tokens, parameters, number == 0, bool(permuted))
+        count_operations(layer, tokens, parameters, number == 0, bool(permuted), disclosed)
         for number, layer in enumerate(folded.blocks)
     ]
     full, low = (sum(parameters.bits[:n]) * parameters.degree // 8 for n in (parameters.limbs, floor))
@@ -154,7 +144,16 @@ def plan(
         sizes += again * full + labels * sum(parameters.bits[: messages.RELEASE_LIMBS]) * parameters.degree // 8
         sizes += -(-labels // 2) * one
     rotations = layout.rotations | (slot_permutation.rotations(layout) if permuted else set())
-    seconds, key_bytes = _seconds(folded, counts, layout, rotations, again)
+    operations: Counter[tuple[str, int]] = sum((c.operations for c in counts), Counter())
+    work = Work(
+        operations,
+        Counter(size for c in counts for size in c.refreshes),
+        _maps(folded, kind, parameters, bool(permuted)),
+        folded.embedding.shape[1] + again,
+        len(counts) * out,
+    )
+    spent_seconds = operation_seconds(work, layout, folded.bound, rotations)
+    owner, client = (sum(part.values()) / len(counts) for part in (spent_seconds.owner, spent_seconds.client))
     log_q = sum(parameters.bits) + parameters.special
     return EncryptedPlan(
         ring_dimension=parameters.degree,
@@ -165,7 +164,7 @@ def plan(
         batch=layout.samples,
         batches=sum(batches),
         ciphertext_bytes=(full, 2 * low, one),
-        key_bytes=key_bytes,
+        key_bytes=spent_seconds.key_bytes,
         wide=max(sum(n >= d for n in c.refreshes) for c in counts),
         narrow=max(sum(n < d for n in c.refreshes) for c in counts),
         refreshed=refreshed,
@@ -173,8 +172,8 @@ def plan(
         bytes_per_batch=sizes,
         bytes_per_sample=sizes * sum(batches) / max(total, 1),
         statistical_distance=spent,
-        seconds_per_block=seconds,
-        seconds=sum(batches) * len(counts) * sum(seconds),
+        seconds_per_block=(owner, client),
+        seconds=sum(batches) * len(counts) * (owner + client),
     )
 
 
@@ -190,120 +189,16 @@ def _depth(folded: FoldedModel, number: int) -> int:
     return (2 + first) + (2 + second) + 2 + exponential + (2 + inverse) + 3 + (2 + gelu)
 
 
-def _seconds(
-    folded: FoldedModel, counts: Sequence[Count], layout: Packing, rotations: set[int], again: int
-) -> tuple[tuple[float, float], int]:
-    """Time operations; return seconds of owner and client for an average block, and bytes of the evaluation keys.
-
-    ``again`` is the number of ciphertexts of states that a client returns, over all blocks; 0 in the masked protocol.
-    """
-    parameters, d = layout.parameters, folded.positions.shape[1]
-    floor = messages.floor_of(parameters)
-    client = seal.ClientKeys(parameters)
-    public = client.public(rotations)
-    server = seal.ServerKeys(parameters, public, floor=floor)
-    x = Ciphertexts(client.encrypt(np.ones((_AGAIN, parameters.slots))).view(np.uint64), parameters.scale, server)
-    each: dict[tuple[str, int], float] = {}
-    operations: Counter[tuple[str, int]] = sum((c.operations for c in counts), Counter())
-    steps = sorted(layout.rotations)[:_STEPS]
-    for name, limbs in operations:
-        y = x.at(limbs)
-        if name == "relinearise":
-            wide = Ciphertexts(np.repeat(y.limbs, 2, axis=1)[:, :3].copy(), y.scale, server)
-            each[name, limbs] = _measure_seconds(lambda wide=wide: server.relinearise_and_rescale(wide))  # type: ignore[misc]
-        elif name == "weigh":
-            plains = np.ones((len(y), limbs, parameters.degree), np.int64)
-            each[name, limbs] = _measure_seconds(lambda y=y, plains=plains: weighted_sum(y, plains, 1.0))  # type: ignore[misc]
-        elif name == "rescale":
-            each[name, limbs] = _measure_seconds(lambda y=y: server.rescale(y))  # type: ignore[misc]
-        elif name == "rotate":
-            one = _measure_seconds(lambda y=y: server.rotations(y, steps[:1]))  # type: ignore[misc]
-            more = _measure_seconds(lambda y=y: server.rotations(y, steps)) if steps[1:] else 2 * one  # type: ignore[misc]
-            each[name, limbs] = (more - one) / max(len(steps) - 1, 1)
-            each["decompose", limbs] = max(one - each[name, limbs], 0.0)
-    many = Ciphertexts(np.repeat(x.limbs, _WIDE // _AGAIN, axis=0), x.scale, server)
-    sizes = Counter(size for c in counts for size in c.refreshes)
-    theirs, ours = _refreshes(client, x, floor, folded.bound, sizes)
-    returned, taken = _returns(client) if again else (0.0, 0.0)
-    product = _measure_seconds(lambda: products(many, many), _WIDE)
-    term = _measure_seconds(lambda: outer(many, many, _TERMS), _WIDE**2 // _TERMS)
-    matrix = _measure_seconds(lambda: linear(np.ones((4 * _WIDE, _WIDE)), many), 4 * _WIDE**2)
-    m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
-    refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
-    fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
-    places, baby = layout.places, layout.baby
-    pairs = [layer.heads * places + d * (places // baby) for layer in folded.blocks]  # sums of many products
-    alone = sum(n for (name, _), n in operations.items() if name == "relinearise") - sum(pairs)
-    multiplied = 2 * d * places * term + (alone / len(counts) + 2 * d) * product
-    return (
-        float(fixed + refreshed * ours + again_each * taken + multiplied + (4 * d * d + 2 * d * m) * matrix),
-        float(refreshed * theirs + again_each * returned),
-    ), len(public)
-
-
-def _refreshes(
-    client: seal.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
-) -> tuple[float, float]:
-    """Return client's and owner's seconds per ciphertext, for ``sizes``: size of a refresh -> number of such refreshes.
-
-    In a message of hundreds of ciphertexts, each takes up to twice as long as in a small message, because a large
-    message does not fit into the cache, and the system has to clear memory for it.
-    """
-    parameters, masking = client.parameters, Masking(bound)
-    theirs = ours = 0.0
-    for size, often in sizes.items():
-        here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
-        many = Ciphertexts(np.repeat(x.limbs, -(-size // len(x)), axis=0)[:size], x.scale, x.evaluator)
-        hidden, _ = masking.hide(many.at(floor))
-        message = there.pack(hidden.residues, x.scale)
-
-        def answer(here: Channel = here, message: bytes = message) -> bytes:
-            here.received = here.sent = 0
-            return answer_refresh(client, here, message, floor)
-
-        reply = answer()
-
-        def ask(there: Channel = there, many: Ciphertexts = many, reply: bytes = reply) -> None:
-            there.received = there.sent = 0
-            covered, mask = masking.hide(many.at(floor))
-            there.pack(covered.residues, x.scale)
-            fresh, scale = there.unpack(reply, limbs=parameters.limbs)
-            masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, x.evaluator), mask)
-
-        turns = 1 if size > _WIDE else _AGAIN
-        theirs += often * _measure_seconds(answer, 1, turns)
-        ours += often * _measure_seconds(ask, 1, turns)
-    total = sum(size * often for size, often in sizes.items())
-    return theirs / total, ours / total
-
-
-def _returns(client: seal.ClientKeys) -> tuple[float, float]:
-    """Return client's and owner's seconds for a fresh ciphertext that the client sends."""
-    parameters = client.parameters
-    here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
-
-    def renew() -> bytes:
-        here.sent = 0
-        return encrypt_message(client, here, np.ones((_WIDE, parameters.slots)))
-
-    fresh = renew()
-
-    def take() -> None:
-        there.received = 0
-        there.unpack(fresh, limbs=parameters.limbs)
-
-    return _measure_seconds(renew, _WIDE), _measure_seconds(take, _WIDE)
-
-
-def _measure_seconds(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
-    """Return CPU seconds per ciphertext: the minimum of several calls. Each call processes ``count`` ciphertexts."""
-    work()  # the first call compiles code and makes tables
-    best = math.inf
-    for _ in range(turns):
-        start = time.process_time()
-        work()
-        best = min(best, time.process_time() - start)
-    return best / count
+def _maps(folded: FoldedModel, kind: Released, parameters: Parameters, permuted: bool) -> Counter[tuple[int, int, int]]:
+    """Count the linear maps of all blocks by (rows, columns, number of primes)."""
+    primes = messages.rows_limbs(parameters)  # the last of them is narrow, and their rescaling drops it
+    embedded = "residual" in folded.blocks[0].weights  # texts come embedded
+    out = Counter([] if embedded else [(*folded.embedding.shape, primes)])
+    for layer in folded.blocks:
+        out.update((*w.shape, primes) for w in layer.weights.values() if w.ndim == 2)
+    if kind.projection is not None and not permuted:
+        out[(*kind.projection.shape, messages.RELEASE_LIMBS)] += len(folded.blocks)
+    return out
 
 
 def _span(seconds: float) -> str:

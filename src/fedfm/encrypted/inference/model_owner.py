@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks import encoding
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
-from fedfm.encrypted.ckks.matrices import linear, matrix_product
+from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.refresh import Masking, Spending
 from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh
 from fedfm.encrypted.ckks.seal import ServerKeys
-from fedfm.encrypted.ckks.slot_constants import encode_slots, plus_slots, weighted_sum
+from fedfm.encrypted.ckks.slot_constants import plus_slots
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.ckks.wire import Channel
 from fedfm.encrypted.inference import messages
@@ -35,6 +35,7 @@ from fedfm.encrypted.inference.folded_model import FoldedModel, block_of
 from fedfm.encrypted.inference.key_holder import KeyHolder, OutOfRange
 from fedfm.encrypted.inference.messages import RELEASE_LIMBS, Checkpoint
 from fedfm.encrypted.inference.released_states import KINDS, Numbers, Released
+from fedfm.encrypted.inference.select_states import select_released
 from fedfm.errors import E_FORMAT, E_SHAPE, ClientFault, InputError
 from fedfm.privacy.crypto import keys
 
@@ -124,7 +125,8 @@ class ModelOwner:
     def release(self, block: int, x: Ciphertexts) -> bytes:
         """Make the message with the disclosed activations of a block, from its encrypted states (d,)."""
         largest = float(self.folded.ranges[block] / self.folded.scales[block]) * self.kind.gain()
-        chosen = self._select_released(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
+        x, over = x.at(RELEASE_LIMBS), float(self.folded.scales[block])
+        chosen = select_released(x, self.kind, self.layout, over, largest)
         return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
 
     def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
@@ -153,50 +155,6 @@ class ModelOwner:
         if start.parameters != parameters or len(start.residues) != features or start.blocks > len(self._blocks):
             raise InputError("the checkpoint belongs to another model or to other encryption parameters")
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
-
-    def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
-        """Select the disclosed values, and divide them by the block's scale.
-
-        In the result, all other slots are zero, and one prime is left.
-        """
-        ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
-        if self.kind.projection is not None:
-            rounded = np.rint(self.kind.projection * (factor / over))
-            picked = matrix_product(rounded, x.residues, ring)
-            return self.keys.rescale(Ciphertexts(picked.view(np.uint64), x.scale * factor, self.keys))
-        plains = {
-            j: encode_slots(np.repeat(w / over, step, axis=1), RELEASE_LIMBS, factor, ring)
-            for j, w in self.kind.weights().items()
-        }
-        out = []
-        for start in range(0, len(x), self.kind.together):
-            part = x[start : start + self.kind.together]
-            # The last ciphertext may lack features. SEAL refuses to rotate a product with zeros.
-            used = {j: p[: len(part)] for j, p in plains.items() if p[: len(part)].any()}
-            sums = {j: weighted_sum(part, p, factor) for j, p in used.items()}
-            out.append(self._rotate_and_sum(sums).residues)
-        released = np.concatenate(out).view(np.uint64)
-        return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
-
-    def _factor(self, x: Ciphertexts, largest: float) -> float:
-        """Return a plaintext scale, so that products with slots up to ``largest`` fit into the remaining prime."""
-        parameters = self.layout.parameters
-        # Every coefficient must be below half the last modulus. Each is at most the scale times the largest slot.
-        target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
-        return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
-
-    def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """Rotate each ciphertext in ``sums`` by its key, which is a number of places, and add the results.
-
-        Rotations by a power of two are applied to sums, so that several ciphertexts share one rotation.
-        """
-        for bit in range(self.layout.places.bit_length() - 1):
-            halves: dict[int, Ciphertexts] = {}
-            for j, x in sorted(sums.items()):
-                moved = x.rotate(self.layout.samples << bit) if j & 1 else x
-                halves[j >> 1] = halves[j >> 1] + moved if j >> 1 in halves else moved
-            sums = halves
-        return sums[0]
 
     def _noise(self, count: int, scale: float) -> NDArray[np.int64]:
         """Draw uniform random coefficients in evaluation form (count, 1, N); the slots have the rms :data:`FLOOD`."""

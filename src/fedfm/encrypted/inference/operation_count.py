@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from fedfm.encrypted.ckks.slot_permutation import permute_samples
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.folded_model import FoldedLayer, block_of
+from fedfm.encrypted.inference.released_states import Released
+from fedfm.encrypted.inference.select_states import select_released
 from fedfm.encrypted.token_places import places_of
 
 
@@ -29,10 +32,39 @@ class _Short:
 
 
 class _CountedRing(Ring):
-    """A ring without tables, for shapes alone: a transform changes no shape."""
+    """A ring without tables, for shapes alone. It counts sums and products, and changes no values.
+
+    Args:
+        operations: the counts of :class:`Count`.
+    """
+
+    def __init__(self, parameters: Parameters, operations: Counter[tuple[str, int]]) -> None:
+        self.parameters, self.degree = parameters, parameters.degree
+        self.primes, self._operations = np.array(parameters.primes, np.int64), operations
 
     def forward(self, x: Residues, first: int = 0) -> Residues:
+        self._operations["encode", x.shape[-2]] += len(x)
         return x
+
+    def add(self, a: Residues, b: Residues, sign: int = 1) -> Residues:
+        self._operations["add", a.shape[-2]] += math.prod(a.shape[:-2])
+        return a
+
+    def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
+        self._operations["affine", a.shape[-2]] += math.prod(a.shape[:-2])
+        return a
+
+    def tensor(self, a: Residues, b: Residues, out: Residues) -> None:
+        self._operations["product", a.shape[2]] += len(a)
+        out[:] = 1
+
+    def outer(self, a: Residues, b: Residues, steps: tuple[int, ...], out: Residues) -> None:
+        self._operations["term", a.shape[2]] += math.prod(steps[:3])
+        out[:] = 1
+
+    def weave(self, a: Residues, b: Residues, out: Residues) -> None:
+        self._operations["weigh", a.shape[2]] += len(a)
+        out[:] = 1
 
 
 @dataclass
@@ -42,12 +74,14 @@ class Count:
     Attributes:
         operations: count for each (name, number of primes). Names are ``relinearise`` (with its
             rescaling), ``rescale`` alone, ``decompose`` (the
-            digits of a ciphertext before its rotations), ``rotate`` (each rotation), and ``weigh``: the product of a
-            ciphertext and a plaintext, as one term of a sum.
+            digits of a ciphertext before its rotations), ``rotate`` (each rotation), ``product`` (of two
+            ciphertexts), ``term`` (such a product in a matrix of sums), ``weigh`` (the product of a ciphertext and a
+            plaintext, as one term of a sum), ``encode`` (a plaintext), and ``add`` and ``affine`` for each polynomial
+            that is added to another one, or multiplied by a number.
         refreshes: for each refresh in order, the number of its ciphertexts.
     """
 
-    ring: Ring
+    parameters: Parameters
     floor: int
     operations: Counter[tuple[str, int]] = field(default_factory=Counter)
     refreshes: list[int] = field(default_factory=list)
@@ -72,6 +106,7 @@ class Count:
         return np.ones((count, 2, limbs, self.ring.degree), np.int64)
 
     def __post_init__(self) -> None:
+        self.ring = _CountedRing(self.parameters, self.operations)
         self.refresh: Refresh | None = self._fresh
 
     def _fresh(self, x: Ciphertexts) -> Ciphertexts:
@@ -88,25 +123,37 @@ class Count:
 
 
 def count_operations(
-    layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False
+    layer: FoldedLayer,
+    tokens: int,
+    parameters: Parameters,
+    first: bool = False,
+    fresh: bool = False,
+    released: Released | None = None,
 ) -> Count:
-    """Count the operations of a block.
+    """Count the operations of a block, apart from the matrix products of its linear maps.
 
     Args:
-        first: whether this is the first block, whose input has only the primes that the embedding leaves.
+        first: whether this is the first block, whose input has only the primes that the embedding leaves. The
+            embedding is counted with it.
         fresh: whether the protocol is "permuted". If so, inputs of later blocks have all primes, and outputs are
             reordered.
+        released: the disclosed activations, whose selection is counted as well; None in the "permuted" protocol.
     """
     short = cast(Parameters, _Short(parameters, places_of(tokens)))
-    ring = _CountedRing.__new__(_CountedRing)
-    ring.parameters, ring.degree, ring.primes = short, short.degree, np.array(parameters.primes, np.int64)
-    floor = messages.floor_of(parameters)
-    count = Count(ring, floor)
-    block = block_of(layer, Packing(short, tokens))
-    begun = messages.rows_limbs(parameters) - 1 if first else parameters.limbs if fresh else floor
+    floor, rows = messages.floor_of(parameters), messages.rows_limbs(parameters)
+    count, layout = Count(short, floor), Packing(short, tokens)
+    block = block_of(layer, layout)
+    begun = rows if first else parameters.limbs if fresh else floor
+    if first and not block.has_mask:
+        count.rescale(count.ones(block.features, rows, parameters.scale))
+        begun -= 1
+        count.operations["encode", begun] += block.features  # the positions
     block(count.ones(block.inputs, begun, parameters.scale))
     if fresh:
         count_permutation(count, block.features, Packing(parameters, tokens))
+    if released is not None:
+        states = count.ones(block.features, messages.RELEASE_LIMBS, parameters.scale)
+        select_released(states, released, layout, 1.0, 1.0)
     return count
 
 

@@ -25,6 +25,7 @@ from fedfm.encrypted.ckks.slot_permutation import Order, masks, pair_features, p
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.messages import RELEASE_LIMBS, Checkpoint
 from fedfm.encrypted.inference.model_owner import ModelOwner
+from fedfm.encrypted.inference.select_states import plain_factor
 from fedfm.errors import E_FORMAT, ClientFault, InputError
 
 
@@ -97,7 +98,7 @@ class PermutedModelOwner(ModelOwner):
         states = block < len(self._blocks)
         largest = float(self.folded.ranges[block]) if states else 1.0
         x = x.at(RELEASE_LIMBS)
-        factor = self._factor(x, largest * slot_permutation.TOGETHER)
+        factor = plain_factor(x, largest * slot_permutation.TOGETHER)
         plains = masks(order, self.layout, RELEASE_LIMBS, factor, self.keys.ring)
         found = permute_samples(pair_features(x), len(order), self.layout, weighing(plains, factor, self.keys))
         kind = messages.PERMUTED_STATES if states else messages.LABELS

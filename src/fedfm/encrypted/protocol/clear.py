@@ -45,7 +45,6 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
         if count:
             fed.notice(
                 f"{count} of {rows_of(passing.opened[client])} rows of {client} left the intervals of the model's "
-                "polynomials, or its limits; training skips these rows, and test rows among them count with zeros as "
-                "activations"
+                "polynomials, or its limits; training skips these rows, and test rows among them count as wrong"
             )
     return {}

@@ -2,7 +2,8 @@
 
 Rows that are unlike the model's auxiliary ones are found before they are encrypted
 (:mod:`~fedfm.encrypted.student.input_limits`), since they could make their batch overflow. Other rows are found by
-their activations. Training and validation skip both kinds. Test rows are kept, with zeros as their activations.
+their activations. Training and validation skip both kinds. Test rows are kept, with zeros as
+their activations: the model gives no answer for them, and they count as wrong.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class SideModel(Model):
     def states(self, rows: Rows) -> Tensor:
         """Disclosed activations (n, L, P, d), divided by their scales, on the CPU.
 
-        A row beyond a student's ranges has only zeros, so its logits are the head's bias.
+        A row beyond a student's ranges has only zeros, and no answer (:meth:`outputs`).
 
         Raises:
             ValueError: this model has no backbone.
@@ -248,10 +248,14 @@ class SideModel(Model):
         return self.frozen_parts[0].blocks(rows)
 
     def outputs(self, batch: Batch) -> Tensor:
+        """Logits (b, C). Outside training, a row without activations has -inf for every class: it has no answer."""
         if STATES not in batch:
             inputs = {name: x for name, x in batch.items() if name != "labels"}
             batch = {STATES: self.states(Rows(inputs))}
-        return super().outputs(batch)
+        logits = super().outputs(batch)
+        if torch.is_grad_enabled():
+            return logits
+        return logits.masked_fill(~with_numbers(batch[STATES]).to(logits.device)[:, None], -torch.inf)
 
 
 def of_states(blocks: int, positions: int, width: int, rank: int, classes: Sequence[str]) -> SideModel:
