@@ -37,6 +37,7 @@ _TARGETS = ("output", "chosen", "rejected", "tags")  # keys of columns that rows
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # an integer with a zero fraction; but 1,000 is 1000
+_EXACT = 1 << 53  # the first floating-point number to which other integers are rounded
 
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
@@ -294,6 +295,11 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
     elif isinstance(value, bool | np.bool_):
         return str(bool(value))
     elif isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer()):
+        if isinstance(value, float) and abs(value) >= _EXACT:
+            raise InputError(
+                f'{at(row)}: column "{name}" holds the floating-point number {value!r}: from 2^53 on these are '
+                "rounded, so two labels may be one number here: write the labels as integers or texts"
+            )
         return int(value)  # pandas writes integers as floats if a value is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
