@@ -30,6 +30,7 @@ from fedfm.errors import InputError, close
 _NAMES = ("feature_names", "columns")  # arrays with names of feature columns
 _STRIP = 4  # an image that is this many times as wide as high is improbable
 MAPPED = 1 << 28  # bytes; in a larger file, uncompressed images or vectors are memory-mapped, not loaded
+_STEPS = 256  # float32 hardly describes a column that has fewer steps between its smallest and largest value
 _PIECE = 1 << 22  # number of bytes that are read at a time
 _EXPECTED = "uint8 or uint16 (N, H, W, C) images with C = 1 or 3, or float (N, d) feature vectors"
 
@@ -66,6 +67,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         notices += more
     else:
         inputs = np.ascontiguousarray(x) if image else _finite(x, path)
+        notices += () if image else _rounded(x, path)
     if image and x.shape[1] in (1, 3) and x.shape[2] >= _STRIP * x.shape[1]:
         notices += (
             f"{path}: the images of x {x.shape} are {x.shape[1]} pixels high: if this axis has the channels, "
@@ -132,6 +134,8 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path if large else io.BytesIO(data), allow_pickle=False) as archive:
             names = archive.files
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise InputError(f'{path}: there are several arrays "{min(twice)}": write the file again')
             arrays = {}
             for name in names:
                 try:
@@ -221,6 +225,21 @@ def _finite(x: np.ndarray, path: Path) -> np.ndarray:
             f"{path}: x[{row}, {place}] is {x[row, place]}{more}: feature vectors must be finite numbers (float32)"
         )
     return narrow
+
+
+def _rounded(x: np.ndarray, path: Path) -> tuple[str, ...]:
+    """A notice about columns whose values float32 hardly tells apart, such as times in seconds since 1970."""
+    low, high = x.min(0).astype(np.float64), x.max(0).astype(np.float64)
+    steps = (high - low) / np.spacing(np.maximum(abs(low), abs(high)).astype(np.float32))
+    for j in np.flatnonzero((steps > 0) & (steps < _STEPS)):
+        before, after = len(np.unique(x[:, j])), len(np.unique(x[:, j].astype(np.float32)))
+        if after < before:
+            return (
+                f"{path}: column x[:, {j}] lies from {low[j]:.17g} to {high[j]:.17g}, and features are read as "
+                f"float32, in which its {before} different values become {after}: subtract a constant, such as its "
+                "mean in all files",
+            )
+    return ()
 
 
 def _labels(arrays: dict[str, np.ndarray], length: int, path: Path) -> Labels:
