@@ -156,6 +156,9 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
     rows = table.rows("train")
     if len(table.rows("test")) or spec.test_fraction == 0:
         return table
+    if len(table.rows("val")):
+        note = f"{table.source} marks validation rows and no test rows: test rows are taken from its training rows"
+        table = replace(table, notices=(*table.notices, note))
     if (of := tasks.row_kind(table.kind)) is not None and of.joined:
         # Only the end of the text is held out: random passages would be adjacent to training passages.
         count = min(max(1, round(spec.test_fraction * len(rows))), len(rows) - 1)

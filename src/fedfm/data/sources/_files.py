@@ -27,6 +27,7 @@ def formats() -> str:
     )
 
 
+_ADDED = ("__MACOSX", "__pycache__")  # a class may be called "__none__", so other such names count
 _SIGNATURES = (
     (b"\x89PNG", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
@@ -86,6 +87,11 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
     if given in BUILT_IN:
         instead = f'the built-in set is data.name = "{given}"'
     raise InputError(f'{key}: there is no "{given}"{where}; {instead}', key=key)
+
+
+def visible_entries(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted, without hidden ones and those that macOS and Python add."""
+    return sorted(p for p in folder.iterdir() if not p.name.startswith(".") and p.name not in _ADDED)
 
 
 def read_bytes(path: Path, holds: str) -> bytes:

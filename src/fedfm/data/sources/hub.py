@@ -19,7 +19,7 @@ from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import column, existing
 from fedfm.data.sources._sheet import Sheet, without_nulls
-from fedfm.data.sources._splits import SPLIT_NAMES, with_test
+from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, with_test
 from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
@@ -55,7 +55,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         raise InputError(f'data.hub: "{hub}" has the splits {listing(parts)}; a "train" split is expected')
     marks, more = with_test(list(kept.values()), hub)
     kept = dict(zip(kept, marks, strict=True))
-    notices += more
+    notices += (*more, *joined_splits(kept, hub))
     features = next(iter(parts.values())).features
     picture = _picture_column(features, spec, notices)
     columns: dict[str, Sequence[Any]] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
-from fedfm.data.sources._files import decode, gunzip, read_bytes
+from fedfm.data.sources._files import decode, gunzip, read_bytes, visible_entries
 from fedfm.data.sources._sheet import Sheet, join
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.data.sources._tabular import to_table
@@ -105,7 +105,7 @@ def files_of(folder: Path, task: str | None = None) -> list[Path]:
     for home in (folder, folder / "data"):
         if not home.is_dir():
             continue
-        entries = sorted(p for p in home.iterdir() if not p.name.startswith((".", "__")))
+        entries = visible_entries(home)
         found = [p for p in entries if p.is_file() and is_table(p, task)]
         inside = [p for p in entries if p.is_dir() and not (found == [] and p.name == "data")]
         if found and not inside:
