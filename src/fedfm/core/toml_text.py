@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedfm.errors import InputError
@@ -40,11 +40,28 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not separator or not key.strip():
         raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
     try:
-        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+        found = tomllib.loads(f"v = {value}")
     except ValueError:  # not TOML, or too many digits
         return key.strip(), value.strip()
     except RecursionError:
         raise InputError(f"--set {key.strip()}: the value is nested too deeply") from None
+    if len(found) > 1:
+        raise InputError(f"--set {key.strip()}: the value has lines after its end; expected one value")
+    return key.strip(), found["v"]
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """The values of several overrides, by key.
+
+    Raises:
+        InputError: as :func:`parse_override`, or a key occurs twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in map(parse_override, texts):
+        if key in found:
+            raise InputError(f"--set {key} is given twice: expected each key once")
+        found[key] = value
+    return found
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:

@@ -60,6 +60,8 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     columns, at, length = sheet.columns, sheet.at, len(sheet)
     if length == 0:
         raise InputError(f"{source} has no rows below its column names")
+    for key in ("text", "image", "label_name", "split") if labelled else ():
+        refuse_absent(columns, spec, key, source)
     spec, guessed = _layouts.resolve(columns, spec, task)
     kind: str
     inputs: Any
@@ -131,6 +133,16 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         notices=(*notices, *notice_of_unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
         targets=targets,
     )
+
+
+def refuse_absent(columns: Mapping[str, Any], spec: DataSpec, key: str, source: str) -> None:
+    """Refuse a key of the [data] table that names a column which is not there; its default need not be there.
+
+    Raises:
+        NoColumn: the column is missing; other rows would be read, or other test rows drawn.
+    """
+    if vars(spec)[key] != getattr(DataSpec, key):
+        column(columns, vars(spec)[key], f"data.{key}", source)
 
 
 def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | None:

@@ -27,7 +27,7 @@ from fedfm.data.sources._endings import FILES
 from fedfm.data.sources._files import column, visible_entries
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, with_test
-from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
+from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, refuse_absent, split_of
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
@@ -73,6 +73,8 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             f'{path}: folders are classes, and task "{own.name}" has none: put a metadata.csv into {path} with the '
             f'columns "file_name" and "{spec.label}"'
         )
+    for key in ("label", "label_name") if labelled else ():
+        refuse_absent(meta, spec, key, str(path))
     if labelled and own is None and spec.label not in meta:
         for file in files:
             if file.parent in {path, *homes}:
@@ -96,6 +98,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     elif labelled:
         labels, classes, more = labels_of(meta, spec, source=str(path), at=at)
     if labelled and set(homes.values()) == {None}:
+        refuse_absent(meta, spec, "split", str(path))
         splits = split_of(meta, spec, len(files), at).tolist()
         notices += notices_of_marks(meta, spec, str(path))
     elif labelled:

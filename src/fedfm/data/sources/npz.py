@@ -20,7 +20,7 @@ from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.pictures import to_eight_bits
 from fedfm.data.sources._files import begin, content_of, read_bytes, str_array
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
+from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of, refuse_absent
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
@@ -74,13 +74,17 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             "x.transpose(0, 2, 3, 1) puts them last",
         )
     split = np.full(length, "train" if labelled else "test")
-    if labelled and "split" in arrays:
-        values = _strings(arrays, "split", length, path)
-        check_split(values, "", lambda i: f"{path}: split[{i}]")
+    if labelled:
+        refuse_absent(arrays, spec, "split", str(path))
+        if spec.label not in ("y", DataSpec.label):
+            raise InputError(f'{path}: data.label = "{spec.label}": the labels of an npz file are its array y')
+    if labelled and spec.split in arrays:
+        values = _strings(arrays, spec.split, length, path)
+        check_split(values, "", lambda i: f"{path}: {spec.split}[{i}]")
         split = np.array(values)
     columns = {}
     named = () if image else tuple(name for name in _NAMES if _is_names(arrays.get(name), x.shape[1]))[:1]
-    for name in sorted(set(arrays) - {"x", "y", "classes", "split", *named, *used}):
+    for name in sorted(set(arrays) - {"x", "y", "classes", spec.split, *named, *used}):
         array = arrays[name]
         if array.shape == (length,) and array.dtype.kind in "USiu":
             columns[name] = str_array(_strings(arrays, name, length, path))
@@ -90,7 +94,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             notices += (f'array "{name}" {array.dtype} {array.shape} of {path} is not used',)
     if not labelled and (given := _given_labels(arrays, length)) is not None:
         columns[spec.label] = given
-    if labelled and "split" not in arrays:
+    if labelled and spec.split not in arrays:
         notices += notices_of_marks({name: values.tolist() for name, values in columns.items()}, spec, str(path))
     of = "image" if image else "features"
     names = tuple(map(str, arrays[named[0]].tolist())) if named else ()

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
 
 LORA = ("lora", "ffa_lora")
+# key of [model.adaptation] -> the adaptations that read it; all other keys are LoRA's
+_READ_BY = {
+    "rank": (*LORA, "side_adapter"),
+    "layers": (*LORA, "top_layers"),
+    "tokens": ("prompt",),
+    "released": ("side_adapter",),
+    "projection": ("side_adapter",),
+}
 
 
 def with_defaults(spec: AdaptationSpec, task: str | ModelTask | None = None) -> AdaptationSpec:
@@ -104,13 +112,15 @@ def apply(
 
 
 def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> tuple[str, ...]:
-    """Notices for the user about targets that :func:`apply` does not adapt."""
-    if spec.name not in LORA or spec.targets != (ALL_LINEAR,):
-        return ()
-    from fedfm.models.adapters.all_linear import left_out
+    """Notices for the user about keys and targets that :func:`apply` does not use."""
+    idle = [f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default and f.name != "name"]
+    idle = [key for key in idle if spec.name not in _READ_BY.get(key, LORA)]
+    found = [f'model.adaptation.{", ".join(idle)}: no effect with "{spec.name}"'] if idle else []
+    if spec.name in LORA and spec.targets == (ALL_LINEAR,):
+        from fedfm.models.adapters.all_linear import left_out
 
-    line = left_out(module, parts, new)
-    return (line,) if line else ()
+        found += [line] if (line := left_out(module, parts, new)) else []
+    return tuple(found)
 
 
 def give_bias(module: nn.Module, path: str) -> bool:
