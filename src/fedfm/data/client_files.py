@@ -15,6 +15,7 @@ from fedfm.data.sources._files import existing, str_array
 from fedfm.data.table import Table, words_of
 from fedfm.errors import InputError
 
+_FEW, _TAIL = 8, 0.05  # smallest number of targets that are compared; share of them below and above a range
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
@@ -70,6 +71,8 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], t
         (
             *(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
             *_apart(tables, tasks.class_word(tables[first].kind, task)),
+            *_targets_apart(tables),
+            *_unnamed(tables),
         ),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
@@ -110,6 +113,37 @@ def _apart(tables: Mapping[str, Table], word: str) -> tuple[str, ...]:
         f"they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives "
         "numbers their names)",
     )
+
+
+def _targets_apart(tables: Mapping[str, Table]) -> list[str]:
+    """A notice for each target of which a client has other numbers than the largest client, as in another unit."""
+    ranges: dict[str, dict[str, np.ndarray]] = {}
+    for client, table in sorted(tables.items(), key=lambda item: -len(item[1])):
+        for j, target in enumerate(table.classes if table.targets is not None else ()):
+            values = table.targets[:, j]  # type: ignore[index]
+            if len(values) >= _FEW and not np.isin(values, (0, 1)).all():
+                ranges.setdefault(target, {})[client] = np.quantile(values, (_TAIL, 1 - _TAIL))
+    found = []
+    for target, of in ranges.items():
+        (first, (low, high)), *others = of.items()
+        for client, (least, most) in others:
+            if least > high or most < low:
+                found.append(
+                    f'the usual numbers of "{target}" are from {low:.4g} to {high:.4g} in {first}, and from '
+                    f"{least:.4g} to {most:.4g} in {client}: are they in other units?"
+                )
+    return found
+
+
+def _unnamed(tables: Mapping[str, Table]) -> list[str]:
+    """A notice if only some files name their feature columns, since the order of the others cannot be checked."""
+    by = {named: [name for name, table in tables.items() if bool(table.names) == named] for named in (True, False)}
+    if not by[True] or not by[False]:
+        return []
+    return [
+        f"{listing(by[True], 4)} name the columns of x, and {listing(by[False], 4)} do not: they are taken to have the "
+        "same order"
+    ]
 
 
 def _other_numbering(tables: Mapping[str, Table], word: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data.partition import CLIENT
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
@@ -49,9 +50,16 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
 
         def read(name: str, path: Path) -> Table:
             found = files.read(path, spec, task, labelled=True)
+            marked["test" in found.split].append(name)
             return _mark_test(_fit(found, task), spec, generator(seed, "split", name))
 
+        marked: dict[bool, list[str]] = {True: [], False: []}
         table = of_clients(spec.clients, read, task)
+        if marked[True] and marked[False] and spec.test_fraction:
+            note = (
+                f"test rows are drawn from training rows for {listing(marked[False], 4)}, since only others mark them"
+            )
+            table = replace(table, notices=(*table.notices, note))
     else:
         table = _read(spec, task)
         if spec.where:
