@@ -72,7 +72,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], t
             *(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
             *_apart(tables, tasks.class_word(tables[first].kind, task)),
             *_targets_apart(tables),
-            *_unnamed(tables),
+            *_unnamed_columns(tables),
         ),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
@@ -135,7 +135,7 @@ def _targets_apart(tables: Mapping[str, Table]) -> list[str]:
     return found
 
 
-def _unnamed(tables: Mapping[str, Table]) -> list[str]:
+def _unnamed_columns(tables: Mapping[str, Table]) -> list[str]:
     """A notice if only some files name their feature columns, since the order of the others cannot be checked."""
     by = {named: [name for name, table in tables.items() if bool(table.names) == named] for named in (True, False)}
     if not by[True] or not by[False]:

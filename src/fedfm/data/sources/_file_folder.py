@@ -72,8 +72,6 @@ def left_out(path: Path, strange: list[str], holds: str) -> tuple[str, ...]:
     if not strange:
         return ()
     what, was = ("file", "was") if len(strange) == 1 else ("files", "were")
-    article = "an" if holds.startswith("i") else "a"
     return (
-        f"{len(strange)} {what} of {path} without the ending of {article} readable {holds} {was} left out, "
-        f"e.g. {strange[0]}",
+        f"{len(strange)} {what} of {path} without the ending of a readable {holds} {was} left out, e.g. {strange[0]}",
     )

@@ -67,7 +67,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         notices += more
     else:
         inputs = np.ascontiguousarray(x) if image else _finite(x, path)
-        notices += () if image else _rounded(x, path)
+        notices += () if image else _rounded_columns(x, path)
     if image and x.shape[1] in (1, 3) and x.shape[2] >= _STRIP * x.shape[1]:
         notices += (
             f"{path}: the images of x {x.shape} are {x.shape[1]} pixels high: if this axis has the channels, "
@@ -231,7 +231,7 @@ def _finite(x: np.ndarray, path: Path) -> np.ndarray:
     return narrow
 
 
-def _rounded(x: np.ndarray, path: Path) -> tuple[str, ...]:
+def _rounded_columns(x: np.ndarray, path: Path) -> tuple[str, ...]:
     """A notice about columns whose values float32 hardly tells apart, such as times in seconds since 1970."""
     low, high = x.min(0).astype(np.float64), x.max(0).astype(np.float64)
     steps = (high - low) / np.spacing(np.maximum(abs(low), abs(high)).astype(np.float32))
