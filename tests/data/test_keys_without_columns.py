@@ -46,3 +46,34 @@ def test_data_split_names_an_array_of_npz(tmp_path: Path) -> None:
     table = load_table(DataSpec(path=str(tmp_path / "a.npz"), split="part"), seed=0)
     assert table.split.tolist() == part.tolist()
     assert "part" not in table.columns
+
+
+def folder_of_splits(root: Path, layout: str, column: str) -> Path:
+    """Rows in folders or files named after splits, with a column of splits, whose values end with ``column``."""
+    for split in ("train", "test"):
+        rows = [(f"{split}{i}", "ab"[i % 2], column or split) for i in range(6)]
+        if layout == "tables":
+            lines = "".join(f"text {name},{label},{mark}\n" for name, label, mark in rows)
+            (root / f"{split}.csv").write_text("text,label,split\n" + lines)
+            continue
+        (root / split / "a").mkdir(parents=True)
+        for i, (name, _, _) in enumerate(rows):
+            Image.fromarray(np.full((8, 8, 3), 10 * i + len(split), np.uint8)).save(root / split / "a" / f"{name}.png")
+        lines = "".join(f"a/{name}.png,{label},{mark}\n" for name, label, mark in rows)
+        (root / split / "metadata.csv").write_text("file_name,label,split\n" + lines)
+    return root
+
+
+@pytest.mark.parametrize("layout", ["tables", "pictures"])
+@pytest.mark.parametrize("column", ["", "test"])
+def test_a_column_of_splits_that_contradicts_the_files_is_named(layout: str, column: str, tmp_path: Path) -> None:
+    table = load_table(DataSpec(path=str(folder_of_splits(tmp_path, layout, column))), seed=0)
+    assert sorted(table.split.tolist()) == ["test"] * 6 + ["train"] * 6
+    said = [text for text in table.notices if "another split for 6 of 12 rows" in text]
+    assert len(said) == bool(column)
+
+
+@pytest.mark.parametrize("layout", ["tables", "pictures"])
+def test_a_misspelt_split_is_refused_where_files_give_the_splits(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data\.split"):
+        load_table(DataSpec(path=str(folder_of_splits(tmp_path, layout, "")), split="misspelt"), seed=0)

@@ -10,7 +10,7 @@ from fedfm.core.text import listing
 from fedfm.data.sources import _file_folder, images, tables
 from fedfm.data.sources._files import visible_entries
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, with_test
+from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, other_marks, with_test
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError, close
 
@@ -79,6 +79,8 @@ def _sheet(
         lost = files[marks.index(None)]
         raise InputError(f"{lost} is in no folder of a split, but other images are: put it into train, val or test")
     meta = images.metadata(path.absolute(), [home.absolute() for home in homes], files)
+    if all(marks):
+        notices += other_marks(meta.get(spec.split), marks, spec.split, str(path))
     columns |= {key: cells for key, cells in meta.items() if key not in columns}
     notices += _file_folder.left_out(path, strange, "image")
     return Sheet(columns, lambda row: str(files[row]), tuple(notices))

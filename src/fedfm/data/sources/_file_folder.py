@@ -13,7 +13,7 @@ from fedfm.data.sources import images, tables
 from fedfm.data.sources._endings import FILES
 from fedfm.data.sources._files import visible_entries
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._splits import joined_splits, with_test
+from fedfm.data.sources._splits import joined_splits, other_marks, with_test
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 
@@ -50,6 +50,8 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
         columns[spec.split], notices = with_test(marks, str(path))
         notices += joined_splits({home.name: split for home, split in parts.items()}, str(path))
     meta = images.metadata(path, list(parts), files, holds)
+    if marks and labelled:
+        notices += other_marks(meta.get(spec.split), marks, spec.split, str(path))
     columns |= {key: cells for key, cells in meta.items() if key not in columns}
     return Sheet(columns, lambda row: str(files[row]), (*notices, *left_out(path, strange, holds)))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
+from fedfm.data.invisible import escape
 from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, NoColumn, close
 
@@ -162,7 +163,8 @@ def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
     """Return the named column; raise an InputError that lists the existing names if it is missing."""
     if name in columns:
         return columns[name]
-    found = listing(columns) or "none"
-    hint = close(name, columns, 0.65)  # "messages" is not "image"
+    shown = [escape(known)[1:-1] for known in columns]  # a name with an invisible character looks like the wanted one
+    found = listing(shown) or "none"
+    hint = close(name, shown, 0.65)  # "messages" is not "image"
     set_it = f": rename it, or set {key}" if hint else f"; {key} says which column to read"
     raise NoColumn(f'{source}: no column "{name}" ({key})', f"found {found}{hint}{set_it}")

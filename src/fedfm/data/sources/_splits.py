@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fedfm.core.text import listing
 
@@ -33,4 +34,24 @@ def joined_splits(named: Mapping[str, str | None], source: str) -> tuple[str, ..
             found.setdefault(split, []).append(name)
     return tuple(
         f"the {split} rows of {source} are the rows of {listing(names)}" for split, names in found.items() if names[1:]
+    )
+
+
+def other_marks(values: Sequence[Any] | None, marks: Sequence[str], name: str, source: str) -> tuple[str, ...]:
+    """A notice if a column of splits says otherwise than the names of folders or files, which count.
+
+    Args:
+        values: the column's values (N,); None if there is no such column.
+        marks: the split of each row (N,) by the name of its folder or file.
+        name: the column's name.
+    """
+    if values is None:
+        return ()
+    pairs = zip(values, marks, strict=True)
+    other = sum(SPLIT_NAMES.get(str(value).strip().lower(), value) != mark for value, mark in pairs)
+    if not other:
+        return ()
+    return (
+        f'column "{name}" of {source} is not read, since the names of folders or files give the splits: it has another '
+        f"split for {other} of {len(marks)} rows",
     )

@@ -26,7 +26,7 @@ from fedfm.data.sources import tables
 from fedfm.data.sources._endings import FILES
 from fedfm.data.sources._files import column, visible_entries
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, with_test
+from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, other_marks, with_test
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, refuse_absent, split_of
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
@@ -97,11 +97,13 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         meta = {name: values for name, values in meta.items() if name not in of.used}
     elif labelled:
         labels, classes, more = labels_of(meta, spec, source=str(path), at=at)
-    if labelled and set(homes.values()) == {None}:
+    if labelled:
         refuse_absent(meta, spec, "split", str(path))
+    if labelled and set(homes.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
         notices += notices_of_marks(meta, spec, str(path))
     elif labelled:
+        notices += other_marks(meta.get(spec.split), splits, spec.split, str(path))
         splits, told = with_test(splits, str(path))
         notices += (*told, *joined_splits({home.name: split for home, split in homes.items()}, str(path)))
     notices += (*more, *notices_of(looks, str(path)), *picture_forms.notices(looks, labels, classes, str(path)))

@@ -12,8 +12,8 @@ from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data.sources._files import decode, gunzip, read_bytes, visible_entries
 from fedfm.data.sources._sheet import Sheet, join
-from fedfm.data.sources._splits import SPLIT_NAMES, with_test
-from fedfm.data.sources._tabular import to_table
+from fedfm.data.sources._splits import SPLIT_NAMES, other_marks, with_test
+from fedfm.data.sources._tabular import refuse_absent, to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
@@ -143,6 +143,8 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
     sheet = join({str(file): one for file, one in sheets.items()})
     if not unknown and labelled:
         marks = [str(splits[file]) for file, one in sheets.items() for _ in range(len(one))]
+        refuse_absent(sheet.columns, spec, "split", str(folder))
+        notices += other_marks(sheet.columns.get(spec.split), marks, spec.split, str(folder))
         marks, more = with_test(marks, str(folder))
         notices += more
         sheet = replace(sheet, columns={**sheet.columns, spec.split: marks})
