@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedfm.config.experiment import Experiment
-from fedfm.core.toml_text import parse_override, parse_overrides
+from fedfm.core.overrides import parse_override, parse_overrides
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec

@@ -18,7 +18,7 @@ def pretrain(args: Namespace) -> int:
     """Run ``fedfm pretrain``; return the exit code."""
     from fedfm.api.pretrain import ABOUT, pretrain
     from fedfm.api.pretrain_spec import Pretraining
-    from fedfm.config.toml import parse_overrides
+    from fedfm.core.overrides import parse_overrides
     from fedfm.runtime.step_bars import Epochs
 
     what = Pretraining.load(args.experiment, parse_overrides(args.set))

@@ -22,7 +22,7 @@ def advise(args: Namespace) -> int:
     """Run ``fedfm advise``; return the exit code."""
     with quick_imports():
         from fedfm.api.advise import advise
-        from fedfm.config.toml import parse_overrides
+        from fedfm.core.overrides import parse_overrides
 
     changes = parse_overrides(args.set)
     asked = {"epsilon": args.epsilon, "delta": args.delta, "clip_norm": args.clip_norm, "seconds": args.seconds}
@@ -115,7 +115,7 @@ def survey(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.survey import survey
         from fedfm.cli.running import hint_on_stop, watch
-        from fedfm.config.toml import parse_overrides
+        from fedfm.core.overrides import parse_overrides
         from fedfm.reports.survey import text
         from fedfm.reports.text import NBSP
 

@@ -25,7 +25,7 @@ def resume(args: Namespace) -> int:
     """Run ``fedfm resume``; return the exit code."""
     with quick_imports():
         from fedfm.api import execute
-    from fedfm.config.toml import parse_overrides
+    from fedfm.core.overrides import parse_overrides
 
     progress = watch()
     changes = parse_overrides(args.set)

@@ -17,7 +17,6 @@ from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type, types_of
 from fedfm.core.method import Method
 from fedfm.core.open_settings import class_for
-from fedfm.core.toml_text import parse_overrides as parse_overrides
 from fedfm.core.toml_text import put as put
 from fedfm.core.toml_text import to_toml as to_toml
 from fedfm.errors import Absent, Faults, InputError, quote_names

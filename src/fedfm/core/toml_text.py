@@ -1,11 +1,10 @@
-"""TOML as text: parse overrides, write tables, refuse keys that are too deep. It imports no large library."""
+"""TOML as text: set keys, write tables, refuse keys that are too deep. It imports no large library."""
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fedfm.errors import InputError
@@ -32,36 +31,6 @@ def put(table: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(table, dict):
             raise InputError(f"--set {key}: {part} is not a table")
     table[last] = value
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
-    key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
-    try:
-        found = tomllib.loads(f"v = {value}")
-    except ValueError:  # not TOML, or too many digits
-        return key.strip(), value.strip()
-    except RecursionError:
-        raise InputError(f"--set {key.strip()}: the value is nested too deeply") from None
-    if len(found) > 1:
-        raise InputError(f"--set {key.strip()}: the value has lines after its end; expected one value")
-    return key.strip(), found["v"]
-
-
-def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """The values of several overrides, by key.
-
-    Raises:
-        InputError: as :func:`parse_override`, or a key occurs twice.
-    """
-    found: dict[str, Any] = {}
-    for key, value in map(parse_override, texts):
-        if key in found:
-            raise InputError(f"--set {key} is given twice: expected each key once")
-        found[key] = value
-    return found
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:

@@ -19,18 +19,27 @@ _FEW, _TAIL = 8, 0.05  # smallest number of targets that are compared; share of 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
-def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], task: str | None = None) -> Table:
+def of_clients(
+    clients: Mapping[str, str],
+    read: Callable[[Path], Table],
+    hold_out: Callable[[str, Table], Table],
+    task: str | None = None,
+) -> Table:
     """Read all clients' files into one table, in the order of the clients' names.
 
     Args:
         clients: client's name -> path of its file.
-        read: returns a client's table; its arguments are the client's name and the path of its file.
+        read: returns the table of a client's file.
+        hold_out: returns a client's table with test rows; its arguments are the client's name and its table.
         task: the model's task; None if the data imply it.
     """
     tables: dict[str, Table] = {}
+    drawn = list[str]()
     for name, path in sorted(clients.items()):
         try:
-            tables[name] = read(name, existing(path, f"data.clients.{name}"))
+            table = read(existing(path, f"data.clients.{name}"))
+            tables[name] = hold_out(name, table)
+            drawn += [name] if len(tables[name].rows("test")) > len(table.rows("test")) else []
         except InputError as error:
             key = f"data.clients.{name}"
             raise error if error.key == key else InputError(f"{key}: {error}", key=key) from None
@@ -73,6 +82,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], t
             *_apart(tables, tasks.class_word(tables[first].kind, task)),
             *_targets_apart(tables),
             *_unnamed_columns(tables),
+            *_drawn_tests(tables, drawn),
         ),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
@@ -144,6 +154,13 @@ def _unnamed_columns(tables: Mapping[str, Table]) -> list[str]:
         f"{listing(by[True], 4)} name the columns of x, and {listing(by[False], 4)} do not: they are taken to have the "
         "same order"
     ]
+
+
+def _drawn_tests(tables: Mapping[str, Table], drawn: Sequence[str]) -> list[str]:
+    """A notice if test rows are drawn for some clients, and other files mark theirs."""
+    if not drawn or not any(len(table.rows("test")) for name, table in tables.items() if name not in drawn):
+        return []
+    return [f"test rows are drawn from training rows for {listing(drawn, 4)}, since only others mark them"]
 
 
 def _other_numbering(tables: Mapping[str, Table], word: str) -> str | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def distil(args: Namespace) -> int:
     """Run ``fedfm distil``; return the exit code."""
-    from fedfm.config.toml import parse_overrides
+    from fedfm.core.overrides import parse_overrides
     from fedfm.encrypted.student.distil import ABOUT, distil
     from fedfm.encrypted.student.distil_spec import Distillation
     from fedfm.encrypted.student.distil_table import table

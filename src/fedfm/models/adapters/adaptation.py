@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
 
 LORA = ("lora", "ffa_lora")
-# key of [model.adaptation] -> the adaptations that read it; all other keys are LoRA's
-_READ_BY = {
-    "rank": (*LORA, "side_adapter"),
-    "layers": (*LORA, "top_layers"),
-    "tokens": ("prompt",),
-    "released": ("side_adapter",),
-    "projection": ("side_adapter",),
-}
 
 
 def with_defaults(spec: AdaptationSpec, task: str | ModelTask | None = None) -> AdaptationSpec:
@@ -113,9 +105,11 @@ def apply(
 
 def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> tuple[str, ...]:
     """Notices for the user about keys and targets that :func:`apply` does not use."""
-    idle = [f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default and f.name != "name"]
-    idle = [key for key in idle if spec.name not in _READ_BY.get(key, LORA)]
-    found = [f'model.adaptation.{", ".join(idle)}: no effect with "{spec.name}"'] if idle else []
+    found = list[str]()
+    if spec != AdaptationSpec(spec.name, alpha=spec.alpha if spec.name in LORA else None):
+        from fedfm.models.adapters import idle_keys
+
+        found += idle_keys.notices(spec)
     if spec.name in LORA and spec.targets == (ALL_LINEAR,):
         from fedfm.models.adapters.all_linear import left_out
 
