@@ -70,7 +70,7 @@ class Table:
         ({"parts": {"A": 1.0}}, "t.parts = {'A': 1.0}: expected a number above 0"),
         ({"word": "two words"}, 't.word = "two words": expected letters'),
         ({"maker": ""}, "t.maker is missing: expected a text in quotes"),
-        ({"only": 2}, 't.only belongs to "bb", not to "a", which takes'),
+        ({"only": 2}, 't.only belongs to "bb", not to "a"'),
         ({"name": "bb"}, 't.only is required by "bb": expected a whole number of at least 1'),
         ({"lambda_": -0.5}, "t.lambda = -0.5: expected a number of at least 0"),
         ({"inner": Inner(0)}, "t.inner.depth = 0: expected a whole number of at least 1"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fedfm.data.client_files import unite
-from fedfm.data.load import load_table, scale_features
+from fedfm.data.feature_scales import scale_features
+from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError

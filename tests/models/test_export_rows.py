@@ -11,7 +11,7 @@ from test_preference import table as preferences
 from tiny_models import images, load, prose, sentences, vectors
 
 from fedfm.api.model_card import how_to_load
-from fedfm.data.load import scale_features
+from fedfm.data.feature_scales import scale_features
 from fedfm.data.table import Table
 from fedfm.models.adapter_files import holding
 from fedfm.models.export import export

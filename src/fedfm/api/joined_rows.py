@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.core import tasks
-from fedfm.data.repeats import count_common
+from fedfm.data.repeats import comparable, count_common
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
@@ -24,7 +23,7 @@ def notices(run: Run, name: str, population: Partitioned, read: Callable[[str, s
         read: the rows of an earlier newcomer, from its name and its file.
     """
     table, rows = population.federated.table, population.federated.clients[name].train
-    if (of := tasks.row_kind(table.kind)) is not None and not of.wording:
+    if not comparable(table):
         return []
     found = list[str]()
     for client, theirs, held in _others(run, read, found):

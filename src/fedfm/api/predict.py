@@ -226,12 +226,15 @@ def _predict(
             )
         answer = model.task.answer(TrainedRun(run.experiment.method, model, w), table)
         result = {"run": str(path)} | unanswered_rows.withhold_unanswered(answer)
+    of_model = [text for text in model.notices if text not in run.manifest.get("notices", ())]  # else said in the run
     if _ID in table.columns:
-        result["ids"] = table.columns[_ID].tolist()
+        result["ids"] = ids = table.columns[_ID].tolist()
+        if shared := len(ids) - len(set(ids)):
+            of_model.append(f'{shared} of {len(ids)} rows of {file} have the id (column "{_ID}") of an earlier row')
     greedy = [text for text in (left_out(model), settings_in_force(model)) if text]
     of_task, sure = result.get("warnings", ()), _certain(result.get("probabilities", ()))
     lost = lost_words.notices(table, range(len(table)), model)
-    result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]
+    result["warnings"] = [*of_model, *table.notices, *lost, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
     if folder.is_dir() and (names := _files_of(table, model.task)):
         result["files"] = [os.path.relpath(name, folder) for name in names]

@@ -18,10 +18,10 @@ def pretrain(args: Namespace) -> int:
     """Run ``fedfm pretrain``; return the exit code."""
     from fedfm.api.pretrain import ABOUT, pretrain
     from fedfm.api.pretrain_spec import Pretraining
-    from fedfm.config.toml import parse_override
+    from fedfm.core.overrides import parse_overrides
     from fedfm.runtime.step_bars import Epochs
 
-    what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
+    what = Pretraining.load(args.experiment, parse_overrides(args.set))
     result = continuing(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]

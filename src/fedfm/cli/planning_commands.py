@@ -22,9 +22,9 @@ def advise(args: Namespace) -> int:
     """Run ``fedfm advise``; return the exit code."""
     with quick_imports():
         from fedfm.api.advise import advise
-        from fedfm.config.toml import parse_override
+        from fedfm.core.overrides import parse_overrides
 
-    changes = dict(parse_override(text) for text in args.set)
+    changes = parse_overrides(args.set)
     asked = {"epsilon": args.epsilon, "delta": args.delta, "clip_norm": args.clip_norm, "seconds": args.seconds}
     result = advise(args.experiment, args.out, changes=changes, **asked)
     return say(args, result, lambda: "\n".join(_lines(result, args)))
@@ -115,11 +115,11 @@ def survey(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.survey import survey
         from fedfm.cli.running import hint_on_stop, watch
-        from fedfm.config.toml import parse_override
+        from fedfm.core.overrides import parse_overrides
         from fedfm.reports.survey import text
         from fedfm.reports.text import NBSP
 
-    changes = dict(map(parse_override, args.set))
+    changes = parse_overrides(args.set)
     if args.engine:
         changes["run.engine"] = args.engine
     asked = {"epsilon": args.epsilon, "delta": args.delta, "reference": args.reference}

@@ -25,10 +25,10 @@ def resume(args: Namespace) -> int:
     """Run ``fedfm resume``; return the exit code."""
     with quick_imports():
         from fedfm.api import execute
-    from fedfm.config.toml import parse_override
+    from fedfm.core.overrides import parse_overrides
 
     progress = watch()
-    changes = dict(parse_override(text) for text in args.set)
+    changes = parse_overrides(args.set)
     how = {"accept_loss": args.accept_loss, "rounds": args.rounds, "changes": changes}
     result = hint_on_stop(lambda: execute.resume(args.run, progress=progress, **how), progress)
     tell_missing(Path(result["run"]))

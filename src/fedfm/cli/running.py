@@ -22,9 +22,12 @@ def experiment_of(args: Namespace) -> Experiment:
     """Read the experiment in a command's file, and change it by --set and --engine."""
     with quick_imports():
         from fedfm.config.experiment import Experiment
-        from fedfm.config.toml import parse_override
 
-    overrides = dict(parse_override(text) for text in args.set)
+    overrides: dict[str, Any] = {}
+    if args.set:
+        from fedfm.core.overrides import parse_overrides
+
+        overrides = parse_overrides(args.set)
     if args.engine:
         overrides["run.engine"] = args.engine
     return Experiment.load(args.experiment, overrides, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))

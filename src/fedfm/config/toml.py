@@ -17,7 +17,6 @@ from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type, types_of
 from fedfm.core.method import Method
 from fedfm.core.open_settings import class_for
-from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
 from fedfm.core.toml_text import to_toml as to_toml
 from fedfm.errors import Absent, Faults, InputError, quote_names
@@ -38,7 +37,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors begin a file with a mark
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; {takes}") from None
     except (IsADirectoryError, ValueError, RecursionError) as error:

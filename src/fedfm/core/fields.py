@@ -238,7 +238,8 @@ def check(settings: Any, where: str) -> None:
         mine = not owners or settings.name in owners
         if value is not None and not mine:
             theirs = quote_names(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
-            text = f'{key} belongs to {quote_names(owners)}, not to "{settings.name}", which takes {theirs}'
+            takes = f", which takes {theirs}" if theirs else ""
+            text = f'{key} belongs to {quote_names(owners)}, not to "{settings.name}"{takes}'
             faults.say(text, key=key, owners=owners)
         if value in (None, "") and mine and f.metadata.get("required") and not wrong:
             by = f'required by "{settings.name}"' if owners else "missing"

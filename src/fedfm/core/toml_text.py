@@ -1,10 +1,9 @@
-"""TOML as text: parse overrides, write tables, refuse keys that are too deep. It imports no large library."""
+"""TOML as text: set keys, write tables, refuse keys that are too deep. It imports no large library."""
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,19 +31,6 @@ def put(table: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(table, dict):
             raise InputError(f"--set {key}: {part} is not a table")
     table[last] = value
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
-    key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
-    try:
-        return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except ValueError:  # not TOML, or too many digits
-        return key.strip(), value.strip()
-    except RecursionError:
-        raise InputError(f"--set {key.strip()}: the value is nested too deeply") from None
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:

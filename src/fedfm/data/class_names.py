@@ -16,6 +16,7 @@ from fedfm.errors import InputError
 
 _JOINERS = "\u200c\u200d"
 _ASCII = 0x80
+_BLANKS = " \t\r\n"
 _NAMED = 3  # largest number of names that a notice lists
 
 
@@ -34,23 +35,31 @@ def class_name(text: str) -> str:
 
 
 def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
-    """A notice about labels in which normalisation changed more than leading and trailing blanks.
+    """Notices about labels that normalisation changed; blanks at the ends count only if it joins two spellings.
 
     Args:
         texts: the label of each row.
         name: the column's name.
     """
     counts = Counter(texts)
-    changed = [text for text in counts if class_name(text) != text.strip(" \t\r\n")]
-    if not changed:
-        return ()
-    shown = ", ".join(f"{escape(text)} as {escape(class_name(text))}" for text in sorted(changed)[:_NAMED])
-    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-    rows = sum(counts[text] for text in changed)
-    return (
-        f'{rows} of {counts.total()} labels in "{name}" contain invisible or indistinguishable characters and are '
-        f"normalised: {shown}{more}",
-    )
+    found = []
+    if changed := [text for text in counts if class_name(text) != text.strip(_BLANKS)]:
+        shown = ", ".join(f"{escape(text)} as {escape(class_name(text))}" for text in sorted(changed)[:_NAMED])
+        found.append(
+            f'{sum(counts[text] for text in changed)} of {counts.total()} labels in "{name}" contain invisible or '
+            f"indistinguishable characters and are normalised: {shown}{_more(changed)}"
+        )
+    ends = Counter(text.strip(_BLANKS) for text in counts)
+    if joined := sorted(text for text, count in ends.items() if count > 1):
+        shown = ", ".join(map(escape, joined[:_NAMED]))
+        found.append(
+            f'labels in "{name}" that differ only by blanks at their ends are one class: {shown}{_more(joined)}'
+        )
+    return tuple(found)
+
+
+def _more(texts: Sequence[str]) -> str:
+    return f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
 
 
 def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:

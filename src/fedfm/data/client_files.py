@@ -15,21 +15,31 @@ from fedfm.data.sources._files import existing, str_array
 from fedfm.data.table import Table, words_of
 from fedfm.errors import InputError
 
+_FEW, _TAIL = 8, 0.05  # smallest number of targets that are compared; share of them below and above a range
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
-def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], task: str | None = None) -> Table:
+def of_clients(
+    clients: Mapping[str, str],
+    read: Callable[[Path], Table],
+    hold_out: Callable[[str, Table], Table],
+    task: str | None = None,
+) -> Table:
     """Read all clients' files into one table, in the order of the clients' names.
 
     Args:
         clients: client's name -> path of its file.
-        read: returns a client's table; its arguments are the client's name and the path of its file.
+        read: returns the table of a client's file.
+        hold_out: returns a client's table with test rows; its arguments are the client's name and its table.
         task: the model's task; None if the data imply it.
     """
     tables: dict[str, Table] = {}
+    drawn = list[str]()
     for name, path in sorted(clients.items()):
         try:
-            tables[name] = read(name, existing(path, f"data.clients.{name}"))
+            table = read(existing(path, f"data.clients.{name}"))
+            tables[name] = hold_out(name, table)
+            drawn += [name] if len(tables[name].rows("test")) > len(table.rows("test")) else []
         except InputError as error:
             key = f"data.clients.{name}"
             raise error if error.key == key else InputError(f"{key}: {error}", key=key) from None
@@ -70,6 +80,9 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table], t
         (
             *(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
             *_apart(tables, tasks.class_word(tables[first].kind, task)),
+            *_targets_apart(tables),
+            *_unnamed_columns(tables),
+            *_drawn_tests(tables, drawn),
         ),
         tuple(dict.fromkeys(name for table in tables.values() for name in table.read)),
         _names_of_columns(tables),
@@ -110,6 +123,44 @@ def _apart(tables: Mapping[str, Table], word: str) -> tuple[str, ...]:
         f"they are separate {several(word)}: if they mean the same, write them alike (a column label_name gives "
         "numbers their names)",
     )
+
+
+def _targets_apart(tables: Mapping[str, Table]) -> list[str]:
+    """A notice for each target of which a client has other numbers than the largest client, as in another unit."""
+    ranges: dict[str, dict[str, np.ndarray]] = {}
+    for client, table in sorted(tables.items(), key=lambda item: -len(item[1])):
+        for j, target in enumerate(table.classes if table.targets is not None else ()):
+            values = table.targets[:, j]  # type: ignore[index]
+            if len(values) >= _FEW and not np.isin(values, (0, 1)).all():
+                ranges.setdefault(target, {})[client] = np.quantile(values, (_TAIL, 1 - _TAIL))
+    found = []
+    for target, of in ranges.items():
+        (first, (low, high)), *others = of.items()
+        for client, (least, most) in others:
+            if least > high or most < low:
+                found.append(
+                    f'the usual numbers of "{target}" are from {low:.4g} to {high:.4g} in {first}, and from '
+                    f"{least:.4g} to {most:.4g} in {client}: are they in other units?"
+                )
+    return found
+
+
+def _unnamed_columns(tables: Mapping[str, Table]) -> list[str]:
+    """A notice if only some files name their feature columns, since the order of the others cannot be checked."""
+    by = {named: [name for name, table in tables.items() if bool(table.names) == named] for named in (True, False)}
+    if not by[True] or not by[False]:
+        return []
+    return [
+        f"{listing(by[True], 4)} name the columns of x, and {listing(by[False], 4)} do not: they are taken to have the "
+        "same order"
+    ]
+
+
+def _drawn_tests(tables: Mapping[str, Table], drawn: Sequence[str]) -> list[str]:
+    """A notice if test rows are drawn for some clients, and other files mark theirs."""
+    if not drawn or not any(len(table.rows("test")) for name, table in tables.items() if name not in drawn):
+        return []
+    return [f"test rows are drawn from training rows for {listing(drawn, 4)}, since only others mark them"]
 
 
 def _other_numbering(tables: Mapping[str, Table], word: str) -> str | None:

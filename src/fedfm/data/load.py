@@ -47,11 +47,13 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
         from fedfm.data import files
         from fedfm.data.client_files import of_clients
 
-        def read(name: str, path: Path) -> Table:
-            found = files.read(path, spec, task, labelled=True)
-            return _mark_test(_fit(found, task), spec, generator(seed, "split", name))
+        def read(path: Path) -> Table:
+            return _fit(files.read(path, spec, task, labelled=True), task)
 
-        table = of_clients(spec.clients, read, task)
+        def hold_out_of(name: str, table: Table) -> Table:
+            return _mark_test(table, spec, generator(seed, "split", name))
+
+        table = of_clients(spec.clients, read, hold_out_of, task)
     else:
         table = _read(spec, task)
         if spec.where:
@@ -66,27 +68,13 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
     table = _limit(table, spec, generator(seed, "limit"))
     if spec.name is None or spec.where or trained_classes is not None:  # complete built-in data need no check
         from fedfm.data.doubts import doubts
+        from fedfm.data.profiles import with_profile
+        from fedfm.data.thumbnails import figures_of_images
 
-        images = image_figures(table)
+        images = figures_of_images(table)
         table = replace(table, notices=(*table.notices, *doubts(table, spec.label, images)))
-        return _with_profile(scale_features(table, spec.scale), images)
-    return scale_features(table, spec.scale)
-
-
-def image_figures(table: Table) -> np.ndarray | None:
-    """The result of :func:`fedfm.data.thumbnails.figures`; None if the rows are not images."""
-    if table.kind != "image":
-        return None
-    from fedfm.data import thumbnails
-
-    return thumbnails.figures(table)
-
-
-def _with_profile(table: Table, images: np.ndarray | None) -> Table:
-    from fedfm.data.profiles import between_clients, profile_of
-
-    more = between_clients(table) if CLIENT in table.columns else []
-    return replace(table, profile=profile_of(table, images), notices=(*table.notices, *more))
+        return with_profile(_scale(table, spec), images)
+    return _scale(table, spec)
 
 
 def _without_rows(spec: DataSpec) -> Table:
@@ -106,19 +94,12 @@ def check_files(spec: DataSpec) -> None:
         existing(path, f"data.clients.{name}")
 
 
-def scale_features(table: Table, scale: str) -> Table:
-    """Scale each feature vector: "row" to mean 0 and variance 1 (constant vectors to 0), "unit" to norm 1."""
-    if scale == "none":
+def _scale(table: Table, spec: DataSpec) -> Table:
+    if spec.scale == "none":
         return table
-    if table.kind != "features":
-        raise InputError(f'data.scale: "{scale}" is for feature vectors; {table.source} holds {words_of(table.kind)}')
-    x = table.inputs.astype(np.float64)  # (N, d)
-    if scale == "row":
-        x = x - x.mean(axis=1, keepdims=True)
-        size = x.std(axis=1, keepdims=True)
-    else:
-        size = np.linalg.norm(x, axis=1, keepdims=True)
-    return replace(table, inputs=np.divide(x, size, out=np.zeros_like(x), where=size > 0).astype(np.float32))
+    from fedfm.data.feature_scales import scale_features
+
+    return scale_features(table, spec.scale)
 
 
 def _read(spec: DataSpec, task: str | None) -> Table:
@@ -156,6 +137,9 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
     rows = table.rows("train")
     if len(table.rows("test")) or spec.test_fraction == 0:
         return table
+    if len(table.rows("val")):
+        note = f"{table.source} marks validation rows and no test rows: test rows are taken from its training rows"
+        table = replace(table, notices=(*table.notices, note))
     if (of := tasks.row_kind(table.kind)) is not None and of.joined:
         # Only the end of the text is held out: random passages would be adjacent to training passages.
         count = min(max(1, round(spec.test_fraction * len(rows))), len(rows) - 1)

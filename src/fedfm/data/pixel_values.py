@@ -1,4 +1,4 @@
-"""Warnings about images that use only a small part of the range 0..255, e.g. masks, or that have a single colour."""
+"""Warnings about images that use only a small part of 0..255, that have a single colour, or are long and narrow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fedfm.data.table import Table
 
 _FEW = 8  # with fewer images there is no warning
 _DARK = 31  # an image without larger values looks black, e.g. one with values 0..1, 16 grey levels or 5 bits
+_LONG = 3  # ratio of the sides of a picture that loses much in a square
 _MANY = 0.05  # smallest share of dark images, or of images of one colour, for which there is a warning
 
 
@@ -30,4 +31,12 @@ def notices(table: Table, images: np.ndarray | None) -> tuple[str, ...]:
         )
     if (count := int(one_colour.sum())) >= _MANY * len(ends):
         found.append(f"{count} of {of} have only one colour: there is nothing to see on them")
+    sides = images[:, 4:]
+    long = sides.max(1) >= _LONG * sides.min(1)
+    if (count := int(long.sum())) >= _MANY * len(ends):
+        width, height = sides[long][0].astype(int)
+        found.append(
+            f"{count} of {of} are at least {_LONG} times as long as wide, such as {width} x {height}: most models read "
+            "squares, into which such a picture is squeezed, or of which its ends are cut off"
+        )
     return tuple(found)

@@ -63,6 +63,12 @@ def profile_of(table: Table, images: np.ndarray | None = None) -> dict[str, Any]
     return found
 
 
+def with_profile(table: Table, images: np.ndarray | None) -> Table:
+    """The table with its profile, and with notices about clients whose rows differ from those of the others."""
+    more = between_clients(table) if CLIENT in table.columns else []
+    return replace(table, profile=profile_of(table, images), notices=(*table.notices, *more))
+
+
 def compare(
     trained: Profile, table: Table, images: np.ndarray | None = None, of: str = "the training rows"
 ) -> list[str]:

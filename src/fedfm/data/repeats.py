@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.core.attachments import attachments_of
+from fedfm.core.attachments import Attachment, attachments_of
 from fedfm.data.invisible import is_invisible
 from fedfm.data.table import Table, contents
 
@@ -36,8 +36,7 @@ _PARTS = {"val": "validation", "test": "test"}
 def of_training_rows(table: Table) -> str | None:
     """A notice about validation and test rows that are also training rows."""
     train = table.rows("train")
-    of = tasks.row_kind(table.kind)
-    if (of is not None and not of.wording) or not len(train):
+    if not len(train) or not comparable(table):
         return None
     found, more = [], []
     views = _Views(table)
@@ -57,6 +56,28 @@ def of_training_rows(table: Table) -> str | None:
     if more:
         said.append(f"{' and '.join(more)} {_HOW.get(table.kind, _WORDING)}")
     return f"{'; '.join(said)}: on them a result only shows what was memorised" if said else None
+
+
+def comparable(table: Table) -> bool:
+    """Whether rows can be compared: not those of a user's own module, which are any objects."""
+    if (of := tasks.row_kind(table.kind)) is None or of.wording or not len(table):
+        return True
+    return isinstance(table.inputs[0], str) or has_files(table)
+
+
+def has_files(table: Table) -> bool:
+    """Whether rows are files of images, or images with targets such as masks."""
+    if table.kind == "image":
+        return not isinstance(table.inputs, np.ndarray)
+    of = tasks.row_kind(table.kind)
+    item = table.inputs[0] if of is not None and not of.wording and len(table) else None
+    return isinstance(item, tuple) and bool(item) and isinstance(item[0], Attachment)
+
+
+def _file_of(item: Any) -> str | bytes:
+    """The image of a row: its path, or the encoded image."""
+    found: str | bytes = item[0].source if isinstance(item, tuple) else item
+    return found
 
 
 _WORDING = "are equal to training rows except for case, spaces or Unicode forms"
@@ -83,7 +104,7 @@ def numbers_of(table: Table, rows: np.ndarray) -> np.ndarray:
     """A 64-bit number for each of ``rows`` (n,); equal rows have the same number, different rows only by chance."""
     probe = _probe(table)
     keys = np.fromiter((probe(table.inputs[int(i)]) for i in rows), np.int64, len(rows))
-    if not isinstance(table.inputs, np.ndarray) and table.kind != "image":
+    if not isinstance(table.inputs, np.ndarray) and not has_files(table):
         return keys  # the hash of a text covers the complete text
     place, count = np.unique(keys, return_inverse=True, return_counts=True)[1:]
     for k in np.flatnonzero(count[place] > 1):
@@ -105,8 +126,8 @@ def count_common(table: Table, rows: np.ndarray, other: Table, others: np.ndarra
 
 def _probe(table: Table) -> Callable[[Any], int]:
     """A cheap hash of an input: a file's size, or an array's first values."""
-    if table.kind == "image" and not isinstance(table.inputs, np.ndarray):
-        return lambda item: hash(item) if isinstance(item, bytes) else os.path.getsize(item)
+    if has_files(table):
+        return lambda item: hash(of) if isinstance(of := _file_of(item), bytes) else os.path.getsize(of)
     if isinstance(table.inputs, np.ndarray):
         return lambda row: hash(row.reshape(-1)[:_PROBED].tobytes())
     return hash
@@ -116,7 +137,9 @@ def _whole(table: Table, item: Any) -> int:
     """A 64-bit hash of a complete input."""
     if isinstance(item, np.ndarray):
         return hash(item.tobytes())
-    return hash(Path(item).read_bytes() if table.kind == "image" and not isinstance(item, bytes) else item)
+    if not has_files(table):
+        return hash(item)
+    return hash(of if isinstance(of := _file_of(item), bytes) else Path(of).read_bytes())
 
 
 class _Views:
@@ -143,7 +166,7 @@ def _view(table: Table) -> np.ndarray | None:
     """For each row a hash of its wording (N,), or its thumbnail or vector (N, d); None if there are too many rows."""
     if table.kind == "text" or ((of := tasks.row_kind(table.kind)) is not None and of.wording):
         return np.fromiter((hash(_wording(item)) for item in table.inputs), np.int64, len(table))
-    if len(table) > _ROWS:
+    if len(table) > _ROWS or table.kind not in _NEAR:
         return None
     if table.kind == "features":
         x: np.ndarray = table.inputs

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from fedfm.core import tasks
 from fedfm.data.partition import CLIENT
-from fedfm.data.repeats import numbers_of
+from fedfm.data.repeats import comparable, has_files, numbers_of
 from fedfm.data.table import Table
 
 _FEW = 20  # with fewer rows there is no notice
@@ -31,10 +30,9 @@ def notices(table: Table) -> tuple[str, ...]:
     notice about rows that two clients have in common.
     """
     rows = table.rows("train")
-    of = tasks.row_kind(table.kind)
-    if (of is not None and not of.wording) or len(rows) < _FEW:
+    if len(rows) < _FEW or not comparable(table):
         return ()
-    if table.kind == "image" and not isinstance(table.inputs, np.ndarray) and len(rows) > _FILES:
+    if has_files(table) and len(rows) > _FILES:
         return ()
     number = np.unique(numbers_of(table, rows), return_inverse=True)[1]  # (n,): equal rows have equal numbers
     found = [_at_several_clients(table, rows, number) or _again(number), _contradictions(table, rows, number)]

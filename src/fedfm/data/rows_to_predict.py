@@ -10,11 +10,12 @@ from typing import Any
 from fedfm.core import tasks
 from fedfm.data import files, pixel_values
 from fedfm.data.doubts import of_features, of_texts
-from fedfm.data.load import image_figures, scale_features
+from fedfm.data.feature_scales import scale_features
 from fedfm.data.profiles import compare, unknown_classes
 from fedfm.data.sources._files import existing
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, words_of
+from fedfm.data.thumbnails import figures_of_images
 from fedfm.errors import InputError
 
 
@@ -48,7 +49,7 @@ def read_inputs(
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
-    images = image_figures(table)
+    images = figures_of_images(table)
     table = replace(
         table, notices=(*table.notices, *pixel_values.notices(table, images), *of_features(table), *of_texts(table))
     )

@@ -9,6 +9,15 @@ from decimal import Decimal, InvalidOperation
 from fedfm.core.text import several
 from fedfm.data.invisible import escape, is_invisible
 
+# Cyrillic and Greek letters that look like Latin ones -> these
+_LATIN = str.maketrans(
+    "\u0410\u0412\u0415\u041a\u041c\u041d\u041e\u0420\u0421\u0422\u0423\u0425\u0406\u0408\u0405\u0430\u0435\u043e\u0440\u0441"
+    "\u0443\u0445\u0456\u0458\u0455\u0391\u0392\u0395\u0396\u0397\u0399\u039a\u039c\u039d\u039f\u03a1\u03a4\u03a5\u03a7\u03bf",
+    "ABEKMHOPCTYXIJSaeopcyxijsABEZHIKMNOPTYXo",
+)
+_LETTERS = {"y": "yes", "n": "no", "t": "true", "f": "false"}
+_ENDS = " '\"`.,;:!?()\u2018\u2019\u201c\u201d"
+
 
 def _fold_case(name: str) -> str:
     return " ".join(name.casefold().split())
@@ -55,15 +64,22 @@ def _without_marks(name: str) -> Hashable:
     return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name
 
 
+def _without_ends(name: str) -> Hashable:
+    return name if isinstance(_number(name), Decimal) else _fold_case(name.strip(_ENDS)) or name
+
+
 # How two spellings that may be one class differ -> a function that makes them equal. The first match is reported.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _fold_case,
     "invisible characters": lambda name: _fold_case(_visible(name)),
     "the form of their Unicode characters": _normalise,
     "-, _, spaces or case": _without_marks,
+    "marks at their ends": _without_ends,
+    "letters of other alphabets that look alike": lambda name: _fold_case(name.translate(_LATIN)),
     "bytes that were read in another encoding": _decode_again,
     "how they write a number": _number,
     "how they write true and false": _truth,
+    "an abbreviation": lambda name: _LETTERS.get(name.strip().casefold(), _fold_case(name)),
 }
 # How programs write that there is no label: tables, spreadsheets after a failed formula, and numeric files
 _NO_LABEL = (

@@ -31,6 +31,11 @@ def small(item: Any, side: int) -> Any:
     return read_image(item, draft=(side, side))
 
 
+def figures_of_images(table: Table) -> np.ndarray | None:
+    """The result of :func:`figures`; None if the rows are not images."""
+    return figures(table) if table.kind == "image" else None
+
+
 def figures(table: Table) -> np.ndarray:
     """Six numbers about each of at most 64 images: (n, 6). The images are at equal distances in the table.
 

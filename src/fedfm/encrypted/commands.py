@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def distil(args: Namespace) -> int:
     """Run ``fedfm distil``; return the exit code."""
-    from fedfm.config.toml import parse_override
+    from fedfm.core.overrides import parse_overrides
     from fedfm.encrypted.student.distil import ABOUT, distil
     from fedfm.encrypted.student.distil_spec import Distillation
     from fedfm.encrypted.student.distil_table import table
     from fedfm.encrypted.student.folding import MOST_OUTSIDE, remedy
     from fedfm.runtime.step_bars import Epochs
 
-    what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
+    what = Distillation.load(args.experiment, parse_overrides(args.set))
     result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
     if not result.get("outside", 0.0) <= MOST_OUTSIDE:
         text = f"{result['outside']:.2%} of the arguments are outside their intervals, more than {MOST_OUTSIDE:.1%}"

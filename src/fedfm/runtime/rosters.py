@@ -72,7 +72,7 @@ def roster_in(path: Path) -> dict[str, bytes]:
         InputError: the file does not exist or is malformed; the error has a line for each mistake.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         table = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"roster: {path} cannot be read: {error}") from None

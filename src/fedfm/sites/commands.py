@@ -83,7 +83,7 @@ def _offline(path: Path) -> None:
     The libraries read these variables when they are imported.
     """
     with contextlib.suppress(OSError, ValueError, RecursionError):  # silo_config.load reports the fault later
-        if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
+        if tomllib.loads(path.read_text(encoding="utf-8-sig")).get("downloads") is not True:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 

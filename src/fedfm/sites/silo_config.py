@@ -200,7 +200,7 @@ def load(path: Path) -> Silo:
         InputError: the file is absent, not TOML, or has wrong keys or values; the error has a line for each.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; a silo's file has name, data and allow") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML, or too many digits

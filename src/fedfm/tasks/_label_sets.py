@@ -50,7 +50,8 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
     values = np.zeros((len(rows), len(classes)))
     for i, row in enumerate(rows):
         values[i, [place[label] for label in row]] = 1
-    written = (entry for value in cells for entry in _entries(value, separator) if isinstance(entry, str))
+    parts = ((entry, isinstance(v, str)) for v in cells for entry in _entries(v, separator) if isinstance(entry, str))
+    written = (entry.strip() if split else entry for entry, split in parts)  # "a; b" has a blank for its readers
     notices = (*notices_of(written, name), *_like_marks(classes, name), *_without(values))
     return RowTargets(values, classes, frozenset({name}), notices)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import listing
 from fedfm.data.sources import _file_folder, images, tables
+from fedfm.data.sources._files import visible_entries
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._splits import SPLIT_NAMES, with_test
+from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, other_marks, with_test
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError, close
 
@@ -56,13 +57,18 @@ def sheet(path: Path, spec: DataSpec, labelled: bool) -> Sheet | None:
                 f"{rest[0]} has no image of this name in {home / IMAGES}{_more(rest)}: add it, or remove the mask"
             )
     files = [Path(file) for file in columns[image_in]]
-    return _sheet(path, list(homes), columns, files, strange, spec)
+    return _sheet(path, homes, columns, files, strange, spec)
 
 
 def _sheet(
-    path: Path, homes: list[Path], columns: dict[str, list[Any]], files: list[Path], strange: list[str], spec: DataSpec
+    path: Path,
+    homes: Mapping[Path, str | None],
+    columns: dict[str, list[Any]],
+    files: list[Path],
+    strange: list[str],
+    spec: DataSpec,
 ) -> Sheet:
-    notices = list[str]()
+    notices = [*joined_splits({home.name: split for home, split in homes.items()}, str(path))]
     if not any(columns["folder"]):
         del columns["folder"]
     marks = columns.pop("split")
@@ -73,6 +79,8 @@ def _sheet(
         lost = files[marks.index(None)]
         raise InputError(f"{lost} is in no folder of a split, but other images are: put it into train, val or test")
     meta = images.metadata(path.absolute(), [home.absolute() for home in homes], files)
+    if all(marks):
+        notices += other_marks(meta.get(spec.split), marks, spec.split, str(path))
     columns |= {key: cells for key, cells in meta.items() if key not in columns}
     notices += _file_folder.left_out(path, strange, "image")
     return Sheet(columns, lambda row: str(files[row]), tuple(notices))
@@ -80,7 +88,7 @@ def _sheet(
 
 def _homes(path: Path) -> Iterator[tuple[Path, str | None]]:
     """Each folder that has ``images``, and the folder's split; the split of ``path`` itself is None."""
-    folders = [p for p in images.visible_entries(path) if p.is_dir()]
+    folders = [p for p in visible_entries(path) if p.is_dir()]
     named = [p for p in folders if p.name.lower() in SPLIT_NAMES and (p / IMAGES).is_dir()]
     if named and (path / IMAGES).is_dir():
         raise InputError(f"{path} has the folder {IMAGES} and {listing(p.name for p in named)}, too: {_LAYOUT}")

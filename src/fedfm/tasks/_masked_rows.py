@@ -26,7 +26,7 @@ from fedfm.data import pictures
 from fedfm.data.class_names import names_of
 from fedfm.data.sources._attachments import attachments
 from fedfm.data.sources._files import column
-from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._sheet import Sheet, each_once
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -67,6 +67,11 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
         raise InputError(
             f"{source}: all masks hold only 0 and {_VOID}, and {_VOID} usually marks pixels that do not count: save "
             f"the second class as 1 (mask // {_VOID})"
+        )
+    if n := sum(set(of.numbers) == _BINARY for of in looks):
+        notices.append(
+            f"{n} of {len(looks)} masks of {source} hold only 0 and {_VOID}, and {_VOID} usually marks pixels that do "
+            f"not count: if it is a class there, save it with the number that it has in the other masks"
         )
     classes = names or _number_classes(present - {_VOID}, source, notices)
     for i, of in enumerate(looks):
@@ -121,7 +126,7 @@ def _names(source: str) -> tuple[str, ...]:
         return ()
     wanted = 'expected a list of names, or {"0": "background", "1": ...}'
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=each_once)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {error}; {wanted}") from None
     if isinstance(found, Mapping):
@@ -173,9 +178,12 @@ def forewarnings(parts: Mapping[str, Table], ignored: int) -> list[str]:
             f"only test masks have pixels of {listing(alone, 4)}: no client can learn what no training mask has"
         )
     training = counts.get("training", Counter())
+    if training and len(there["training"]) == 1:
+        only = min(there["training"])
+        found.append(f'all pixels of the training masks are of "{only}": there is nothing to distinguish')
     if left_out := training[None]:
         found.append(
-            f"{100 * left_out / training.total():.2g} % of the pixels of training masks are {ignored} "
+            f"{100 * left_out / training.total():.3g} % of the pixels of training masks are {ignored} "
             "(model.ignore_index) and do not count"
         )
     return found

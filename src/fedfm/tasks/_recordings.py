@@ -28,6 +28,8 @@ _FORMATS = "wav, flac, ogg and mp3 can be read"
 _NAMED = 3  # number of rates that a notice names
 _HEARD = 30.0  # in seconds; a Whisper reads no more
 _SILENT = 1e-4  # samples below this, of at most 1, are silence: less than four steps of 16 bits
+_LOUD = 2.0  # a decoder gives samples from -1 to 1; a file of floats may hold larger ones
+_SHORT = 0.05  # in seconds; no word is shorter
 _UNKNOWN = (1 << 31) - 8  # a length in a wav header from here on means "unknown": the file was written as a stream
 _THREADS = 4
 
@@ -76,7 +78,7 @@ def _lost_bytes(recording: Attachment) -> int:
 
 
 def check(recordings: Sequence[Attachment], at: Callable[[int], str], source: str) -> tuple[str, ...]:
-    """Decode what a model may read of each recording; return a notice about recordings without sound.
+    """Decode what a model may read of each recording; return notices about recordings that are hardly speech.
 
     Args:
         at: gives the name of a row by its index, for messages.
@@ -85,21 +87,34 @@ def check(recordings: Sequence[Attachment], at: Callable[[int], str], source: st
         InputError: a file is no recording, or is empty or damaged, or has a sample that is not finite.
     """
 
-    def is_silent(row: int) -> bool:
+    def measure(row: int) -> tuple[float, float, float]:
         look(recordings[row], at(row))
         try:
-            found, _ = _read(recordings[row], _HEARD)
+            found, rate = _read(recordings[row], _HEARD)
         except InputError as error:
             raise InputError(f"{at(row)}: {error}") from None
-        return bool(np.abs(found.mean(1)).max() < _SILENT)
+        return float(np.abs(found.mean(1)).max()), float(np.abs(found).max()), len(found) / rate
 
     with ThreadPoolExecutor(_THREADS) as pool:  # soundfile releases the interpreter's lock when it decodes
-        silent = [row for row, is_so in enumerate(pool.map(is_silent, range(len(recordings)))) if is_so]
-    if not silent:
-        return ()
-    return (
-        f"{len(silent)} of {len(recordings)} recordings of {source} are silent in their first {_HEARD:g} s, their "
-        f"channels mixed to one: the first is {recordings[silent[0]]}; a model learns outputs of them that nobody says",
+        mixed, peak, seconds = np.array(list(pool.map(measure, range(len(recordings))))).reshape(-1, 3).T
+    kinds = (
+        (
+            mixed < _SILENT,
+            f"are silent in their first {_HEARD:g} s, their channels mixed to one",
+            "a model learns outputs of them that nobody says",
+        ),
+        (
+            peak > _LOUD,
+            f"have samples beyond {_LOUD:g}, although samples are numbers from -1 to 1",
+            "divide them by their largest possible value, e.g. by 32768",
+        ),
+        (seconds < _SHORT, f"are shorter than {_SHORT:g} s", "were they cut?"),
+    )
+    return tuple(
+        f"{int(which.sum())} of {len(recordings)} recordings of {source} {what}: the first is "
+        f"{recordings[int(which.argmax())]}; {why}"
+        for which, what, why in kinds
+        if which.any()
     )
 
 

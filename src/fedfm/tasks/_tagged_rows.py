@@ -16,6 +16,7 @@ from fedfm.core.rows import Rows
 from fedfm.core.text import listing
 from fedfm.data.class_names import class_name, names_of
 from fedfm.data.invisible import is_blank
+from fedfm.data.similar_names import spellings
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
@@ -88,6 +89,8 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
             f"other tags have a prefix such as B- or I-, and {listing(bare, _NAMED)} have none: neighbouring words of "
             'such a tag count as one entity, so if it is a misspelt tag or marks no entity, correct it, e.g. to "O"'
         )
+    if not spellings(sorted(tags), "tag"):  # else that notice says it
+        found += spellings(sorted({name for tag in tags if (name := _tags.type_of(tag))}), "type")
     ended, left_open = _tags.count_ends(of for part in parts.values() for _, of in part.inputs)
     if ended and left_open:
         found.append(
@@ -180,7 +183,7 @@ def sheet_of(text: str, source: str) -> Sheet:
     Raises:
         InputError: lines have different numbers of columns, or there is no word.
     """
-    lines = [_columns(line) for line in text.split("\n")]
+    lines = [_columns(line) for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     first = next((i for i, cells in enumerate(lines) if cells and not cells[0].startswith(("#", _DOCUMENT))), None)
     if first is None:
         raise InputError(f"{source} holds no words: one word per line is expected, with its tag in the last column")
@@ -213,6 +216,12 @@ def sheet_of(text: str, source: str) -> Sheet:
     columns = {"tokens": [[cells[word] for cells in of] for of in sentences]}
     if width > 1 + word:
         columns["tags"] = [[cells[-1] for cells in of] for of in sentences]
+        words, tags = (len({cell for of in columns[key] for cell in of}) for key in ("tokens", "tags"))
+        if tags > words:
+            notices.append(
+                f"{source}: the last column, read as tags, has {tags} different entries, and the column of words "
+                f"{words}: does the file have its tags first?"
+            )
     return Sheet(columns, lambda row: f"{source}, line {starts[row]}", tuple(notices))
 
 

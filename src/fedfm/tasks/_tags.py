@@ -25,6 +25,11 @@ def _parse(tag: str) -> tuple[str, str]:
     return (_SAME.get(found[1], found[1]), found[2] or "") if found else ("I", tag)
 
 
+def type_of(tag: str) -> str:
+    """The type of the entity that a tag is part of, e.g. "PER" of "B-PER"; "" outside entities."""
+    return _parse(tag)[1]
+
+
 def spans(tags: Sequence[str]) -> list[Span]:
     """The entities of a sentence with tags in BIO, IOB1 or BIOES, as conlleval finds them.
 

@@ -180,7 +180,7 @@ def preferences(
             raise InputError(
                 f'{where}: no prompt (data.prompt = "{prompt_name}"): the answers are texts without a question'
             )
-        alike += good == bad
+        alike += good == bad or (isinstance(good, str) and isinstance(bad, str) and good.split() == bad.split())
         found.append((asked, good, bad))
     note = f"in {alike} of {len(found)} rows, {names[0]} and {names[1]} are the same answer: such rows teach nothing"
     return found, (note,) if alike else ()

@@ -11,8 +11,9 @@ from typing import Any
 
 from fedfm.data.sources import images, tables
 from fedfm.data.sources._endings import FILES
+from fedfm.data.sources._files import visible_entries
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._splits import with_test
+from fedfm.data.sources._splits import joined_splits, other_marks, with_test
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 
@@ -30,7 +31,7 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
     """
     if tables.files_of(path):
         return None
-    if there := next((p for p in images.visible_entries(path) if p.is_file() and tables.is_table(p)), None):
+    if there := next((p for p in visible_entries(path) if p.is_file() and tables.is_table(p)), None):
         raise InputError(f"{there} is next to folders: name this file if it has the rows, else remove it")
     strange: list[str] = []
     parts = images.parts(path, FILES[holds], holds) if labelled else {path: None}
@@ -47,7 +48,10 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
     marks = [split for split in (parts[home] for home in homes.values()) if split is not None]
     if marks and labelled:
         columns[spec.split], notices = with_test(marks, str(path))
+        notices += joined_splits({home.name: split for home, split in parts.items()}, str(path))
     meta = images.metadata(path, list(parts), files, holds)
+    if marks and labelled:
+        notices += other_marks(meta.get(spec.split), marks, spec.split, str(path))
     columns |= {key: cells for key, cells in meta.items() if key not in columns}
     return Sheet(columns, lambda row: str(files[row]), (*notices, *left_out(path, strange, holds)))
 
@@ -55,7 +59,7 @@ def sheet(path: Path, spec: DataSpec, column: str, holds: str, *, labelled: bool
 def files_below(folder: Path, holds: str, strange: list[str]) -> list[Path]:
     """The files of this kind below a folder, sorted; names of other files are added to ``strange``."""
     found = []
-    for entry in images.visible_entries(folder):
+    for entry in visible_entries(folder):
         if entry.is_dir():
             found += files_below(entry, holds, strange)
         elif entry.suffix.lower() in FILES[holds]:
@@ -70,8 +74,6 @@ def left_out(path: Path, strange: list[str], holds: str) -> tuple[str, ...]:
     if not strange:
         return ()
     what, was = ("file", "was") if len(strange) == 1 else ("files", "were")
-    article = "an" if holds.startswith("i") else "a"
     return (
-        f"{len(strange)} {what} of {path} without the ending of {article} readable {holds} {was} left out, "
-        f"e.g. {strange[0]}",
+        f"{len(strange)} {what} of {path} without the ending of a readable {holds} {was} left out, e.g. {strange[0]}",
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
+from fedfm.data.invisible import escape
 from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, NoColumn, close
 
@@ -27,6 +28,7 @@ def formats() -> str:
     )
 
 
+_ADDED = ("__MACOSX", "__pycache__")  # a class may be called "__none__", so other such names count
 _SIGNATURES = (
     (b"\x89PNG", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
@@ -86,6 +88,11 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
     if given in BUILT_IN:
         instead = f'the built-in set is data.name = "{given}"'
     raise InputError(f'{key}: there is no "{given}"{where}; {instead}', key=key)
+
+
+def visible_entries(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted, without hidden ones and those that macOS and Python add."""
+    return sorted(p for p in folder.iterdir() if not p.name.startswith(".") and p.name not in _ADDED)
 
 
 def read_bytes(path: Path, holds: str) -> bytes:
@@ -156,7 +163,8 @@ def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
     """Return the named column; raise an InputError that lists the existing names if it is missing."""
     if name in columns:
         return columns[name]
-    found = listing(columns) or "none"
-    hint = close(name, columns, 0.65)  # "messages" is not "image"
+    shown = [escape(known)[1:-1] for known in columns]  # a name with an invisible character looks like the wanted one
+    found = listing(shown) or "none"
+    hint = close(name, shown, 0.65)  # "messages" is not "image"
     set_it = f": rename it, or set {key}" if hint else f"; {key} says which column to read"
     raise NoColumn(f'{source}: no column "{name}" ({key})', f"found {found}{hint}{set_it}")

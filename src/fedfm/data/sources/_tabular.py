@@ -37,6 +37,7 @@ _TARGETS = ("output", "chosen", "rejected", "tags")  # keys of columns that rows
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # an integer with a zero fraction; but 1,000 is 1000
+_EXACT = 1 << 53  # the first floating-point number to which other integers are rounded
 
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
@@ -59,6 +60,8 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     columns, at, length = sheet.columns, sheet.at, len(sheet)
     if length == 0:
         raise InputError(f"{source} has no rows below its column names")
+    for key in ("text", "image", "label_name", "split") if labelled else ():
+        refuse_absent(columns, spec, key, source)
     spec, guessed = _layouts.resolve(columns, spec, task)
     kind: str
     inputs: Any
@@ -130,6 +133,16 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         notices=(*notices, *notice_of_unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
         targets=targets,
     )
+
+
+def refuse_absent(columns: Mapping[str, Any], spec: DataSpec, key: str, source: str) -> None:
+    """Refuse a key of the [data] table that names a column which is not there; its default need not be there.
+
+    Raises:
+        NoColumn: the column is missing; other rows would be read, or other test rows drawn.
+    """
+    if vars(spec)[key] != getattr(DataSpec, key):
+        column(columns, vars(spec)[key], f"data.{key}", source)
 
 
 def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | None:
@@ -294,6 +307,11 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
     elif isinstance(value, bool | np.bool_):
         return str(bool(value))
     elif isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer()):
+        if isinstance(value, float) and abs(value) >= _EXACT:
+            raise InputError(
+                f'{at(row)}: column "{name}" holds the floating-point number {value!r}: from 2^53 on these are '
+                "rounded, so two labels may be one number here: write the labels as integers or texts"
+            )
         return int(value)  # pandas writes integers as floats if a value is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"

@@ -29,7 +29,9 @@ _WORDS = 3  # smallest number of words of a text; shorter values are names
 def notice_of_unread(
     columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str, *, labelled: bool
 ) -> tuple[str, ...]:
-    """A notice about unread columns of texts, messages, lists and images.
+    """A notice about unread columns of texts, messages, lists and images, or with the name of a column that is read.
+
+    Such names differ by case, or by blanks at their ends.
 
     Args:
         labelled: whether the rows have classes. If not, the notice also lists a column with the same text in all rows,
@@ -38,6 +40,8 @@ def notice_of_unread(
     chosen = {spec.partition.column, *(spec.where or ())}
     others = {name: values for name, values in columns.items() if name and name not in used | chosen}
     found = [name for name, values in others.items() if _tells(values, alike=not labelled) or _extends(name, values)]
+    read = {name.strip().casefold() for name in used & columns.keys() if name}
+    found += [name for name in others if name not in found and name.strip().casefold() in read]
     if not found:
         return ()
     one = len(found) == 1

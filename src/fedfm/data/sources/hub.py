@@ -19,8 +19,8 @@ from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import column, existing
 from fedfm.data.sources._sheet import Sheet, without_nulls
-from fedfm.data.sources._splits import SPLIT_NAMES, with_test
-from fedfm.data.sources._tabular import to_table
+from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, other_marks, with_test
+from fedfm.data.sources._tabular import refuse_absent, to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -51,11 +51,11 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
             notices.append(f'split "{name}" of {hub} {why} and was left out')
             named[name] = None
     kept = {name: split for name, split in named.items() if split is not None}
-    if not kept:
+    if "train" not in kept.values():
         raise InputError(f'data.hub: "{hub}" has the splits {listing(parts)}; a "train" split is expected')
     marks, more = with_test(list(kept.values()), hub)
     kept = dict(zip(kept, marks, strict=True))
-    notices += more
+    notices += (*more, *joined_splits(kept, hub))
     features = next(iter(parts.values())).features
     picture = _picture_column(features, spec, notices)
     columns: dict[str, Sequence[Any]] = {}
@@ -100,7 +100,8 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
             "that their numbers mean different classes: give all splits the same class names"
         )
     if len(kept) > 1 or (not single and spec.split not in columns):
-        columns.pop(spec.split, None)
+        refuse_absent(features, spec, "split", hub)
+        notices += other_marks(columns.pop(spec.split, None), official.tolist(), spec.split, hub)
         columns[spec.split] = official.tolist()
     if picture:
         columns[picture] = Encoded(encoded, picture)

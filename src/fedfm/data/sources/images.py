@@ -24,10 +24,10 @@ from fedfm.data import picture_forms
 from fedfm.data.pictures import SUFFIXES, Look, look, notices_of
 from fedfm.data.sources import tables
 from fedfm.data.sources._endings import FILES
-from fedfm.data.sources._files import column
+from fedfm.data.sources._files import column, visible_entries
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._splits import SPLIT_NAMES
-from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
+from fedfm.data.sources._splits import SPLIT_NAMES, joined_splits, other_marks, with_test
+from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, refuse_absent, split_of
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
@@ -73,6 +73,8 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             f'{path}: folders are classes, and task "{own.name}" has none: put a metadata.csv into {path} with the '
             f'columns "file_name" and "{spec.label}"'
         )
+    for key in ("label", "label_name") if labelled else ():
+        refuse_absent(meta, spec, key, str(path))
     if labelled and own is None and spec.label not in meta:
         for file in files:
             if file.parent in {path, *homes}:
@@ -95,16 +97,22 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         meta = {name: values for name, values in meta.items() if name not in of.used}
     elif labelled:
         labels, classes, more = labels_of(meta, spec, source=str(path), at=at)
+    if labelled:
+        refuse_absent(meta, spec, "split", str(path))
     if labelled and set(homes.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
         notices += notices_of_marks(meta, spec, str(path))
+    elif labelled:
+        notices += other_marks(meta.get(spec.split), splits, spec.split, str(path))
+        splits, told = with_test(splits, str(path))
+        notices += (*told, *joined_splits({home.name: split for home, split in homes.items()}, str(path)))
     notices += (*more, *notices_of(looks, str(path)), *picture_forms.notices(looks, labels, classes, str(path)))
     hollow = [name for name in strange if name.endswith(os.sep)]
     strange = [name for name in strange if name not in hollow]
     if hollow:
-        holds = "holds no file and is not a class: if it should be a class, its images are missing"
+        holds = "holds no readable image and is not a class: if it should be a class, its images are missing"
         if len(hollow) > 1:
-            holds = "hold no files and are not classes: if they should be classes, their images are missing"
+            holds = "hold no readable images and are not classes: if they should be classes, their images are missing"
         notices += (f"{listing(hollow, 4)} {holds}",)
     if strange:
         one = len(strange) == 1
@@ -188,11 +196,6 @@ def _masks_inside(files: Sequence[Path]) -> tuple[str, ...]:
     )
 
 
-def visible_entries(folder: Path) -> list[Path]:
-    """The entries of a folder, sorted, without hidden ones."""
-    return sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
-
-
 def parts(path: Path, suffixes: Sequence[str] = SUFFIXES, holds: str = "image") -> dict[Path, str | None]:
     """{folder: its split}; if no folder has the name of a split, {path: None}.
 
@@ -223,12 +226,10 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
 
     If ``deep`` is true, folders at any depth are read, otherwise only class folders.
     """
-    found = []
+    found: list[Path] = []
     for entry in visible_entries(folder):
-        inside = visible_entries(entry) if entry.is_dir() else [entry]
-        if not inside and not deep:
-            strange.append(f"{entry}{os.sep}")
-        for file in inside:
+        before = len(found)
+        for file in visible_entries(entry) if entry.is_dir() else [entry]:
             if file.is_dir() and deep:
                 found += _pictures(file, strange, deep=True)
             elif file.is_dir():
@@ -240,6 +241,8 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
                 found.append(file)
             elif file.name not in METADATA:
                 strange.append(str(file))
+        if entry.is_dir() and len(found) == before and not deep:
+            strange.append(f"{entry}{os.sep}")
     return found
 
 

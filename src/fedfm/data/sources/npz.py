@@ -20,7 +20,7 @@ from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.pictures import to_eight_bits
 from fedfm.data.sources._files import begin, content_of, read_bytes, str_array
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
+from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of, refuse_absent
 from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
@@ -30,6 +30,7 @@ from fedfm.errors import InputError, close
 _NAMES = ("feature_names", "columns")  # arrays with names of feature columns
 _STRIP = 4  # an image that is this many times as wide as high is improbable
 MAPPED = 1 << 28  # bytes; in a larger file, uncompressed images or vectors are memory-mapped, not loaded
+_STEPS = 256  # float32 hardly describes a column that has fewer steps between its smallest and largest value
 _PIECE = 1 << 22  # number of bytes that are read at a time
 _EXPECTED = "uint8 or uint16 (N, H, W, C) images with C = 1 or 3, or float (N, d) feature vectors"
 
@@ -66,19 +67,24 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         notices += more
     else:
         inputs = np.ascontiguousarray(x) if image else _finite(x, path)
+        notices += () if image else _rounded_columns(x, path)
     if image and x.shape[1] in (1, 3) and x.shape[2] >= _STRIP * x.shape[1]:
         notices += (
             f"{path}: the images of x {x.shape} are {x.shape[1]} pixels high: if this axis has the channels, "
             "x.transpose(0, 2, 3, 1) puts them last",
         )
     split = np.full(length, "train" if labelled else "test")
-    if labelled and "split" in arrays:
-        values = _strings(arrays, "split", length, path)
-        check_split(values, "", lambda i: f"{path}: split[{i}]")
+    if labelled:
+        refuse_absent(arrays, spec, "split", str(path))
+        if spec.label not in ("y", DataSpec.label):
+            raise InputError(f'{path}: data.label = "{spec.label}": the labels of an npz file are its array y')
+    if labelled and spec.split in arrays:
+        values = _strings(arrays, spec.split, length, path)
+        check_split(values, "", lambda i: f"{path}: {spec.split}[{i}]")
         split = np.array(values)
     columns = {}
     named = () if image else tuple(name for name in _NAMES if _is_names(arrays.get(name), x.shape[1]))[:1]
-    for name in sorted(set(arrays) - {"x", "y", "classes", "split", *named, *used}):
+    for name in sorted(set(arrays) - {"x", "y", "classes", spec.split, *named, *used}):
         array = arrays[name]
         if array.shape == (length,) and array.dtype.kind in "USiu":
             columns[name] = str_array(_strings(arrays, name, length, path))
@@ -88,7 +94,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             notices += (f'array "{name}" {array.dtype} {array.shape} of {path} is not used',)
     if not labelled and (given := _given_labels(arrays, length)) is not None:
         columns[spec.label] = given
-    if labelled and "split" not in arrays:
+    if labelled and spec.split not in arrays:
         notices += notices_of_marks({name: values.tolist() for name, values in columns.items()}, spec, str(path))
     of = "image" if image else "features"
     names = tuple(map(str, arrays[named[0]].tolist())) if named else ()
@@ -132,6 +138,8 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path if large else io.BytesIO(data), allow_pickle=False) as archive:
             names = archive.files
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise InputError(f'{path}: there are several arrays "{min(twice)}": write the file again')
             arrays = {}
             for name in names:
                 try:
@@ -221,6 +229,21 @@ def _finite(x: np.ndarray, path: Path) -> np.ndarray:
             f"{path}: x[{row}, {place}] is {x[row, place]}{more}: feature vectors must be finite numbers (float32)"
         )
     return narrow
+
+
+def _rounded_columns(x: np.ndarray, path: Path) -> tuple[str, ...]:
+    """A notice about columns whose values float32 hardly tells apart, such as times in seconds since 1970."""
+    low, high = x.min(0).astype(np.float64), x.max(0).astype(np.float64)
+    steps = (high - low) / np.spacing(np.maximum(abs(low), abs(high)).astype(np.float32))
+    for j in np.flatnonzero((steps > 0) & (steps < _STEPS)):
+        before, after = len(np.unique(x[:, j])), len(np.unique(x[:, j].astype(np.float32)))
+        if after < before:
+            return (
+                f"{path}: column x[:, {j}] lies from {low[j]:.17g} to {high[j]:.17g}, and features are read as "
+                f"float32, in which its {before} different values become {after}: subtract a constant, such as its "
+                "mean in all files",
+            )
+    return ()
 
 
 def _labels(arrays: dict[str, np.ndarray], length: int, path: Path) -> Labels:

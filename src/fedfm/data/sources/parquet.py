@@ -26,7 +26,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     if not data.startswith(b"PAR1"):
         raise InputError(f"{path} holds {content_of(data)}, not a Parquet file: rename it, or save it as Parquet")
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data)).read()
         names = list(table.column_names)  # decoded inside of "try", since names in a damaged file may not be UTF-8
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}): write it again") from None

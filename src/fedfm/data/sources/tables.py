@@ -10,10 +10,10 @@ from pathlib import Path
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
-from fedfm.data.sources._files import decode, gunzip, read_bytes
+from fedfm.data.sources._files import decode, gunzip, read_bytes, visible_entries
 from fedfm.data.sources._sheet import Sheet, join
-from fedfm.data.sources._splits import SPLIT_NAMES, with_test
-from fedfm.data.sources._tabular import to_table
+from fedfm.data.sources._splits import SPLIT_NAMES, other_marks, with_test
+from fedfm.data.sources._tabular import refuse_absent, to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
@@ -105,7 +105,7 @@ def files_of(folder: Path, task: str | None = None) -> list[Path]:
     for home in (folder, folder / "data"):
         if not home.is_dir():
             continue
-        entries = sorted(p for p in home.iterdir() if not p.name.startswith((".", "__")))
+        entries = visible_entries(home)
         found = [p for p in entries if p.is_file() and is_table(p, task)]
         inside = [p for p in entries if p.is_dir() and not (found == [] and p.name == "data")]
         if found and not inside:
@@ -143,6 +143,8 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
     sheet = join({str(file): one for file, one in sheets.items()})
     if not unknown and labelled:
         marks = [str(splits[file]) for file, one in sheets.items() for _ in range(len(one))]
+        refuse_absent(sheet.columns, spec, "split", str(folder))
+        notices += other_marks(sheet.columns.get(spec.split), marks, spec.split, str(folder))
         marks, more = with_test(marks, str(folder))
         notices += more
         sheet = replace(sheet, columns={**sheet.columns, spec.split: marks})

@@ -24,7 +24,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """
     data = read_bytes(path, "a text file")
     data = gunzip(data, path) if path.name.lower().endswith(".gz") else data
-    text = decode(data, path, "plain text").replace("\r\n", "\n")
+    text = decode(data, path, "plain text").replace("\r\n", "\n").replace("\r", "\n")
     passages = cut(text)
     split = np.full(len(passages), "train" if labelled else "test")
     notices = (note,) if (note := _table_note(text, path)) else ()

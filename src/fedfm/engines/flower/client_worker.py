@@ -109,7 +109,7 @@ def _downloads(folder: Path) -> bool:
     """Whether this client may download models: a silo may if its file says so; a client on loopback always may."""
     try:
         silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
-        return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True
+        return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8-sig")).get("downloads") is True
     except (OSError, ValueError):
         return False
 

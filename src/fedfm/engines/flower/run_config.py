@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.core.toml_text import check_depth, parse_override, put, to_toml
+from fedfm.core.overrides import parse_override
+from fedfm.core.toml_text import check_depth, put, to_toml
 from fedfm.data.spec import WITHHELD
 from fedfm.errors import InputError
 

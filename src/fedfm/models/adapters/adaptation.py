@@ -104,13 +104,17 @@ def apply(
 
 
 def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> tuple[str, ...]:
-    """Notices for the user about targets that :func:`apply` does not adapt."""
-    if spec.name not in LORA or spec.targets != (ALL_LINEAR,):
-        return ()
-    from fedfm.models.adapters.all_linear import left_out
+    """Notices for the user about keys and targets that :func:`apply` does not use."""
+    found = list[str]()
+    if spec != AdaptationSpec(spec.name, alpha=spec.alpha if spec.name in LORA else None):
+        from fedfm.models.adapters import idle_keys
 
-    line = left_out(module, parts, new)
-    return (line,) if line else ()
+        found += idle_keys.notices(spec)
+    if spec.name in LORA and spec.targets == (ALL_LINEAR,):
+        from fedfm.models.adapters.all_linear import left_out
+
+        found += [line] if (line := left_out(module, parts, new)) else []
+    return tuple(found)
 
 
 def give_bias(module: nn.Module, path: str) -> bool:
