@@ -63,6 +63,14 @@ def test_an_app_is_for_any_machine_and_every_line_can_be_read(tmp_path, monkeypa
     assert run_config.run_folder(config | {"run-name": "trial", "out": str(tmp_path)}, 7) == tmp_path / "trial"
 
 
+@pytest.mark.parametrize("before", ["", "secret.key", "secret.key\n", "runs/\n"])
+def test_an_app_in_a_folder_of_the_user_keeps_what_git_and_flower_must_ignore(before, tmp_path):
+    (tmp_path / ".gitignore").write_text(before)
+    app_writer.write(tmp_path)
+    assert (tmp_path / ".gitignore").read_text().split() == sorted({*before.split(), "runs/"}, reverse=True)
+    assert (tmp_path / "pyproject.toml").exists()
+
+
 def test_flwr_run_changes_settings(tmp_path):
     config = written(tmp_path, Experiment.from_dict(experiment_of("fedavg", tmp_path)))
     told = tomllib.loads(

@@ -54,13 +54,20 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     out = folder / RUNS
     with storage.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _write_settable(folder, chosen, given)
-        (folder / ".gitignore").write_text(f"{RUNS}/\n", encoding="utf-8")  # Flower bundles no run then
+        _ignore_runs(folder / ".gitignore")
     if known := chosen.server_only():  # Flower does not bundle the file below, since it has no suffix
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
         storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
+    _write_settable(folder, chosen, given)  # last, so that no app lacks the files above
     return _how_to(folder, chosen)
+
+
+def _ignore_runs(file: Path) -> None:
+    """Add run directories to the user's own .gitignore; what it names, Flower does not bundle."""
+    known, line = file.read_bytes() if file.exists() else b"", f"{RUNS}/".encode()
+    if line not in known.splitlines():
+        storage.write_atomic(file, [known, b"" if known.endswith(b"\n") or not known else b"\n", line, b"\n"])
 
 
 def write_app(
@@ -129,8 +136,7 @@ def _write_project(folder: Path, experiment: Experiment, config: Iterable[str]) 
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
     lines = "\n".join(config)
-    (folder / "pyproject.toml").write_text(
-        f"""[build-system]
+    text = f"""[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
 
@@ -153,9 +159,8 @@ clientapp = "fedfm.apps:client"
 
 [tool.flwr.app.config]
 {lines}
-""",
-        encoding="utf-8",
-    )
+"""
+    storage.write_atomic(folder / "pyproject.toml", text.encode())
 
 
 def experiment_text(experiment: Experiment) -> str:
