@@ -59,8 +59,8 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     if known := chosen.server_only():  # Flower does not bundle the file below, since it has no suffix
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
-        storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
-    storage.write_atomic(folder / PROJECT, text.encode())  # last, so that no app lacks the files above
+        storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600, of_run=False)
+    storage.write_atomic(folder / PROJECT, text.encode(), of_run=False)  # last, so that no app lacks the files above
     return _how_to(folder, chosen)
 
 
@@ -68,7 +68,9 @@ def _ignore_runs(file: Path) -> None:
     """Add run directories to the user's own .gitignore; what it names, Flower does not bundle."""
     known, line = file.read_bytes() if file.exists() else b"", f"{RUNS}/".encode()
     if line not in known.splitlines():
-        storage.write_atomic(file, [known, b"" if known.endswith(b"\n") or not known else b"\n", line, b"\n"])
+        storage.write_atomic(
+            file, [known, b"" if known.endswith(b"\n") or not known else b"\n", line, b"\n"], of_run=False
+        )
 
 
 def write_app(
