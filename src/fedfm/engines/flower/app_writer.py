@@ -25,7 +25,7 @@ _FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of mac
 PROJECT = "pyproject.toml"
 RUNS = "runs"  # the folder of an app in which run directories are
 _COMMENTS = (
-    "the name of the run directory; the same name continues the run",
+    "the name of the run directory; the same name and settings continue the run",
     "the folder of run directories",
     "where relative paths start; if it is empty, where the SuperLink was started",
     "'data.limit=50; run.patience=2' sets what this list lacks",
@@ -247,6 +247,6 @@ on real machines, each with fedfm {__version__}, its extra "flower" and the thre
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod --name NAME     # prod: a [superlink.prod] in $FLWR_HOME/config.toml
     flwr run {folder} prod --stream --run-config 'home="{folder.resolve()}"'   # home: where relative paths start
-    # --run-config 'run-name="trial-1"' names the run directory; the same name continues it
+    # --run-config 'run-name="trial-1"' names the run directory; the same name and settings continue it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
     # --run-config 'set="run.min_clients=3; run.patience=2"' changes settings that it does not list"""
