@@ -1,5 +1,6 @@
 """A client leaves a finished run: the rest is what a run without the client would have been, and a claim is tested."""
 
+import functools
 import json
 import shutil
 
@@ -71,6 +72,30 @@ def test_the_rest_has_the_bits_of_a_run_without_the_client(tmp_path, name):
     assert found["exact"] is True
     assert sha_of(tmp_path / "rest") == sha_of(ran(without(tables, "client-02"), tmp_path / "again")) != sha_of(first)
     assert Run.open(tmp_path / "rest").manifest["clients"] == ["client-00", "client-01", "client-03", "client-04"]
+
+
+def test_a_client_that_only_one_of_the_two_runs_left_out_makes_the_result_no_exact_one(tmp_path, monkeypatch):
+    """Another client dies while the others answer again."""
+    from fedfm.methods.analytic import Analytic
+
+    first, sums = ran(one_round(tmp_path, "analytic"), tmp_path / "run"), Analytic.sums
+
+    @functools.wraps(sums)
+    def failing(self, client, *args, **kwargs):
+        if client.id == "client-03":
+            raise MemoryError
+        return sums(self, client, *args, **kwargs)
+
+    class Told(fedfm.Progress):
+        def notice(self, text):
+            told.append(text)
+
+    told = []
+    monkeypatch.setattr(Analytic, "sums", failing)
+    found = leave(first, "client-02", tmp_path / "rest", progress=Told())
+    assert (found["exact"], found["how"]) == (False, "retrained")
+    assert Run.open(tmp_path / "rest").manifest["departures"][-1]["how"] == "retrained"
+    assert any('"client-03" left out of only one of the two runs' in text for text in told)
 
 
 def test_the_sums_of_the_rest_are_the_sums_minus_the_clients_own(tmp_path):

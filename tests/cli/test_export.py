@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import signal
+import sys
 
 import pytest
 
@@ -44,6 +47,27 @@ def test_a_folder_of_peft_predicts_as_the_run_does(run, tmp_path):
     batch = tokenizer([row["text"] for row in rows], truncation=True, padding=True, return_tensors="pt")
     named = [model.config.id2label[i] for i in model(**batch).logits.argmax(1).tolist()]
     assert named == predict(run, run.parent / "rows.jsonl")["predictions"]
+
+
+@pytest.mark.parametrize("to", ["peft", "hf", "torch"])
+def test_an_export_that_is_killed_before_its_card_leaves_no_model_and_can_be_repeated(to, run, tmp_path):
+    out = tmp_path / "out"
+    pid = os.fork()
+    if not pid:
+
+        def kill(event, args):
+            if event == "open" and str(args[0]).endswith("README.md") and args[1] == "w":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        os._exit(main(["export", str(run), "--to", to, "--out", str(out)]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert not [path for path in out.iterdir() if not path.name.startswith(".")]
+    with quiet():
+        export(run, to, out)
+        export(run, to, tmp_path / "other")
+    both = [sorted(str(path.relative_to(f)) for path in f.rglob("*")) for f in (out, tmp_path / "other")]
+    assert both[0] == both[1]
 
 
 def test_the_card_says_what_the_run_was(run, tmp_path):

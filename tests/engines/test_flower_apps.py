@@ -74,6 +74,10 @@ def test_flower_builds_and_runs_the_app_with_other_settings_and_the_bits_of_a_lo
             *("run", "app", "--stream", "--run-config", changes),
             *("--federation-config", "num-supernodes=3 client-resources-num-cpus=1"),
         )
+        command = ["flwr", "run", "app", "--stream", "--run-config", changes.replace("rounds=2", "rounds=3")]
+        command += ["--federation-config", "num-supernodes=3 client-resources-num-cpus=1"]
+        again = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert "this run has other values of method.rounds" in again.stdout + again.stderr
     run = tmp_path / "app/runs/trial"
     assert str(run) in told
     result = json.loads((run / "manifest.json").read_text())["result"]

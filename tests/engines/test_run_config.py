@@ -1,5 +1,7 @@
 """The configuration of a Flower app: an experiment whose single settings ``flwr run --run-config`` changes."""
 
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -35,9 +37,55 @@ def changed(config, text):
 
 @pytest.mark.parametrize("name", [m for m in METHODS if m not in ("centralised", "kd")])
 def test_an_app_says_every_experiment_whole(name, tmp_path):
-    e = Experiment.from_dict(experiment_of(name, tmp_path))
+    tables = experiment_of(name, tmp_path)
+    if name == "blindfed":
+        tables["method"]["encryption"] = "ckks"
+    e = Experiment.from_dict(tables)
     merged = run_config.merge_settings(written(tmp_path, e) | {"home": str(tmp_path / "app")})
-    assert run_config.with_paths(merged) == tomllib.loads(app_writer.experiment_text(e))
+    assert whole(run_config.with_paths(merged)) == whole(tomllib.loads(app_writer.experiment_text(e)))
+
+
+def test_an_experiment_that_no_federation_can_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r'expected run\.engine = "local"'):
+        written(tmp_path, Experiment.from_dict(experiment_of("blindfed", tmp_path)))  # its encryption is "clear"
+    assert not (tmp_path / "app").exists()
+
+
+def whole(tables):
+    """The tables with every default."""
+    return Experiment.from_dict(tables).to_dict()
+
+
+GIVEN = {
+    "data": {"name": "digits", "label": "(default)"},
+    "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 2}},
+    "method": {"name": "fedavg", "rounds": 3},
+}
+CHANGES = {
+    "method.name": ["fedprox", "fedadam", "scaffold", "local", "ditto", "fedbip", "flexlora", "fedper"],
+    "method.local.name": ["adam", "adamw", "proximal"],
+    "model.adaptation.rank": [1, 8],
+    "model.adaptation.name": ["ffa_lora", "full", "head"],
+    "aggregation.name": ["median", "krum", "trimmed_mean"],
+    "data.test_fraction": [0.3],
+}
+
+
+@pytest.mark.parametrize("optimiser", [{}, {"name": "adam"}])
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in CHANGES.items() for value in values])
+def test_run_config_means_what_set_means(key, value, optimiser, tmp_path):
+    tables = GIVEN | {"method": GIVEN["method"] | ({"local": optimiser} if optimiser else {})}
+    (tmp_path / "given.toml").write_text(to_toml(tables))
+    app_writer.write(tmp_path / "app", tmp_path / "given.toml")
+    config = flatten_dict(tomllib.loads((tmp_path / "app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    merged = changed(config, f"{key}={json.dumps(value)}")
+    try:
+        expected = Experiment.load(tmp_path / "given.toml", {key: value, "run.engine": "deployment"}).to_dict()
+    except InputError as error:
+        with pytest.raises(InputError, match=re.escape(str(error).partition(": ")[2])):
+            whole(tomllib.loads(merged["experiment"]))
+    else:
+        assert whole(tomllib.loads(merged["experiment"])) == expected
 
 
 def test_an_app_is_for_any_machine_and_every_line_can_be_read(tmp_path, monkeypatch):
@@ -61,6 +109,14 @@ def test_an_app_is_for_any_machine_and_every_line_can_be_read(tmp_path, monkeypa
     assert run_config.with_paths(run_config.merge_settings(config))["data"]["clients"] == clients
     assert run_config.run_folder(config, 7) == moved / "runs/run-7"
     assert run_config.run_folder(config | {"run-name": "trial", "out": str(tmp_path)}, 7) == tmp_path / "trial"
+
+
+@pytest.mark.parametrize("before", ["", "secret.key", "secret.key\n", "runs/\n"])
+def test_an_app_in_a_folder_of_the_user_keeps_what_git_and_flower_must_ignore(before, tmp_path):
+    (tmp_path / ".gitignore").write_text(before)
+    app_writer.write(tmp_path)
+    assert (tmp_path / ".gitignore").read_text().split() == sorted({*before.split(), "runs/"}, reverse=True)
+    assert (tmp_path / "pyproject.toml").exists()
 
 
 def test_flwr_run_changes_settings(tmp_path):

@@ -74,18 +74,47 @@ def test_the_page_names_round_silos_and_bytes_and_changes_no_file(tmp_path):
     assert tiles(live.render(unfinished(tmp_path / "here", "local"), 3)[0])["Clients"][0] == "3"
 
 
+class Watched(Progress):
+    """Renders the page whenever a client has finished its part of a round."""
+
+    def __init__(self, run):
+        self.run, self.found = run, []
+
+    def client(self):
+        tile = tiles(live.render(self.run, 3)[0])["Epsilon spent"]
+        if tile not in self.found:
+            self.found.append(tile)
+
+
 @pytest.mark.proof
-def test_the_spent_epsilon_is_that_of_a_run_of_as_many_rounds(tmp_path):
+@pytest.mark.parametrize("mechanism", ["gaussian", "dp_sgd"])
+def test_the_spent_epsilon_counts_the_round_that_is_computed(mechanism, tmp_path):
+    privacy = {"noise_multiplier": 1.5, "clip_norm": 1.0, "mechanism": mechanism, "delta": 1e-5}
+    privacy["unit"] = "record" if mechanism == "dp_sgd" else "client"
+    spent = []
+    for rounds in (1, 2, 3):
+        tables = small.experiment(tmp_path, method={"rounds": rounds}, privacy=privacy, run={"workers": 1})
+        spent.append(fedfm.run(tables, tmp_path / f"{rounds}", progress=Progress())["epsilon"])
+    watched = Watched(tmp_path / "watched")
+    fedfm.run(tables, watched.run, progress=watched)
+    stated = [float(value) for value, words in watched.found if "no round has begun" not in words]
+    if mechanism == "gaussian":
+        assert stated == pytest.approx(spent, rel=1e-3)
+    else:
+        assert stated == pytest.approx([spent[-1]] * 2, rel=1e-3)
+        assert [words.startswith("at most") for _, words in watched.found[-2:]] == [True, False]
+
+
+def test_before_the_first_round_no_epsilon_is_stated(tmp_path):
     privacy = {"noise_multiplier": 1.5, "clip_norm": 1.0, "unit": "client", "delta": 1e-5}
     tables = small.experiment(tmp_path, method={"rounds": 2}, privacy=privacy, run={"workers": 1})
-    result = fedfm.run(tables, tmp_path / "run", progress=Progress())
-    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
-    manifest["experiment"]["method"]["rounds"], manifest["result"], manifest["finished"] = 8, None, None
-    manifest["ledger"]["epsilon"] = 99.0
+    fedfm.run(tables, tmp_path / "run", progress=Progress())
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text()) | {"result": None, "finished": None}
     (tmp_path / "run/manifest.json").write_text(json.dumps(manifest))
-    spent, of = tiles(live.render(tmp_path / "run", 3)[0])["Epsilon spent"]
-    assert float(spent) == pytest.approx(result["epsilon"], rel=1e-3)
-    assert of == "of 99 for all rounds"
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    value, words = tiles(live.render(tmp_path / "run", 3)[0])["Epsilon spent"]
+    assert not any(character.isdigit() for character in value)
+    assert words.startswith("no round has begun; ")
 
 
 def ask(server, path=None, method="GET", **headers):

@@ -231,6 +231,14 @@ def test_a_folder_of_a_run_that_was_killed_as_it_began_is_free(tmp_path):
         fedfm.run(experiment(tmp_path), tmp_path / "other")
 
 
+@pytest.mark.parametrize("inner", ["inner", "private/inner", "checkpoint/../inner"])
+def test_no_run_is_made_inside_another(inner, stopped, tmp_path):
+    before = sorted(stopped.rglob("*"))
+    with pytest.raises(InputError, match="is inside the run"):
+        fedfm.run(experiment(tmp_path), stopped / inner)
+    assert sorted(stopped.rglob("*")) == before
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_round_whose_state_is_not_finite_is_not_committed(tmp_path, monkeypatch, bad):
     """The run stops and says which round; the round before stands, whole, and a resume goes on from it."""

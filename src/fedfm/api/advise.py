@@ -8,6 +8,7 @@ that follow are rehearsed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.paths import KEYS
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.toml import read, to_toml
-from fedfm.core import storage
+from fedfm.core import new_folders, storage
 from fedfm.core.capabilities import HiddenModel, Planned
 from fedfm.core.toml_text import put
 from fedfm.errors import FedfmError, InputError
@@ -88,32 +89,31 @@ def advise(
     )
     base = without_protection(given)
     plain = Experiment.from_dict(base, imports=True)
-    folder = None if out is None else Path(out)
-    if folder is not None:
-        _claim(folder)
     options: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
     seen: list[Tables] = []
     progress.notice(f"rehearsing up to {len(PROTECTIONS)} protections, about {seconds:g} s each after loading")
-    for protection in PROTECTIONS:
-        about = {"name": protection.name, "what": protection.what}
-        try:
-            tables = protection.change(base, plain, spend)
-            tables = tables | {"name": f"{asked.name}-{protection.name.replace('_', '-')}"}
-            made = Experiment.from_dict(tables, imports=True)
-            if (like := dataclasses.replace(made, name=asked.name).to_dict()) in seen:
+    with contextlib.ExitStack() as stack:
+        half = None if out is None else stack.enter_context(new_folders.fill(Path(out), "writing options"))
+        for protection in PROTECTIONS:
+            about = {"name": protection.name, "what": protection.what}
+            try:
+                tables = protection.change(base, plain, spend)
+                tables = tables | {"name": f"{asked.name}-{protection.name.replace('_', '-')}"}
+                made = Experiment.from_dict(tables, imports=True)
+                if (like := dataclasses.replace(made, name=asked.name).to_dict()) in seen:
+                    continue
+                seen.append(like)
+                option = about | _price(protection, made, seconds, progress)
+            except FedfmError as error:
+                if protection is PROTECTIONS[0]:  # the experiment itself is impossible, whatever the option
+                    raise
+                refused.append(about | {"reason": str(error)})
                 continue
-            seen.append(like)
-            option = about | _price(protection, made, seconds, progress)
-        except FedfmError as error:
-            if protection is PROTECTIONS[0]:  # the experiment itself is impossible, whatever the option
-                raise
-            refused.append(about | {"reason": str(error)})
-            continue
-        source = experiment if isinstance(experiment, str | Path) else None
-        option["set"] = None if source is None else _as_changes(Path(source), changes, given, tables, made)
-        option["file"] = None if folder is None else _write(folder, protection.name, tables)
-        options.append(option)
+            source = experiment if isinstance(experiment, str | Path) else None
+            option["set"] = None if source is None else _as_changes(Path(source), changes, given, tables, made)
+            option["file"] = None if half is None else _write(half, protection.name, tables)
+            options.append(option)
     return {"options": options, "refused": refused, "delta": spend.delta, "epsilon": spend.epsilon}
 
 
@@ -187,18 +187,6 @@ def _check_target(epsilon: float | None, delta: float | None, clip_norm: float |
         if value is not None and not 0 < value < most:
             bounds = "in (0, 1)" if most == 1.0 else "above 0, and finite"
             raise InputError(f"--{name} {value:g}: expected a number {bounds}")
-
-
-def _claim(folder: Path) -> None:
-    """Make the folder of the options.
-
-    Raises:
-        InputError: it has something in it.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"--out {folder}: it is not empty; expected a new folder")
-    with storage.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _price(protection: Protection, made: Experiment, seconds: float, progress: Progress) -> dict[str, Any]:
@@ -289,7 +277,8 @@ def _as_changes(
     return found if dataclasses.replace(same, name=made.name).to_dict() == made.to_dict() else None
 
 
-def _write(folder: Path, name: str, tables: Tables) -> str:
-    path = folder / f"{name}.toml"
-    storage.write_atomic(path, to_toml(tables).encode())
-    return str(path)
+def _write(half: Path, name: str, tables: Tables) -> str:
+    """Write an option's file, and return the path to which it will be moved."""
+    path = half / f"{name}.toml"
+    storage.write_atomic(path, to_toml(tables).encode(), of_run=False)
+    return str(new_folders.place_of(half) / path.name)

@@ -22,6 +22,7 @@ from fedfm.aggregation.base import Mechanism
 from fedfm.api.execute import drive
 from fedfm.config.experiment import Experiment
 from fedfm.core.kept_sums import KeepsSums
+from fedfm.core.messages import ROUND
 from fedfm.core.text import safe_name
 from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
@@ -91,9 +92,15 @@ def leave(
     entry = _certificate(run, name, how, population)
     new = _begin(experiment, out, run, entry)
     result = drive(new, progress, fresh=True)
+    if how == EXACT and (others := (_left_out(run) ^ _left_out(new)) - {name}):
+        how = RETRAINED
+        progress.notice(
+            f"{quote_names(others)} left out of only one of the two runs (see `excluded`), so the new result is "
+            f'not that of the messages in {run.path}: the certificate says "{how}"'
+        )
     membership = _membership(run, new, name, population, progress.notice)
     with new.lock():
-        new.manifest["departures"][-1]["membership"] = membership
+        new.manifest["departures"][-1] |= {"how": how, "membership": membership}
         new.write_manifest()
     renewal.renew(new.path)
     before, same = run.manifest["result"], not _takes_test_rows(run, population, name)
@@ -102,6 +109,11 @@ def leave(
     found = {"run": result["run"], "client": name, "exact": how == EXACT, "how": how}
     found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"], "same_test_rows": same}
     return found | {key: entry[key] for key in ("removed", "not_removed")} | {"membership": membership}
+
+
+def _left_out(run: Run) -> set[str]:
+    """The clients whose messages are not in the result."""
+    return {e["client"] for e in run.manifest["result"]["excluded"] if e["part"] == ROUND}
 
 
 def _by_sums(run: Run, name: str, file: Path, out: str | Path | None) -> dict[str, Any]:

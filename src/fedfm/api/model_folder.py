@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedfm.core import storage
+from fedfm.core import new_folders, storage
 from fedfm.core.locks import Lock
 from fedfm.core.rows import Rows
 from fedfm.core.text import to_json
@@ -97,8 +97,7 @@ class ModelFolder:
         """Move the model's files into the folder, ``config.json`` last; write the result; remove the folders
         ``temporary``.
         """
-        for path in sorted((self.folder / "export").iterdir(), key=lambda p: p.name == "config.json"):
-            os.replace(path, self.folder / path.name)
+        new_folders.move_up(self.folder / "export", self.folder)
         self.state["result"] = result
         self.write()
         for name in temporary:

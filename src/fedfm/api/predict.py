@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.api import unanswered_rows, user_runs
 from fedfm.api.figures_runs import need_model
-from fedfm.core import output_files, storage
+from fedfm.core import new_folders, output_files, storage
 from fedfm.core.attachments import attachments_of
 from fedfm.core.capabilities import Predictor
 from fedfm.core.libraries import refuse
-from fedfm.core.locks import alone_in
 from fedfm.core.text import complain
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -305,26 +304,22 @@ def export(
         InputError: the run is not finished, the folder is not empty, or the model cannot have this form.
     """
     out = Path(out)
-    _refuse_used(out)
+    new_folders.refuse_used(out)
     run = _find_run(path, client)
-    with alone_in(out, "exporting a model"):
-        _refuse_used(out)
-        try:
-            return _write_export(run, to, out, client, last, given)
-        except BaseException:  # all content of the folder comes from this export
-            for entry in list(out.iterdir()):
-                storage.remove(entry)
-            raise
+    with new_folders.fill(out, "exporting a model") as half:
+        _write_export(run, to, half, client, last, given)
+    return str(out)
 
 
-def _write_export(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> str:
+def _write_export(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> None:
     from fedfm.api import model_card
     from fedfm.models import merged_export
     from fedfm.models.export import export as write
 
     if user_runs.is_own(run):
         with storage.writing(out):
-            return str(user_runs.write(run, to, out, given, client, last=last and _another(run, client)))
+            user_runs.write(run, to, out, given, client, last=last and _another(run, client))
+        return
     run, model, w = load(run.path, client, last=last, in_files=merged_export.can_stay)
     if why := merged_export.needs_whole(model, to):
         complain(f"{run.path}: {why}, so this process loads the whole model")
@@ -345,16 +340,3 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
         method = run.experiment.method
         mixture = method.mixture_in_code(model) if isinstance(method, Predictor) and weighed_by(w) == GATE else ()
         model_card.write(run.path, model, to, folder, client, mixture)
-    return str(folder)
-
-
-def _refuse_used(out: Path) -> None:
-    """Refuse a destination for an export that is not a new or empty folder.
-
-    Raises:
-        InputError: the destination is a file, or a folder that is not empty.
-    """
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file; give another --out")
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out} is not empty; give another --out")

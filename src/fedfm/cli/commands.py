@@ -234,10 +234,7 @@ def schema(args: Namespace) -> int:
         from fedfm.core import storage
 
         storage.refuse_others(args.out, '"$schema": "https://json-schema.org')
-        try:
-            args.out.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise storage.not_written(args.out, error, of_run=False) from error
+        storage.write_atomic(args.out, f"{text}\n".encode(), of_run=False)
         tell(f"{args.out}: begin a TOML file in the same folder with\n#:schema ./{args.out.name}")
     return 0
 

@@ -31,13 +31,16 @@ _BEGIN = 4096  # first bytes of a file, which identify its kind
 _SEAL = b"fedfm-sealed-1\n"
 
 
-def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666, sync: bool = True) -> None:
+def write_atomic(
+    path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666, sync: bool = True, *, of_run: bool = True
+) -> None:
     """Replace ``path`` by ``data``: readers see either the old or the new file, even if this process is killed.
 
     Args:
         data: one piece, or several to concatenate.
         mode: permissions before the user's umask.
         sync: whether the write survives a power cut, too, not only a killed process.
+        of_run: as in :func:`not_written`.
 
     Raises:
         NotWritten: the disk is full or not writable; the old file is untouched.
@@ -53,7 +56,7 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise not_written(path, error) from error
+        raise not_written(path, error, of_run=of_run) from error
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedfm.core import new_folders
 from fedfm.core.text import to_json
 from fedfm.data.user_functions import is_function
 from fedfm.models import configuration, quantised, quantised_maps, stored_formats
@@ -70,7 +71,7 @@ def complete(model: Model, folder: Path) -> bool:
     if (files or in_bits) and (settings := model.task.generation_settings(model)):
         _write_generation(settings, module, folder / BASE / _GENERATION)
     if files or in_bits:
-        about["base_model_name_or_path"] = str((folder / BASE).resolve())
+        about["base_model_name_or_path"] = str((new_folders.place_of(folder) / BASE).resolve())
     for path in (folder / CONFIG, folder / GLOBAL / CONFIG, folder / LOCAL / CONFIG):
         if path.exists():
             old = json.loads(path.read_text(encoding="utf-8"))

@@ -76,19 +76,25 @@ def _names(names: Sequence[str]) -> str:
 def _epsilon(files: RunFiles) -> tuple[str, str]:
     """The epsilon of everything released so far, and the epsilon after all planned rounds.
 
-    A round that has begun counts, since clients may have sent what it releases. What a method itself releases counts
-    as a whole from the first such round on.
+    The round that is computed now counts, since clients may have sent what it releases. What a method itself releases,
+    and DP-SGD, count as a whole from the first round on.
     """
     planned = numeric(mapping(files.manifest.get("ledger")).get("epsilon"))
     if planned is None:
-        return NONE, "nothing is claimed"
+        asked = {"target_epsilon", "noise_multiplier"} & mapping(files.experiment.get("privacy")).keys()
+        return NONE, "no round has begun" if asked else "nothing is claimed"
+    if not files.rounds:
+        return NONE, f"no round has begun; {number(planned)} for all rounds"
     run = Run.open(files.path)
     mechanism = run.experiment.aggregation.mechanism
-    begun = max(int(run.manifest["ledger"].get("begun", 0)), files.done_rounds)
+    now = files.done_rounds + 1 if files.planned_rounds is None else min(files.done_rounds + 1, files.planned_rounds)
+    begun = max(int(run.manifest["ledger"].get("begun", 0)), now)
     begun += mechanism.repeat_count(Store(run.path / "private", "server"))
     spent = Accountant()
-    if begun:
-        if isinstance(run.experiment.method, Private):
-            run.experiment.method.spend(spent)
-        mechanism.spend(spent, begun, rows_of(run))
-    return number(spent.epsilon or 0.0), f"of {number(planned)} for all rounds"
+    if isinstance(run.experiment.method, Private):
+        run.experiment.method.spend(spent)
+    mechanism.spend(spent, begun, rows_of(run))
+    epsilon = number(spent.epsilon or 0.0)
+    if epsilon == number(planned) and now != files.planned_rounds:
+        return epsilon, "at most: all rounds are counted as a whole from the first on"
+    return epsilon, f"with the round computed now, of {number(planned)} for all rounds"

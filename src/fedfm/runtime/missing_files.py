@@ -10,6 +10,7 @@ from fedfm.errors import InputError, Lost
 from fedfm.runtime import file_integrity, logs
 from fedfm.runtime.file_integrity import Loss
 from fedfm.runtime.predictions import keeps_parts
+from fedfm.runtime.resume_changes import check_edits, note_versions
 from fedfm.runtime.run_directory import Run
 
 
@@ -21,7 +22,7 @@ def settle(run: Run, accept: bool = False) -> list[str]:
 
     Raises:
         Lost: a file is damaged or missing; the run is unchanged.
-        InputError: a version before 0.2.0 wrote the run.
+        InputError: a version before 0.2.0 wrote the run, or somebody changed the experiment in its manifest.
     """
     record, _ = run.newest()
     if record is not None and "kept" not in record:
@@ -29,11 +30,14 @@ def settle(run: Run, accept: bool = False) -> list[str]:
             f"{run.path}: a version of fedfm before 0.2.0 wrote this run, without lists of its files; resume it with "
             f"that version"
         )
+    if record is not None:
+        check_edits(run, record)
     known = len(run.manifest["notices"])
     marked = {(mark["file"], mark["how"]) for mark in run.manifest.get("lost", ())}
     found = [loss for loss in _losses(run, record) if loss.root or _key(run, loss) not in marked]
     if found and not accept:
         raise Lost(_refusal(run, found))
+    note_versions(run)
     for loss in found:
         loss.forget()
         file, how = _key(run, loss)

@@ -5,13 +5,15 @@ The run continues after its last round. Its results have the same bits as if it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
+from fedfm.core.text import from_json
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_folder import MANIFEST, versions
 from fedfm.training import Local, TrainsLocally
 
 # Keys for places and waiting times; fingerprints ensure that data and model stay the same when their places change.
@@ -30,6 +32,46 @@ MOVABLE = (
     "run.track",
     "run.workers",
 )
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The dotted keys with other values in two experiments' tables, except those of :data:`MOVABLE`."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MOVABLE)
+
+
+def _leaves(tables: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{at}{key}.")
+        elif value is not None:
+            yield f"{at}{key}", value
+
+
+def check_edits(run: Run, record: Mapping[str, Any]) -> None:
+    """Refuse a manifest in which somebody has changed the experiment since a checkpoint.
+
+    Raises:
+        InputError: the message names the keys.
+    """
+    if "experiment" not in record:  # an earlier version wrote the checkpoint
+        return
+    before = from_json(record["experiment"])
+    now = {key: table for key, table in run.manifest["experiment"].items() if key not in ("name", "data")}
+    if keys := [key for key in changed_keys(before, now) if key != "method.rounds"]:
+        raise InputError(
+            f"{run.path / MANIFEST} was changed: {', '.join(keys)} had another value in round {record['round']}. A "
+            "resumed run keeps its experiment: put the old value back, or start a new run"
+        )
+
+
+def note_versions(run: Run) -> None:
+    """Note in the manifest which libraries that affect the bits of the result have other versions than before."""
+    before, now = run.manifest.get("versions", {}), versions()
+    if other := [
+        f"{name} {before[name]} -> {now[name]}" for name in before.keys() & now.keys() if before[name] != now[name]
+    ]:
+        run.note(f"the run continued with other versions, so its last bits may differ: {', '.join(sorted(other))}")
 
 
 def move(run: Run, changes: Mapping[str, Any]) -> None:

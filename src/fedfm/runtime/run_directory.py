@@ -226,6 +226,7 @@ class Run:
             "underway": {client: list(at) for client, at in fed.underway.items()},
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
+            "experiment": to_json({k: v for k, v in self.manifest["experiment"].items() if k not in ("name", "data")}),
             "kept": file_integrity.parties(self.path / "private"),
         }
         self._folder.mkdir(mode=0o700, exist_ok=True)

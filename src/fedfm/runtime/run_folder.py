@@ -43,11 +43,14 @@ def own_place(name: str) -> Path:
 
 
 def refuse_used(out: Path) -> None:
-    """Refuse a folder that is not empty.
+    """Refuse a folder that is not empty, or is inside the directory of a run.
 
     Raises:
-        InputError: the folder contains a run or other files.
+        InputError: the folder contains a run or other files, or belongs to a run.
     """
+    for outer in out.resolve().parents:
+        if (outer / MANIFEST).exists() and (outer / "private" / LOCK).exists():
+            raise InputError(f"{out} is inside the run {outer}, whose files are its own; give another --out")
     if (out / MANIFEST).exists():
         raise InputError(f"{out} contains a run already; continue it with `fedfm resume {out}`, or give another --out")
     if not storage.free(out, MANIFEST, ("checkpoint", "private"), LOCK):

@@ -22,9 +22,10 @@ from fedfm.version import __version__
 # Keys of [run] that describe the server's own machine.
 _ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
 _FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of machines, which ``flwr run`` cannot change
+PROJECT = "pyproject.toml"
 RUNS = "runs"  # the folder of an app in which run directories are
 _COMMENTS = (
-    "the name of the run directory; the same name continues the run",
+    "the name of the run directory; the same name and settings continue the run",
     "the folder of run directories",
     "where relative paths start; if it is empty, where the SuperLink was started",
     "'data.limit=50; run.patience=2' sets what this list lacks",
@@ -43,24 +44,33 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
         InputError: the folder already contains an app, or the experiment is invalid.
     """
     folder = Path(folder)
-    if (folder / "pyproject.toml").exists():
-        raise InputError(f"{folder} already contains a pyproject.toml; name another folder")
+    if (folder / PROJECT).exists():
+        raise InputError(f"{folder} already contains a {PROJECT}; name another folder")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; name another folder")
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
     if chosen.method.needs.pooled:
         raise InputError(f'method "{chosen.method_name}" trains on pooled rows: no federation can run it')
     given = tomllib.loads(Path(experiment).read_text(encoding="utf-8-sig")) if experiment else _DEMO
-    out = folder / RUNS
+    out, text = folder / RUNS, _settable(folder, chosen, given)
     with storage.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _write_settable(folder, chosen, given)
-        (folder / ".gitignore").write_text(f"{RUNS}/\n", encoding="utf-8")  # Flower bundles no run then
+        _ignore_runs(folder / ".gitignore")
     if known := chosen.server_only():  # Flower does not bundle the file below, since it has no suffix
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
-        storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
+        storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600, of_run=False)
+    storage.write_atomic(folder / PROJECT, text.encode(), of_run=False)  # last, so that no app lacks the files above
     return _how_to(folder, chosen)
+
+
+def _ignore_runs(file: Path) -> None:
+    """Add run directories to the user's own .gitignore; what it names, Flower does not bundle."""
+    known, line = file.read_bytes() if file.exists() else b"", f"{RUNS}/".encode()
+    if line not in known.splitlines():
+        storage.write_atomic(
+            file, [known, b"" if known.endswith(b"\n") or not known else b"\n", line, b"\n"], of_run=False
+        )
 
 
 def write_app(
@@ -78,39 +88,61 @@ def write_app(
     """
     values: dict[str, Any] = {run_config.OUT: str(out), run_config.RUN: run, "key": key}
     values |= {"loopback": True} if loopback else {}
-    _write_project(folder, experiment, _lines(values | {run_config.EXPERIMENT: experiment_text(experiment)}))
+    text = _project(experiment, _lines(values | {run_config.EXPERIMENT: experiment_text(experiment)}))
+    storage.write_atomic(folder / PROJECT, text.encode())
 
 
-def _write_settable(folder: Path, experiment: Experiment, given: Mapping[str, Any]) -> None:
-    """Write the pyproject.toml of an app for any machine, whose settings ``flwr run --run-config`` changes.
+def _settable(folder: Path, experiment: Experiment, given: Mapping[str, Any]) -> str:
+    """The pyproject.toml of an app for any machine, whose settings ``flwr run --run-config`` changes.
 
     Args:
         given: the tables that the user wrote; their keys come first.
+
+    Raises:
+        InputError: the experiment cannot run as a deployment.
     """
     start = folder.resolve()
     tables = _tables(experiment, lambda path: os.path.relpath(path.resolve(), start))
-    values = run_config.split_settings(to_toml(tables), _FIXED)
+    text, defaults = to_toml(tables), _defaults(experiment, given)
+    values = run_config.split_settings(text, _FIXED, lambda key: key not in defaults)
     rest, more = values.pop(run_config.EXPERIMENT), values.pop(run_config.SET)
-    first = {key: value for key, value in values.items() if _at(given, key)}
-    others = {key: value for key, value in values.items() if key not in first}
+    chosen = {key: value for key, value in values.items() if key not in defaults}
+    others = {key: value for key, value in values.items() if key in defaults}
+    told = dict(run_config.settings(tables))
     own = {run_config.RUN: "", run_config.OUT: RUNS, run_config.HOME: "", run_config.SET: more}
-    _write_project(
-        folder,
+    return _project(
         experiment,
         [
             "# flwr run . --run-config 'method.rounds=5' changes a key of this list.",
-            *(f"{line}  # {comment}" for line, comment in zip(_lines(own), _COMMENTS, strict=True)),
+            *_with_comments(own, _COMMENTS),
             "",
             "# What the experiment says",
-            *_lines(first),
+            *_lines(chosen),
             "",
-            "# What it leaves at the default",
-            *_lines(others),
+            "# What it leaves at the default, which may follow from what is set, such as alpha from the rank",
+            *_with_comments(others, [json.dumps(told[key], ensure_ascii=False) for key in others]),
             "",
             "# Lists, tables of names, and what flwr run cannot change",
             *_lines({run_config.EXPERIMENT: rest}),
         ],
     )
+
+
+def _with_comments(values: Mapping[str, Any], comments: Iterable[str]) -> list[str]:
+    return [f"{line}  # {comment}" for line, comment in zip(_lines(values), comments, strict=True)]
+
+
+def _defaults(experiment: Experiment, given: Mapping[str, Any]) -> set[str]:
+    """The keys that the user did not write, and without which the experiment is the same."""
+    tables = _tables(experiment, str)
+    keys = {
+        key for key, _ in run_config.settings(tables, (bool, int, float, str, list)) if not _at(given, key)
+    } - _FIXED
+    lean = run_config.split_settings(to_toml(tables), frozenset(), lambda key: key not in keys)
+    found = Experiment.from_dict(tomllib.loads(run_config.merge_settings(lean)[run_config.EXPERIMENT])).to_dict()
+    missing = object()
+    before, after = (dict(run_config.settings(t, (bool, int, float, str, list))) for t in (tables, found))
+    return {key for key in keys if before[key] == after.get(key, missing)}
 
 
 def _at(tables: Mapping[str, Any], key: str) -> bool:
@@ -125,12 +157,11 @@ def _at(tables: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _write_project(folder: Path, experiment: Experiment, config: Iterable[str]) -> None:
+def _project(experiment: Experiment, config: Iterable[str]) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
     lines = "\n".join(config)
-    (folder / "pyproject.toml").write_text(
-        f"""[build-system]
+    return f"""[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
 
@@ -153,9 +184,7 @@ clientapp = "fedfm.apps:client"
 
 [tool.flwr.app.config]
 {lines}
-""",
-        encoding="utf-8",
-    )
+"""
 
 
 def experiment_text(experiment: Experiment) -> str:
@@ -198,7 +227,7 @@ def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
 
 
 def _how_to(folder: Path, experiment: Experiment) -> str:
-    return f"""wrote {folder / "pyproject.toml"}: experiment "{experiment.name}"
+    return f"""wrote {folder / PROJECT}: experiment "{experiment.name}"
 
 {_how_to_simulate(folder, experiment)}
 
@@ -218,6 +247,6 @@ on real machines, each with fedfm {__version__}, its extra "flower" and the thre
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod --name NAME     # prod: a [superlink.prod] in $FLWR_HOME/config.toml
     flwr run {folder} prod --stream --run-config 'home="{folder.resolve()}"'   # home: where relative paths start
-    # --run-config 'run-name="trial-1"' names the run directory; the same name continues it
+    # --run-config 'run-name="trial-1"' names the run directory; the same name and settings continue it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
     # --run-config 'set="run.min_clients=3; run.patience=2"' changes settings that it does not list"""

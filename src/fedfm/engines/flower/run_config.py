@@ -1,8 +1,9 @@
 """Experiments as the configuration of a Flower app, with one key for each setting that is a single value.
 
 ``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. Settings without a default are not keys;
-``set = "run.min_clients=3; run.patience=2"`` sets them. Lists, and tables whose keys a user chose, stay in
-``experiment``, one inline table of TOML. Server and clients rebuild the same text. This module imports no large
+``set = "run.min_clients=3; run.patience=2"`` sets them. A key that is "(default)" is left out of the experiment, so
+that its value may follow from other keys, such as alpha from a changed rank. Lists, and tables whose keys a user chose,
+stay in ``experiment``, one inline table of TOML. Server and clients rebuild the same text. This module imports no large
 library, since a new process answers each message.
 
 Paths of an app are relative, since an app is for any machine. The ServerApp and simulated clients look for them in the
@@ -24,18 +25,24 @@ from fedfm.errors import InputError
 EXPERIMENT, SET = "experiment", "set"
 OUT, RUN, HOME = "out", "run-name", "home"  # the folder of run directories, the name of one, where paths start
 LONGEST = 1 << 20  # bytes of an experiment's text
+DEFAULT = "(default)"  # the value of a key that the experiment does not have
 _NAME = "name"  # the only setting outside tables
 
 
-def split_settings(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
+def split_settings(
+    experiment: str, fixed: frozenset[str], given: Callable[[str], bool] = lambda key: True
+) -> dict[str, Any]:
     """Split an experiment's text into the configuration of an app.
 
     Args:
         fixed: settings that stay in the text, so that they cannot be changed.
+        given: whether a key is kept; others are :data:`DEFAULT`, or left out if they are lists.
     """
     tables = tomllib.loads(experiment)
-    single = {key: value for key, value in _single(tables, "") if key not in fixed}
-    for key in single:
+    found = [(key, value) for key, value in settings(tables) if key not in fixed and value != DEFAULT]
+    single = {key: value if given(key) else DEFAULT for key, value in found}
+    lists = [key for key, _ in settings(tables, (list,)) if not given(key)]
+    for key in (*single, *lists):
         _take_out(tables, key.split("."))
     whole = to_toml({"": {"": tables}})  # below a section, TOML is written inline
     return {SET: "", **single, EXPERIMENT: whole.split(" = ", 1)[1].strip()}
@@ -50,13 +57,16 @@ def _take_out(table: dict[str, Any], path: list[str]) -> None:
         del table[first]
 
 
-def _single(table: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+def settings(
+    table: Mapping[str, Any], kinds: tuple[type, ...] = (bool, int, float, str), at: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of these types, without names that a user chose, such as a client's."""
     for key, value in table.items():
         if not key.replace("_", "a").isalnum():
-            continue  # the key is a name that the user chose, e.g. a client's
+            continue
         if isinstance(value, Mapping):
-            yield from _single(value, f"{at}{key}.")
-        elif isinstance(value, (bool, int, float, str)) and value != WITHHELD:
+            yield from settings(value, kinds, f"{at}{key}.")
+        elif isinstance(value, kinds) and value != WITHHELD:
             yield f"{at}{key}", value
 
 
@@ -93,7 +103,7 @@ def merge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         if len(tables) > 1:
             raise InputError("the run's configuration: experiment has lines after its table")
         tables = tables["inline"]
-    for key, value in (*single.items(), *changes):
+    for key, value in (*((key, value) for key, value in single.items() if value != DEFAULT), *changes):
         if _at(tables, key) == WITHHELD:
             raise InputError(
                 f"{key}: only the server may have this value, but clients receive the run's configuration; set it in "

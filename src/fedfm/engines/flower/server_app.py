@@ -41,6 +41,7 @@ from fedfm.runtime.judge import judge
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
+from fedfm.runtime.resume_changes import changed_keys
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
@@ -154,6 +155,32 @@ def host(
             on_end(link.straggling)
 
 
+def _experiment_of(config: Mapping[str, Any], path: Path, grid: Grid) -> Experiment:
+    """The experiment of a Flower run's configuration."""
+    try:
+        tables = run_config.with_paths(run_config.merge_settings(config))
+        experiment = Experiment.from_dict(tables, imports=True)
+    except InputError as error:
+        raise InputError(f"--run-config: {error}") from None
+    known = path.parent / SERVER_ONLY
+    experiment = experiment.for_server(json.loads(known.read_text()) if known.exists() else {})
+    engine = "simulation" if is_simulated(grid) else "deployment"
+    return replace(experiment, run=replace(experiment.run, engine=engine, wire=False, workers=0))
+
+
+def _refuse_other_settings(run: Run, experiment: Experiment) -> None:
+    """Refuse to continue a run with other settings: the sites would compute with them, and the server without.
+
+    Raises:
+        InputError: the message names the settings.
+    """
+    if keys := changed_keys(run.experiment.to_dict(), experiment.to_dict()):
+        raise InputError(
+            f"{run.path}: this run has other values of {', '.join(keys)}, and a run keeps its settings; give another "
+            "run-name, or the settings with which it began"
+        )
+
+
 def serve(grid: Grid, context: Context) -> None:
     """Main function of a ServerApp. The configuration names the run directory; an existing run is resumed.
 
@@ -164,17 +191,10 @@ def serve(grid: Grid, context: Context) -> None:
     path = run_config.run_folder(config, context.run_id)
     if (path / "manifest.json").exists():
         run = Run.open(path)
+        if "key" not in config:  # the app of `fedfm app`; the process that submits another app has the run's settings
+            _refuse_other_settings(run, _experiment_of(config, path, grid))
     else:
-        try:
-            tables = run_config.with_paths(run_config.merge_settings(config))
-            experiment = Experiment.from_dict(tables, imports=True)
-        except InputError as error:
-            raise InputError(f"--run-config: {error}") from None
-        known = path.parent / SERVER_ONLY
-        experiment = experiment.for_server(json.loads(known.read_text()) if known.exists() else {})
-        engine = "simulation" if is_simulated(grid) else "deployment"
-        spec = replace(experiment.run, engine=engine, wire=False, workers=0)
-        run = Run.create(replace(experiment, run=spec), path)
+        run = Run.create(_experiment_of(config, path, grid), path)
     progress = ProgressLines()
     if run.manifest["result"] is not None:
         progress.notice(f"{run.path} has already finished")
