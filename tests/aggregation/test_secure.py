@@ -109,6 +109,7 @@ def test_a_sampled_client_drops_out(tmp_path):
     assert fed.heard == 4
 
 
+@pytest.mark.sample("3-0.5-lost", "5-0.67-lost")
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", ["lost", "late"])
 @pytest.mark.parametrize(("n", "threshold"), [(3, 0.5), (5, 0.5), (5, 0.67), (10, 0.67)])

@@ -94,6 +94,7 @@ def apart(one, other, start):
     return float((a - b).abs().max() / (b - s).abs().max())
 
 
+@pytest.mark.sample("bert-defaults", "llama-cosine")
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "args",

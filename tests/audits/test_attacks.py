@@ -234,6 +234,7 @@ def test_ssim_is_the_mean_over_windows():
     assert many[1] == pytest.approx(1.0)
 
 
+@pytest.mark.proof
 def test_an_inverter_learns_what_features_say_and_is_the_same_every_time():
     rng = np.random.default_rng(7)
     features = rng.normal(size=(200, 4)).astype(np.float32)

@@ -304,6 +304,7 @@ def test_hardened_variants(folder, harden, low, high):
     assert low <= everyone(run(folder, harden, harden=harden))[0] <= high
 
 
+@pytest.mark.sample("first_round", "log_uniform", "noise_once")
 @pytest.mark.parametrize("harden", sorted(set(fedbaf.HARDENED) - {"none"}))
 def test_every_variant_is_audited_to_the_end(folder, harden):
     path = run(folder, f"whole-{harden}", {"evaluate_every": 1}, harden=harden, rounds=2)

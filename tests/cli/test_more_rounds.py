@@ -97,6 +97,7 @@ def test_a_run_goes_on_with_rows_that_were_moved(tmp_path, capsys):
         fedfm.resume(tmp_path / "other", changes={"data.path": others})
 
 
+@pytest.mark.proof
 def test_a_model_that_the_last_round_completes_is_neither_left_early_nor_trained_on(tmp_path):
     ccvr = tables({"name": "ccvr"})
     fedfm.run(ccvr, tmp_path / "run")

@@ -28,6 +28,7 @@ def tables(folder: Path, method: str = "fedavg", transport: str = "float32", **r
     return tiny_text.tables(folder, method, run={"transport": transport, **run})
 
 
+@pytest.mark.sample("fedavg-bfloat16", "scaffold-int8")
 @pytest.mark.each_value
 @pytest.mark.parametrize("transport", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "ditto", "fedbip"])

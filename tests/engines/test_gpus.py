@@ -157,7 +157,7 @@ def test_sites_of_one_machine_on_gpus_are_spawned_before_a_model_is_loaded(tmp_p
         folders.append(client_stub.folder_of(config, node, 0))
         client_stub.prepare(folders[-1], config, node)
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    quick = os.environ | {"FEDFM_WORKER_IDLE": "4", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    quick = os.environ | {"FEDFM_WORKER_IDLE": "12", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     quick.pop("CUDA_VISIBLE_DEVICES", None)
     with subprocess.Popen(
         [sys.executable, "-c", _SITES, *map(str, folders)], env=quick, stderr=subprocess.PIPE

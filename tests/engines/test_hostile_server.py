@@ -525,6 +525,7 @@ def over_the_app(server: Server, handler: str = HELLO) -> tuple[str, str]:
     return fault["code"], fault["reason"].rpartition(": ")[2]
 
 
+@pytest.mark.proof
 def test_a_worker_imports_nothing_from_where_the_node_was_started(tmp_path, monkeypatch):
     path, here = silo(tmp_path), tmp_path / "here"
     here.mkdir()

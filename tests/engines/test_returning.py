@@ -135,6 +135,7 @@ class Swallowed(InProcessGrid):
 HELLO, TRAIN = "query.hello", "train.Scaffold_train"
 
 
+@pytest.mark.sample("drop0-asked0-True", "drop1-asked1-False")
 @pytest.mark.parametrize("answers", [True, False])
 @pytest.mark.parametrize(
     ("drop", "asked"),

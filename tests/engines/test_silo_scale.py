@@ -68,6 +68,7 @@ def test_silos_learn_the_scale_of_all_rows_with_the_bits_of_one_process(carried,
     assert predict(run, rows)["values"] == predict(carried.root / "local", rows)["values"]
 
 
+@pytest.mark.sample("rows")
 @pytest.mark.parametrize("data", [{}, {"classes": ["value"], "kind": "features", "width": 4}], ids=["rows", "none"])
 def test_silos_of_a_deployment_learn_the_same_scale(carried, data):
     """The server has rows of its own, which do not count, or none."""

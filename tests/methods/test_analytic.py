@@ -256,6 +256,7 @@ def test_shares_spend_their_target_by_the_accounting_of_discrete_noise(place, tm
     assert entry["mechanism"] == "Gaussian, analytic, by the clients"
 
 
+@pytest.mark.proof
 @given(st.lists(st.floats(-1e6, 1e6), min_size=D, max_size=D), st.integers(0, CLASSES - 1))
 @settings(max_examples=50, deadline=None)
 def test_rows_on_the_lattice_have_exact_products_and_keep_the_sensitivity(row, label):

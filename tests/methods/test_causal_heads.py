@@ -75,6 +75,7 @@ def predicted(run, folder):
     return [CLASSES.index(name) for name in fedfm.predict(run, run / "test.jsonl")["predictions"]]
 
 
+@pytest.mark.sample("fedpft", "ensemble", "ccvr")
 @pytest.mark.parametrize("method", FITTED)
 def test_runs_predicts_and_repeats_with_workers(folder, tmp_path, method):
     result = fedfm.run(experiment(folder, method, **FITTED[method]), tmp_path / "run")

@@ -273,6 +273,7 @@ def test_the_end_that_training_teaches_ends_an_answer(folder):
     assert [a.cut for a in answers(model, rows)] == [False]
 
 
+@pytest.mark.proof
 def test_real_answers_are_the_same_together():
     tales = ["Tom had a red ball", "The sun was", "Lily and her mom went to the park to", "One day a cat", "Ben saw a"]
     table = Table("instruction", [(t, "ok") for t in tales * 2], None, (), np.full(10, "train"))

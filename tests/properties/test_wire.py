@@ -100,6 +100,7 @@ def test_an_update_survives_the_wire():
 GOOD = Update(Params({"w": torch.ones(4, 3), "b": torch.zeros(3)}), 5.0)
 
 
+@pytest.mark.sample("update", "handed", "scores", "request")
 @pytest.mark.parametrize("name", fuzzing.kinds())
 def test_damaged_messages_are_refused_or_valid_and_nothing_takes_long(name):
     """More of it: ``python tests/properties/fuzzing.py``."""

@@ -38,6 +38,7 @@ def test_training_alone_sends_nothing(pair):
     assert [m["cohort"] for m in fedfm.load_run(pair[1]).metrics()[1:]] == [["client-00", "client-01", "client-02"]] * 2
 
 
+@pytest.mark.proof
 def test_one_model_and_models_of_clients_are_compared_on_all_test_rows(pair):
     fedavg, alone = (read.read(path).result for path in pair)
     assert alone["accuracy"] > fedavg["accuracy"]  # on other rows

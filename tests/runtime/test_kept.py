@@ -178,6 +178,7 @@ def test_flip_whatever_lies_below_private_the_run_is_refused(copy, capsys, name)
     capsys.readouterr()
 
 
+@pytest.mark.sample("fedala", "scaffold", "fedbaf-flipped", "fedbaf on fedadam-cut")
 @pytest.mark.parametrize(("name", "how"), some(TABLES))
 def test_of_two_checkpoints_a_whole_one_is_enough_and_none_is_refused(copy, capsys, name, how):
     run, straight = copy(name)
@@ -354,6 +355,7 @@ def test_a_damaged_log_stops_nothing_and_what_is_missing_is_said_for_ever(copy, 
     assert ("Incomplete records" in page) == (name == "metrics.jsonl")  # its figures come from no messages
 
 
+@pytest.mark.sample("metrics cut", "a hole", "messages gone", "junk")
 @pytest.mark.parametrize("what", LOGS)
 def test_a_finished_run_with_a_damaged_log_can_be_audited_used_and_exported(tmp_path, capsys, what):
     name, damage, _ = LOGS[what]

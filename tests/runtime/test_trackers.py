@@ -112,6 +112,7 @@ def test_wandb_keeps_its_run_offline(tmp_path, monkeypatch):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # its service starts slowly on a busy machine
     run, result = stopped_and_resumed(tmp_path, "wandb")
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({f.name.rpartition("-")[2] for f in folders}) == 1  # one id: `wandb sync` makes one run of them

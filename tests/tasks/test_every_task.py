@@ -132,6 +132,17 @@ WRONG = (0, -1, 1e300, -1e300, 0.5, None, [], [None], [1e300] * 3, [-5, -5, -5],
 WRONG_ENTRIES = (0, -1, 1e300, None, 2**62, -(2**62), 0.5)
 
 
+@pytest.mark.sample(
+    "classification",
+    "embedding",
+    "language_modelling",
+    "multi_label",
+    "preference",
+    "regression",
+    "segmentation",
+    "token_classification",
+    "zero_shot",
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_scores_that_a_client_made_up_are_refused_or_give_scores(ready, data):

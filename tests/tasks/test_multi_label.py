@@ -242,6 +242,7 @@ def test_ties_count_half_as_in_scikit_learn():
         assert found[name] == pytest.approx(right[name], abs=1e-12)
 
 
+@pytest.mark.proof
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(2, 60))
 def test_no_threshold_has_a_larger_f1(seed, n):

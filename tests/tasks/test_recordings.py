@@ -206,6 +206,7 @@ def sounds_of(place, count):
     return [_recordings.sound(Attachment(str(place / f"wav/{i}.wav")), 16_000, 1) for i in range(count)]
 
 
+@pytest.mark.proof
 def test_a_whisper_learns_tones_and_an_export_gives_its_answers(place, tmp_path):
     from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
 

@@ -407,6 +407,7 @@ def code_of(folder):
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.S)).replace("FOLDER", str(folder))
 
 
+@pytest.mark.sample("hf-llava", "peft-idefics3")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 @pytest.mark.parametrize("family", ["llava", "idefics3"])
 @pytest.mark.parametrize("to", ["hf", "peft"])
