@@ -96,7 +96,8 @@ def teacher_features(name: str, texts: list[str], places: int = 0) -> np.ndarray
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
-    ids = tokenizer(texts, truncation=True, max_length=places or 128)["input_ids"]
+    longest = min(places or 128, model.config.max_position_embeddings)
+    ids = tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
     order = np.argsort([len(row) for row in ids])
     out = np.zeros((len(ids), model.config.hidden_size), np.float32)
     with torch.no_grad():
