@@ -90,7 +90,8 @@ WIRE = {  # system -> what goes up, what comes down: row and words of docs/refer
         ],
         [
             ("blindfed, masked", "released states of its own rows in every block, masked numbers"),
-            ("blindfed, masked", "the mean adapters and head; no weight of the foundation model but, with texts, its tables"),
+            ("blindfed, masked", "the mean adapters and head"),
+            ("blindfed, masked", "no weight of the foundation model but, with texts, its tables of embeddings"),
         ],
     ),
 }

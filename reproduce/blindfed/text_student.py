@@ -1,5 +1,6 @@
 r"""A student of texts: auxiliary sentences, linear probes of teacher and student, and one encrypted batch.
 
+    python reproduce/blindfed/text_student.py pooling .data/minilm ../shared/data/text/banking77.jsonl.gz
     python reproduce/blindfed/text_student.py sentences ../shared/data/text .data/sentences.jsonl
     fedfm distil reproduce/blindfed/prepare/minilm.toml --out .data/minilm_fhe
     python reproduce/blindfed/text_student.py probe .data/minilm .data/minilm_fhe ../shared/data/text/banking77.jsonl.gz
@@ -9,7 +10,8 @@ r"""A student of texts: auxiliary sentences, linear probes of teacher and studen
 the teacher on the mean of its last states over the tokens, computed by transformers alone, of the student on what the
 protocol discloses of its last block. Both get the same rows. The difference has a 95 % interval of paired bootstrap. An
 encrypted batch takes as many test rows as a ciphertext holds, on one core, and is compared with the module in float64.
-Both print Markdown tables.
+``pooling`` needs no student: it compares the teacher's mean over
+the tokens with its mean over 32 places, where copies count again. All print Markdown tables.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 AT_ONCE = 64
 LONGEST = 40  # words of an auxiliary sentence
 PER_SOURCE = 20_000
+PLACES = 32
 DRAWS = 2000  # of the bootstrap
 
 
@@ -88,20 +91,25 @@ def rows_of(path: Path, train: int, test: int) -> dict[str, list[dict[str, Any]]
     return found
 
 
-def teacher_features(name: str, texts: list[str]) -> np.ndarray:
-    """Means of the last states over the tokens, (n, d)."""
+def teacher_features(name: str, texts: list[str], places: int = 0) -> np.ndarray:
+    """Means of the last states over the tokens, (n, d), or over so many places, which copies of the tokens fill."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
-    done = []
+    longest = min(places or 128, model.config.max_position_embeddings)
+    ids = tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
+    order = np.argsort([len(row) for row in ids])
+    out = np.zeros((len(ids), model.config.hidden_size), np.float32)
     with torch.no_grad():
-        for start in range(0, len(texts), AT_ONCE):
-            part = tokenizer(
-                texts[start : start + AT_ONCE], return_tensors="pt", padding=True, truncation=True, max_length=128
-            )
-            mask = part["attention_mask"][..., None].float()
-            done.append((model(**part).last_hidden_state * mask).sum(1) / mask.sum(1))
-    return torch.cat(done).numpy()
+        for part in np.split(order, range(AT_ONCE, len(order), AT_ONCE)):
+            batch = tokenizer.pad({"input_ids": [ids[i] for i in part]}, return_tensors="pt")
+            lengths = batch["attention_mask"].sum(1, keepdim=True)
+            place = torch.arange(int(lengths.max()))
+            copies = places // lengths + (place < places % lengths) if places else torch.ones(1)
+            weight = (copies * batch["attention_mask"])[..., None].float()
+            states = model(**batch).last_hidden_state
+            out[part] = ((states * weight).sum(1) / weight.sum(1)).numpy()
+    return out
 
 
 def tokens_of(model: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -142,26 +150,45 @@ def probe(a: argparse.Namespace) -> None:
     counts = derived_modules.violations(model.module).values()
     long = sum(len(x) > text_places(model.module) for x in model.tools.tokenizer(texts)["input_ids"])
     finite = np.isfinite(mine).all(1)
-    right = {}
-    for who, x in (("teacher", teacher_features(a.teacher, texts)), ("student", np.where(finite[:, None], mine, 0))):
-        fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000)).fit(x[:n], y["train"])
-        right[who] = (fitted.predict(x[n:]) == y["test"]).astype(float)
-        print(who, right[who].mean(), flush=True)
-    below, rng = 100 * (right["teacher"] - right["student"]), np.random.default_rng(0)
-    draws = [below[rng.integers(0, len(below), len(below))].mean() for _ in range(DRAWS)]
-    low, high = np.quantile(draws, [0.025, 0.975])
+    known, mine = teacher_features(a.teacher, texts), np.where(finite[:, None], mine, 0)
+    right, shown = compare({"teacher": known, "student": mine}, y)
     line = {
         "set": a.data.name.partition(".")[0],
         "train rows": n,
-        "test rows": len(below),
+        "test rows": len(y["test"]),
         "classes": len(set(y["train"].tolist())),
-        "teacher, %": f"{100 * right['teacher'].mean():.1f}",
-        "student, %": f"{100 * right['student'].mean():.1f}",
-        "points below, 95 %": f"{below.mean():.1f} ({low:.1f} to {high:.1f})",
+        **right,
+        "points below, 95 %": shown,
         "rows cut": long,
         "rows without numbers": int((~finite).sum()),
         "outside, of a million": 1e6 * sum(k for k, _ in counts) / sum(k for _, k in counts),
     }
+    print(page.table([line]), flush=True)
+
+
+def compare(features: dict[str, np.ndarray], y: dict[str, np.ndarray]) -> tuple[dict[str, str], str]:
+    """Accuracies of probes on two kinds of features of the same rows, and by how many points the second is below."""
+    n, right = len(y["train"]), {}
+    for who, x in features.items():
+        fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000)).fit(x[:n], y["train"])
+        right[who] = (fitted.predict(x[n:]) == y["test"]).astype(float)
+    first, second = right.values()
+    below, rng = 100 * (first - second), np.random.default_rng(0)
+    draws = [below[rng.integers(0, len(below), len(below))].mean() for _ in range(DRAWS)]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return {f"{who}, %": f"{100 * x.mean():.1f}" for who, x in right.items()}, (
+        f"{below.mean():.1f} ({low:.1f} to {high:.1f})"
+    )
+
+
+def pooling(a: argparse.Namespace) -> None:
+    """What it costs that copies count again, without any polynomial."""
+    rows = rows_of(a.data, a.train, a.test)
+    texts = [row["text"] for part in ("train", "test") for row in rows[part]]
+    y = {part: np.array([row["label"] for row in rows[part]]) for part in rows}
+    means = {"tokens": teacher_features(a.teacher, texts), "places": teacher_features(a.teacher, texts, PLACES)}
+    right, shown = compare(means, y)
+    line = {"train rows": len(y["train"]), "test rows": len(y["test"]), **right, "points below, 95 %": shown}
     print(page.table([line]), flush=True)
 
 
@@ -232,7 +259,7 @@ def encrypt(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """One of the three parts."""
+    """One of the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     made = parts.add_parser("sentences")
@@ -240,8 +267,11 @@ def main() -> None:
     made.add_argument("--count", type=int, default=1320)
     probes = parts.add_parser("probe")
     probes.add_argument("teacher"), probes.add_argument("student"), probes.add_argument("data", type=Path)
-    probes.add_argument("--train", type=int, default=10, help="rows of a class")
-    probes.add_argument("--test", type=int, default=13, help="rows of a class")
+    pools = parts.add_parser("pooling")
+    pools.add_argument("teacher"), pools.add_argument("data", type=Path)
+    for part in (probes, pools):
+        part.add_argument("--train", type=int, default=10, help="rows of a class")
+        part.add_argument("--test", type=int, default=13, help="rows of a class")
     batch = parts.add_parser("encrypt")
     batch.add_argument("student"), batch.add_argument("data", type=Path)
     batch.add_argument("--blocks", type=int, help="so many blocks, from the first one")
@@ -249,7 +279,7 @@ def main() -> None:
     if a.part == "sentences":
         sentences(a.source, a.out, a.count)
     else:
-        {"probe": probe, "encrypt": encrypt}[a.part](a)
+        {"probe": probe, "pooling": pooling, "encrypt": encrypt}[a.part](a)
 
 
 if __name__ == "__main__":
