@@ -61,7 +61,7 @@ class Watch:
         self._new()
 
     def _new(self) -> None:
-        self._began, self._owner, self._client = time.monotonic(), None, 0.0
+        self._began, self._owner, self._client = time.monotonic(), (0.0, 0.0), 0.0
         self._bytes = self._refreshes = 0
         self._released = 0.0
 
@@ -77,7 +77,7 @@ class Watch:
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
         begin = time.process_time()
-        if self._owner is None:
+        if not any(self._owner):
             self._owner = spent_by_child()
         answer = self.holder.refresh(message)
         self._client += time.process_time() - begin
@@ -92,7 +92,8 @@ class Watch:
         self._released = float(np.abs(got - want).max())
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
-        seconds, owner = time.monotonic() - self._began, spent_by_child() - (self._owner or 0.0)
+        seconds = time.monotonic() - self._began
+        own, system = (now - then for now, then in zip(spent_by_child(), self._owner, strict=True))
         kept = Checkpoint.from_bytes(checkpoint)
         slots = self.holder._keys.decrypt(kept.residues, kept.scale)  # the comparison, not the protocol
         self.last = self.holder.layout.unpack(slots, len(self._rows))
@@ -100,7 +101,8 @@ class Watch:
         off = self.last - want
         line = {
             "block": kept.blocks,
-            "owner CPU s": owner,
+            "owner CPU s": own + system,
+            "the system's": system,
             "client CPU s": self._client,
             "wall s": seconds,
             "refreshes": self._refreshes,
@@ -118,16 +120,16 @@ class Watch:
         self._new()
 
 
-def spent_by_child() -> float:
-    """CPU seconds of the owner's process so far."""
+def spent_by_child() -> tuple[float, float]:
+    """CPU seconds of the owner's process so far: its own, and the system's for it."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue  # it has ended
         if int(fields[1]) == os.getpid():
-            return (int(fields[11]) + int(fields[12])) / TICK
-    return 0.0
+            return int(fields[11]) / TICK, int(fields[12]) / TICK
+    return 0.0, 0.0
 
 
 def read(path: Path, default: Any) -> Any:

@@ -85,6 +85,7 @@ class Count:
     floor: int
     operations: Counter[tuple[str, int]] = field(default_factory=Counter)
     refreshes: list[int] = field(default_factory=list)
+    ring: Ring = field(init=False)
 
     def relinearise_and_rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Count a relinearisation with its rescaling for each ciphertext, and drop a prime."""
