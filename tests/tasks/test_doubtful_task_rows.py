@@ -77,7 +77,7 @@ def with_palettes(folder, palettes):
     for part in ("images", "masks"):
         (folder / part).mkdir(parents=True)
     for i, palette in enumerate(palettes):
-        Image.new("RGB", (8, 8)).save(folder / "images" / f"{i}.png")
+        Image.new("RGB", (8, 8), (40 * i, 0, 0)).save(folder / "images" / f"{i}.png")
         mask = Image.fromarray(np.eye(8, dtype=np.uint8), mode="P")
         mask.putpalette(palette)
         mask.save(folder / "masks" / f"{i}.png")
