@@ -300,3 +300,9 @@ def test_an_exported_model_can_be_signed(signed, tmp_path):
     path = next(out.glob("*.safetensors"))
     path.write_bytes(path.read_bytes() + b" ")
     assert verify(out).changed == (path.name,)
+
+
+def test_a_file_has_no_signature(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert main(["verify", str(tmp_path / "file")]) == 2
+    assert "is not signed" in capsys.readouterr().err

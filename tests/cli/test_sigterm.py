@@ -47,4 +47,3 @@ def test_a_command_that_is_terminated_removes_its_temporary_files(name, run, tmp
         os._exit(main(COMMANDS[name]))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == INTERRUPTED
     assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

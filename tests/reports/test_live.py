@@ -18,6 +18,7 @@ from PIL import Image
 import fedfm
 import small
 from fedfm.api.watch import watch
+from fedfm.cli import main
 from fedfm.core.locks import Lock
 from fedfm.errors import InputError
 from fedfm.reports import live, watch_server
@@ -204,6 +205,24 @@ def test_the_page_ends_with_the_run_after_its_last_state_was_shown(tmp_path):
         socket.create_connection(("127.0.0.1", int(port)), timeout=5)
     with pytest.raises(InputError, match="the run has finished; `fedfm report"):
         watch(run, 0, found.append)
+
+
+@pytest.mark.parametrize("how", ["dies", "goes on"])
+def test_the_end_of_the_page_says_whether_the_run_goes_on(how, tmp_path, monkeypatch, capsys):
+    run = unfinished(tmp_path / "run")
+    lock = Lock(run / "private/lock")
+
+    def end(*args):
+        if how == "dies":
+            lock.release()
+        return False
+
+    assert lock.take()
+    monkeypatch.setattr("fedfm.api.watch.watch", end)
+    monkeypatch.setattr("fedfm.api.watch.is_locked", lambda path: lock.is_taken)
+    assert main(["watch", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert ("the run goes on" in said, "fedfm resume" in said) == (how == "goes on", how == "dies")
 
 
 def browser(profile: Path, *flags: str) -> str:

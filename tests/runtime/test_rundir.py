@@ -85,6 +85,14 @@ def test_a_manifest_without_what_a_run_needs_is_refused(stopped, key):
         fedfm.resume(stopped)
 
 
+@pytest.mark.parametrize("result", [{"accuracy": 1.0}, [], "done"])
+def test_a_manifest_whose_result_is_damaged_is_refused(stopped, result):
+    path = stopped / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"result": result}))
+    with pytest.raises(InputError, match='is damaged: "result" lacks entries'):
+        fedfm.load_run(stopped)
+
+
 def test_a_run_without_its_memories_does_not_go_on(stopped):
     (stopped / "private/lock").unlink()
     (stopped / "private").rmdir()

@@ -20,9 +20,9 @@ from typing import Any
 
 from fedfm.aggregation.base import Mechanism
 from fedfm.api.execute import drive
+from fedfm.api.own_sums import in_sum
 from fedfm.config.experiment import Experiment
 from fedfm.core.kept_sums import KeepsSums
-from fedfm.core.messages import ROUND
 from fedfm.core.text import safe_name
 from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
@@ -88,16 +88,12 @@ def leave(
     check_same(run, now, "the other clients' messages are made from the original rows")
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
-    out = _place(run, name, out)
     entry = _certificate(run, name, how, population)
-    new = _begin(experiment, out, run, entry)
+    new = _begin(experiment, _place(run, name, out), run, entry)
     result = drive(new, progress, fresh=True)
-    if how == EXACT and (others := (_left_out(run) ^ _left_out(new)) - {name}):
-        how = RETRAINED
-        progress.notice(
-            f"{quote_names(others)} left out of only one of the two runs (see `excluded`), so the new result is "
-            f'not that of the messages in {run.path}: the certificate says "{how}"'
-        )
+    if how == EXACT and (others := ({*in_sum(run)} ^ {*in_sum(new)}) - {name}):
+        how, gone = RETRAINED, f"{quote_names(others)} left out of only one of the two runs"
+        progress.notice(f'{gone}, so the new result is not that of the old messages: the certificate says "{how}"')
     membership = _membership(run, new, name, population, progress.notice)
     with new.lock():
         new.manifest["departures"][-1] |= {"how": how, "membership": membership}
@@ -109,11 +105,6 @@ def leave(
     found = {"run": result["run"], "client": name, "exact": how == EXACT, "how": how}
     found |= {"accuracy": result["accuracy"], "accuracy_before": before["accuracy"], "same_test_rows": same}
     return found | {key: entry[key] for key in ("removed", "not_removed")} | {"membership": membership}
-
-
-def _left_out(run: Run) -> set[str]:
-    """The clients whose messages are not in the result."""
-    return {e["client"] for e in run.manifest["result"]["excluded"] if e["part"] == ROUND}
 
 
 def _by_sums(run: Run, name: str, file: Path, out: str | Path | None) -> dict[str, Any]:

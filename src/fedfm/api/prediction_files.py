@@ -59,11 +59,33 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     else:
         content = text.getvalue().encode("utf-8", "backslashreplace")
     try:
-        storage.write_new(out, content)
+        _write_new(out, content)
     except FileExistsError:
         raise InputError(f"--out {out} exists; give another") from None
     except OSError as error:
         raise RunError(f"--out {out}: cannot be written: {storage.why(error)}") from None
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a file that must not exist: only one of several processes succeeds, and no reader sees a partial file.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: the file cannot be written; no part of it is left.
+    """
+    temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links, e.g. on a USB stick
+            with open(path, "xb"):
+                os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     storage.refuse_pipe(folder / FILE)
     try:
         data = (folder / FILE).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if runs_in(folder):
             raise no_run(folder) from None
         raise InputError(f"{folder} is not signed: it has no {FILE}; `fedfm sign {folder}` writes one") from None

@@ -36,14 +36,14 @@ def watch(path: Path, port: int, tell: Callable[[str], None]) -> bool:
     path = path.resolve()
     if _is_finished(path):
         raise InputError(f"{path}: the run has finished; `fedfm report {path}` writes its report")
-    if not is_locked(path / "private" / LOCK):
+    if not is_running(path):
         raise InputError(f"{path}: no process of this machine is running it; `fedfm resume {path}` continues it")
     with WatchServer(path, port) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         tell(server.url)
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                while is_locked(path / "private" / LOCK):
+                while is_running(path):
                     time.sleep(_POLL)
                 end = time.monotonic() + _LAST
                 while _is_finished(path) and time.monotonic() < end:
@@ -53,6 +53,11 @@ def watch(path: Path, port: int, tell: Callable[[str], None]) -> bool:
         finally:
             server.shutdown()
     return _is_finished(path)
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process of this machine is running the run."""
+    return is_locked(path / "private" / LOCK)
 
 
 def _is_finished(path: Path) -> bool:

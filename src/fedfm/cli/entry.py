@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.api.terminal import tell
@@ -23,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by the user."""
     words = _whole(sys.argv[1:] if argv is None else argv)
     args = build(words[0] if words else "").parse_args(words)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a command's temporary files end with it
     try:
-        with _stop_by_sigterm():
-            return int(args.command(args) or 0)
+        return int(args.command(args) or 0)
     except FedfmError as error:
         tell(f"fedfm: {error}", sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -38,19 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         tell(f"fedfm: {_about_a_file(error, args) or _defect_line(error)}", sys.stderr)
         return 1
-
-
-@contextlib.contextmanager
-def _stop_by_sigterm() -> Iterator[None]:
-    """Context manager: SIGTERM stops a command as Ctrl-C does, so that its temporary files and processes end, too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _defect_line(error: Exception) -> str:

@@ -75,16 +75,20 @@ def _worth_arguments(parser: ArgumentParser) -> None:
 def watch(args: Namespace) -> int:
     """Run ``fedfm watch``; return the exit code."""
     with quick_imports():
-        from fedfm.api.watch import watch
+        from fedfm.api.watch import is_running, watch
 
     def tell_address(url: str) -> None:
         tell(f"open {url}\nthe page is for this machine alone; Ctrl-C ends it, and the run goes on", sys.stderr)
 
     finished = watch(args.run, args.port, tell_address)
-    ended = "the run has finished" if finished else "the page has ended"
-    return say(
-        args, {"run": str(args.run), "finished": finished}, f"{ended}; `fedfm report {args.run}` writes its report"
-    )
+    running = not finished and is_running(args.run)
+    if finished:
+        ended = f"the run has finished; `fedfm report {args.run}` writes its report"
+    elif running:
+        ended = f"the page has ended, and the run goes on; `fedfm report {args.run}` writes its report so far"
+    else:
+        ended = f"the run stopped before its end; `fedfm resume {args.run}` continues it"
+    return say(args, {"run": str(args.run), "finished": finished, "running": running}, ended)
 
 
 def _watch_arguments(parser: ArgumentParser) -> None:

@@ -59,28 +59,6 @@ def write_atomic(
         raise not_written(path, error, of_run=of_run) from error
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file that must not exist: only one of several processes succeeds, and no reader sees a partial file.
-
-    Raises:
-        FileExistsError: the file exists.
-        OSError: the file cannot be written; no part of it is left.
-    """
-    temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links, e.g. on a USB stick
-            with open(path, "xb"):
-                os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def sync_folder(folder: Path) -> None:
     """Write a folder's entries to the disk, so that a new file in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -125,6 +125,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if missing := sorted(_NEEDED - manifest.keys()):
         raise InputError(f'{path / MANIFEST} is damaged: "{missing[0]}" is missing')
+    result = manifest["result"]
+    if result is not None and not (isinstance(result, dict) and {"rounds", "details", "excluded"} <= result.keys()):
+        raise InputError(f'{path / MANIFEST} is damaged: "result" lacks entries')
     if isinstance(names := manifest["clients"], list) and any(isinstance(name, list) for name in names):
         from fedfm.runtime.short_names import with_all_names
 
