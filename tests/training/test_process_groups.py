@@ -1,7 +1,9 @@
 """A client that trains with several processes: the same numbers, less memory, and what happens when a rank fails."""
 
 import json
+import subprocess
 import sys
+import tempfile
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,19 @@ LAUNCHER = Path(__file__).parents[1] / "forked_ranks.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_text.save_all(tmp_path_factory.mktemp("groups"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fork_server():
+    """What imports PyTorch and transformers once for all groups of this file."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        place = f"{folder}/socket"
+        server = subprocess.Popen([sys.executable, LAUNCHER, "serve", place], stdout=subprocess.PIPE)
+        assert server.stdout.readline() == b"ready\n"
+        patch.setenv("FORKED_RANKS", place)
+        yield
+        server.kill()
+        server.communicate()
 
 
 @pytest.fixture(autouse=True)
