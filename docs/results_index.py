@@ -41,6 +41,7 @@ PAGES = {
         "BlindFed with a ViT-tiny",
         "its polynomial twin, one batch of encrypted pictures block by block, and Table 4",
     ),
+    "blindfed-texts": ("BlindFed with texts", "a MiniLM's student on banking77, and one batch of encrypted texts"),
     "tasks": ("Tasks", "each task federated and with clients that train alone"),
     "one-shot": ("One round", "accuracy of the one-round methods against bytes and epsilon on five sets of features"),
     "privacy": ("Accuracy against epsilon", "record and client level, plain and hidden sums, FedPFT's one release"),
