@@ -72,7 +72,7 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
     assert "flwr run" in told
     assert "silo.toml" in told
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
-    config = dict(run_config._single(project["tool"]["flwr"]["app"]["config"], "")) | {"home": str(tmp_path / "app")}
+    config = dict(run_config.settings(project["tool"]["flwr"]["app"]["config"])) | {"home": str(tmp_path / "app")}
     held = Experiment.from_dict(run_config.with_paths(run_config.merge_settings(config)))
     assert held.data.path == str(tmp_path / "rows.npz")  # other processes read it from other folders
     assert (held.run.engine, held.run.wire) == ("deployment", False)

@@ -178,7 +178,7 @@ def load(
     name: Path | str, table: Table, adaptation: str | AdaptationSpec | None = None, seed: int = 0, **spec
 ) -> Model:
     if isinstance(adaptation, str):
-        adaptation = AdaptationSpec(adaptation, rank=2)
+        adaptation = AdaptationSpec(adaptation, **({"rank": 2} if "lora" in adaptation else {}))
     return load_model(
         ModelSpec(str(name), adaptation=adaptation, **spec),
         classes=table.classes,
