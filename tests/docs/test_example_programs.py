@@ -62,7 +62,7 @@ def test_average_precision_by_hand():
     assert value["map_50"] == pytest.approx((1 + 2 / 3) / 2)
 
 
-@pytest.mark.proof
+@pytest.mark.release
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_together_is_better_than_each_client_alone_as_the_page_says(name, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))

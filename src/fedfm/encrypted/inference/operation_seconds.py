@@ -50,7 +50,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Spent:
+class SideSeconds:
     """CPU seconds of one batch, by operation.
 
     Attributes:
@@ -64,7 +64,7 @@ class Spent:
     key_bytes: int
 
 
-def operation_seconds(work: Work, layout: Packing, bound: float, rotations: Iterable[int]) -> Spent:
+def operation_seconds(work: Work, layout: Packing, bound: float, rotations: Iterable[int]) -> SideSeconds:
     """Time each operation of ``work`` on a core of this machine.
 
     Both sides of a run keep freed memory for their next arrays, so this process does the same from here on.
@@ -88,7 +88,7 @@ def operation_seconds(work: Work, layout: Packing, bound: float, rotations: Iter
     theirs, ours = _refreshes(client, x, bound, work.refreshes)
     encrypt, receive, send, decrypt = _messages(client, server)
     owner["refreshes"], owner["messages"] = ours, work.fresh * receive + work.disclosed * send
-    return Spent(
+    return SideSeconds(
         dict(owner), {"refreshes": theirs, "messages": work.fresh * encrypt + work.disclosed * decrypt}, len(public)
     )
 
