@@ -265,6 +265,23 @@ def of_states(blocks: int, positions: int, width: int, rank: int, classes: Seque
     return SideModel(net, spec=spec, classes=classes)
 
 
+def disclosed_projection(module: nn.Module, spec: ModelSpec, width: int) -> Tensor | None:
+    """The projection of tokens with so many values, if tokens are disclosed.
+
+    Raises:
+        InputError: it is wider than a token.
+    """
+    adapt = spec.adaptation or AdaptationSpec("side_adapter")
+    if adapt.released != "tokens":
+        return None
+    if adapt.projection > width:
+        raise InputError(
+            f'released = "tokens", projection = {adapt.projection}: {spec.name!r} has {width} values per token; '
+            f"expected at most {width}"
+        )
+    return projection_of(module, width, adapt.projection)
+
+
 def around(
     module: nn.Module,
     spec: ModelSpec,
@@ -302,17 +319,11 @@ def around(
     tokens, width = levels[0].shape[1:]
     if tokens < grid[0] * grid[1] or any(b.shape[1:] != (tokens, width) for b in levels):
         raise InputError(f"{where} has blocks of unequal shapes; use lora or head")
-    if adapt.released == "tokens" and adapt.projection > width:
-        raise InputError(
-            f'released = "tokens", projection = {adapt.projection}: {spec.name!r} has {width} values per token; '
-            f"expected at most {width}"
-        )
-    projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
+    projection = disclosed_projection(module, spec, width)
     released = release(adapt.released, tokens, grid, projection)
     scales, ranges = torch.stack([b.square().mean().sqrt() for b in levels]), None
     if derived_modules.is_derived(module):
-        scales, ranges = _stored_scales(module, "scale"), _stored_scales(module, "range")
-        ranges = ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max())
+        scales, ranges = stored_scales(module, projection)
     shape = len(levels), len(released.positions), width if projection is None else projection.shape[1]
     net = SideAdapter(*shape, adapt.rank, len(classes)).draw(seed)
     device = next(module.parameters()).device
@@ -329,9 +340,13 @@ def around(
     )
 
 
-def _stored_scales(module: nn.Module, key: str) -> Tensor:
-    """Stored values (L,) of a polynomial student: "scale", root mean squares on its distillation data, or "range"."""
-    return torch.tensor([entry[key] for entry in derived_modules.table(module)["blocks"]])
+def stored_scales(module: nn.Module, projection: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a polynomial student has stored of its blocks (L,): root mean squares on its distillation data, and the
+    largest disclosed values as multiples of them.
+    """
+    table = derived_modules.table(module)["blocks"]
+    scales, ranges = (torch.tensor([entry[key] for entry in table]) for key in ("scale", "range"))
+    return scales, ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max())
 
 
 def _probes(side: tuple[int, int]) -> Rows:

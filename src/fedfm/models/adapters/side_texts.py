@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.models import derived_modules, families
+from fedfm.models import families
 from fedfm.models.adapters import side_adapter
 from fedfm.models.adapters.side_adapter import Release, SideAdapter, SideModel
 from fedfm.models.families import Parts
@@ -80,11 +80,7 @@ def around_texts(
     places, width, blocks = text_places(module), int(config.hidden_size), len(parts.blocks)
     if adapt.released == "grid":
         raise InputError('released = "grid": texts have no quadrants; expected "class" or "tokens"')
-    if adapt.released == "tokens" and adapt.projection > width:
-        raise InputError(
-            f'released = "tokens", projection = {adapt.projection}: {spec.name!r} has {width} values per token; '
-            f"expected at most {width}"
-        )
+    projection = side_adapter.disclosed_projection(module, spec, width)
     module.requires_grad_(False)
     backbone = TextBackbone(
         module,
@@ -96,11 +92,9 @@ def around_texts(
         fingerprint=fingerprint,
         head=None,
     )
-    whole = adapt.released == "tokens"
-    projection = side_adapter.projection_of(module, width, adapt.projection) if whole else None
-    released = Release(torch.eye(places) if whole else torch.full((1, places), 1 / places), projection)
-    table = derived_modules.table(module)["blocks"]
-    scales, ranges = (torch.tensor([entry[key] for entry in table]) for key in ("scale", "range"))
+    of_places = torch.full((1, places), 1 / places) if projection is None else torch.eye(places)
+    released = Release(of_places, projection)
+    scales, ranges = side_adapter.stored_scales(module, projection)
     shape = blocks, len(released.positions), width if projection is None else projection.shape[1]
     net = SideAdapter(*shape, adapt.rank, len(classes)).draw(seed)
     return SideModel(
@@ -112,5 +106,5 @@ def around_texts(
         backbone=backbone,
         released=released,
         scales=scales,
-        ranges=ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max()),
+        ranges=ranges,
     )
