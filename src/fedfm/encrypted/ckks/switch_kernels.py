@@ -101,7 +101,47 @@ def _divide(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # 
             target[n] = remainder(times(source[n] - part[n], w, ratio, p), p, inverse)
 
 
-decompose, weigh_digits, divide = (compile_cached(f, _PLAIN) for f in (_decompose, _weigh_digits, _divide))
+def _divide_by_two(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Divide x (l + 1, N) by its last two primes P and q together, with rounding, and drop both: out (l - 1, N).
+
+    One division by P q needs l + 1 transforms, two divisions need 2 l + 1. The remainder modulo P q is a + P b: a is
+    x modulo P, and b is (x - a) / P modulo q, both of least magnitude.
+    """
+    forth, forth_ratios, last, last_ratios = roots
+    back, back_ratios, back_last, back_last_ratios = inverse_roots
+    count = x.shape[0] - 2
+    special, k = moduli[count + 1], moduli[count]
+    large, q, size = primes[special], primes[k], x.shape[1]
+    low, high, part = x[count + 1].copy(), x[count].copy(), np.empty(size, _INT)
+    backward_row(
+        low, back[special], back_ratios[special], back_last[special], back_last_ratios[special], shrink[special], large
+    )
+    backward_row(high, back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], q)
+    inverse, w = 1.0 / _FLOAT(q), inverses[special, k]
+    ratio = _FLOAT(w) * inverse
+    for n in range(size):
+        low[n] = low[n] - large if low[n] > large // 2 else low[n]
+        v = remainder(times(high[n] - remainder(low[n], q, inverse), w, ratio, q), q, inverse)
+        high[n] = v - q if v > q // 2 else v
+    for j in range(count):
+        m = moduli[j]
+        p = primes[m]
+        inverse = 1.0 / _FLOAT(p)
+        w = large % p
+        ratio = _FLOAT(w) * inverse
+        for n in range(size):
+            part[n] = remainder(low[n] + times(high[n], w, ratio, p), p, inverse)
+        forward_row(part, forth[m], forth_ratios[m], last[m], last_ratios[m], p)
+        w = remainder(times(inverses[special, m], inverses[k, m], _FLOAT(inverses[k, m]) * inverse, p), p, inverse)
+        ratio = _FLOAT(w) * inverse
+        source, target = x[j], out[j]
+        for n in range(size):
+            target[n] = remainder(times(source[n] - part[n], w, ratio, p), p, inverse)
+
+
+decompose, weigh_digits, divide, divide_by_two = (
+    compile_cached(f, _PLAIN) for f in (_decompose, _weigh_digits, _divide, _divide_by_two)
+)
 
 
 def _rescale(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
@@ -204,19 +244,26 @@ def _relinearise(x, key, moduli, out, drop, primes, inverses, roots, inverse_roo
     """
     limbs, size = x.shape[2:]
     sums, done = np.empty((2, limbs + 1, size), _INT), np.empty((limbs, size), _INT)
+    special = primes[moduli[limbs]]
     for row in range(x.shape[0]):
         digit_sums(x[row, 2], key, moduli, sums, primes, roots, inverse_roots, shrink)
         for polynomial in range(2):
-            divide(sums[polynomial], moduli, done, primes, inverses, roots, inverse_roots, shrink)
             target = out[row, polynomial]
-            for j in range(limbs):
-                q, a, b = primes[moduli[j]], done[j], x[row, polynomial, j]
-                o = a if drop else target[j]
-                for n in range(size):
-                    v = a[n] + b[n]
-                    o[n] = v - q if v >= q else v
-            if drop:
-                divide(done, moduli[:limbs], target, primes, inverses, roots, inverse_roots, shrink)
+            if drop:  # P times the polynomial is added before the division
+                for j in range(limbs):
+                    q, a, b = primes[moduli[j]], sums[polynomial, j], x[row, polynomial, j]
+                    w, inverse = special % q, 1.0 / _FLOAT(q)
+                    ratio = _FLOAT(w) * inverse
+                    for n in range(size):
+                        a[n] = remainder(a[n] + times(b[n], w, ratio, q), q, inverse)
+                divide_by_two(sums[polynomial], moduli, target, primes, inverses, roots, inverse_roots, shrink)
+            else:
+                divide(sums[polynomial], moduli, done, primes, inverses, roots, inverse_roots, shrink)
+                for j in range(limbs):
+                    q, a, b, o = primes[moduli[j]], done[j], x[row, polynomial, j], target[j]
+                    for n in range(size):
+                        v = a[n] + b[n]
+                        o[n] = v - q if v >= q else v
 
 
 rescale, rotate, relinearise = (compile_cached(f, _PLAIN) for f in (_rescale, _rotate, _relinearise))
