@@ -1,7 +1,7 @@
 """Start Flower's programs with changes: a SuperLink with a gate, and SuperNodes that run only fedfm's app.
 
-``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``. As in :mod:`.private_api`,
-each use of Flower's private API has a check in ``tests/engines/test_private_api.py``.
+``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``, or ``... forks FOLDER``,
+where the folder tells deployments apart in a list of processes. As in :mod:`.private_api`, each use of Flower's private API has a check in ``tests/engines/test_private_api.py``.
 """
 
 from __future__ import annotations
@@ -116,9 +116,37 @@ def _own_app_only() -> Any:
     return program
 
 
+def server_superexec() -> None:
+    """Run ``flower-superexec`` as it is."""
+    from flwr.supercore.cli import flower_superexec
+
+    flower_superexec()
+
+
+def forks() -> NoReturn:
+    """Run all programs of a deployment as forks of this process."""
+    # Imported here for all forks. Without --database, no fork needs more.
+    import flwr.clientapp
+    import flwr.serverapp
+    import flwr.supernode.cli.flwr_clientapp
+    import flwr.supernode.main
+    import uvicorn  # noqa: F401
+    from flwr.supercore.cli import flower_superexec  # noqa: F401
+    from flwr.superlink.cli import flower_superlink  # noqa: F401
+    from flwr.supernode import start_client_internal  # noqa: F401
+
+    import fedfm.engines.flower.gate  # noqa: F401
+    from fedfm.engines.flower.program_forks import serve
+
+    serve({**PROGRAMS, "server-superexec": server_superexec})
+
+
+PROGRAMS = {"superlink": superlink, "supernode": supernode, "superexec": superexec}
+
+
 def main() -> None:
     """Run the program that the first argument names."""
-    program = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[sys.argv[1]]
+    program = {**PROGRAMS, "forks": forks}[sys.argv[1]]
     sys.argv = [f"flower-{sys.argv[1]}", *sys.argv[2:]]
     program()
 
