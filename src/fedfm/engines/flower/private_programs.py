@@ -1,7 +1,8 @@
 """Start Flower's programs with changes: a SuperLink with a gate, and SuperNodes that run only fedfm's app.
 
 ``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``, or ``... forks FOLDER``,
-where the folder tells deployments apart in a list of processes. As in :mod:`.private_api`, each use of Flower's private API has a check in ``tests/engines/test_private_api.py``.
+where the folder tells deployments apart in a list of processes. As in :mod:`.private_api`, each use of Flower's private
+API has a check in ``tests/engines/test_private_api.py``.
 """
 
 from __future__ import annotations
@@ -125,11 +126,10 @@ def server_superexec() -> None:
 
 def forks() -> NoReturn:
     """Run all programs of a deployment as forks of this process."""
-    # Imported here for all forks. Without --database, no fork needs more.
     import flwr.clientapp
     import flwr.serverapp
     import flwr.supernode.cli.flwr_clientapp
-    import flwr.supernode.main
+    import flwr.supernode.main  # noqa: F401 - all of these are imported once for all forks
     import uvicorn  # noqa: F401
     from flwr.supercore.cli import flower_superexec  # noqa: F401
     from flwr.superlink.cli import flower_superlink  # noqa: F401
