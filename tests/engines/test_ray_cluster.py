@@ -327,7 +327,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on(cluster, tmp_path):
     assert "left out" not in error
 
 
-@pytest.mark.simulation
+@pytest.mark.release
 def test_a_cluster_that_dies_ends_the_run_by_name_and_it_goes_on_with_a_new_one(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed (the extra simulation)")
     two = TwoNodes()
