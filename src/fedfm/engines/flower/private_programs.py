@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,17 +42,43 @@ def superlink() -> None:
     flower_superlink()
 
 
+class _Silence:
+    """The time since the last message. A longer silence makes polls rarer, since each costs some 10 ms of a core."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._since = time.monotonic()
+
+    def pause(self, least: float) -> float:
+        """Seconds until the next poll, so that a message waits at most a twentieth longer than the silence before."""
+        return max(least, min((time.monotonic() - self._since) / 20, 1.0))
+
+
+def _with_sleep(sleep: Callable[[float], None]) -> types.SimpleNamespace:
+    """The module ``time`` with another ``sleep``."""
+    return types.SimpleNamespace(**{**vars(time), "sleep": sleep})
+
+
 def supernode() -> None:
-    """Run ``flower-supernode``, but ask for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
+    """Run ``flower-supernode``, but ask for messages every 0.2 s to 1 s instead of every 3 s, which is cheap on
+    loopback.
 
     The interval is a constant in Flower. On other networks use ``flower-supernode`` itself.
     """
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    quick = types.SimpleNamespace(**vars(time))
-    quick.sleep = lambda seconds: time.sleep(min(seconds, 0.2))
-    loop.time = quick
+    silence, push = _Silence(), loop._push_messages
+
+    def push_and_listen(*args: Any, **more: Any) -> None:
+        silence.end()  # a message has come
+        push(*args, **more)
+        silence.end()
+
+    loop._push_messages = push_and_listen
+    loop.time = _with_sleep(lambda seconds: time.sleep(min(seconds, silence.pause(0.2))))
     flower_supernode()
 
 
@@ -67,7 +94,10 @@ def superexec() -> None:
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
 
+    silence = _ask_less_in_silence()
+
     def launch(self: Any, spec: Any) -> Any:
+        silence.end()
         if spec.task_type != TaskType.CLIENT_APP:
             return LaunchResult.failed("a silo runs only ClientApps")
         if os.fork() == 0:
@@ -77,6 +107,13 @@ def superexec() -> None:
     SubprocessExecutor.launch = launch
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the forks
     flower_superexec()
+
+
+def _ask_less_in_silence() -> _Silence:
+    """Let an executor ask for tasks every second after a long silence; returns the silence, which a task ends."""
+    silence, loop = _Silence(), sys.modules["flwr.supercore.superexec.run_superexec"]
+    vars(loop)["time"] = _with_sleep(lambda seconds: time.sleep(silence.pause(seconds)))
+    return silence
 
 
 def _clientapp(spec: Any) -> NoReturn:
@@ -118,9 +155,10 @@ def _own_app_only() -> Any:
 
 
 def server_superexec() -> None:
-    """Run ``flower-superexec`` as it is."""
+    """Run ``flower-superexec``, which starts one ServerApp and then has little to do."""
     from flwr.supercore.cli import flower_superexec
 
+    _ask_less_in_silence()
     flower_superexec()
 
 
