@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fedfm.engines.child_processes import Children, die_with
 from fedfm.errors import RunError
@@ -135,14 +135,14 @@ def serve(programs: Mapping[str, Callable[[], None]]) -> NoReturn:
     os._exit(0)
 
 
-def _become(parent: int, request: Mapping[str, list[str]], programs: Mapping[str, Callable[[], None]]) -> NoReturn:
+def _become(parent: int, request: Mapping[str, Any], programs: Mapping[str, Callable[[], None]]) -> NoReturn:
     """Run the program of a request in this fork, then end the fork."""
     status = 1
     try:
         os.setsid()
         die_with(parent)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        log = os.open(str(request["log"]), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        log = os.open(request["log"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         for there, here in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
             os.dup2(there, here)
         os.environ.update(request["environment"])
