@@ -86,6 +86,7 @@ class Forks:
             pid, status = json.loads(line)
             if status is None:
                 started = pid
+                self._ended.pop(pid, None)  # of an earlier fork with this id
             else:
                 self._ended[pid] = os.waitstatus_to_exitcode(status)
         return started
