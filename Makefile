@@ -69,10 +69,10 @@ $(VENV)/.stamp-engines: $(STAMP)
 	@touch $@
 
 test-proofs: $(STAMP) ## what takes seconds: encrypted runs, attacks by repeated draws, kills; other values of quick tests
-	$(BIN)/python -m pytest -m proof -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m 'proof and not release' -n 2 --dist worksteal
 
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
-	$(BIN)/python -m pytest -m 'simulation or deployment' -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m '(simulation or deployment) and not release' -n 2 --dist worksteal
 
 test-release: $(VENV)/.stamp-engines test-models test-outages ## what a release needs beside .ci/run: longer, larger, more often
 	@$(BIN)/python $(INSTALL) -c constraints.txt nbclient ipykernel # they run notebooks

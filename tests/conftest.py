@@ -1,5 +1,6 @@
 """Shared by all tests: where they find each other, one thread, no network, no waiting for the disk."""
 
+import gc
 import hashlib
 import os
 import sys
@@ -23,6 +24,7 @@ _RANDOM = os.environ.get("FEDFM_RANDOM_TESTS") == "1"
 hypothesis.settings.register_profile("fedfm", derandomize=not _RANDOM, deadline=None)
 hypothesis.settings.load_profile("fedfm")
 
+gc.disable()  # until all tests are collected
 torch.set_num_threads(1)
 os.fsync = lambda file: None  # nobody cuts the power here; runs in processes of their own still wait for the disk
 
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(items):
     import tiers
 
     tiers.mark(items)
+
+
+def pytest_collection_finish():
+    """Leave what was imported and collected, a million objects, out of each search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

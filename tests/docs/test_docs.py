@@ -48,6 +48,7 @@ LONG = (
     "segmentation",
     "visual-instruction",
     "leave",
+    "token-classification",
 )
 
 

@@ -23,14 +23,14 @@ from small import pictures
 CLIENTS = 3
 
 
-def experiment(folder, *, run=None, limit=60, **method):
+def experiment(folder, *, run=None, limit=60, clients=CLIENTS, **method):
     keys = {"name": "blindfed", "foundation": str(tiny_twin.folder(folder)), "rounds": 3, "released": "grid"}
     local = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}
     rows = folder / "pictures.npz"
     return {
         "data": {
             "path": str(rows if rows.exists() else pictures(folder, limit)),
-            "partition": {"name": "iid", "clients": CLIENTS},
+            "partition": {"name": "iid", "clients": clients},
         },
         "method": keys | {"local": local} | method,
         "run": {"seed": 0, "workers": 1} | (run or {}),
@@ -306,11 +306,13 @@ def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path)
 
 @pytest.mark.deployment
 def test_deployed_it_is_as_accurate_and_sites_are_told_no_model(clear, tmp_path):
+    """Of two clients at a time."""
+    local = fedfm.run(experiment(clear[0], encryption="clear", clients=2), tmp_path / "local")
     run = {"engine": "deployment", "workers": 0}
-    tables = experiment(clear[0], encryption="ckks", processes=CLIENTS, run=run)  # all clients at a time
+    tables = experiment(clear[0], encryption="ckks", clients=2, processes=2, run=run)
     result = fedfm.run(tables, tmp_path / "run")
-    assert abs(result["accuracy"] - clear[2]["accuracy"]) <= 0.05
+    assert abs(result["accuracy"] - local["accuracy"]) <= 0.05
     assert result["excluded"] == []
     told = [p.read_text() for p in (tmp_path / "run" / "private" / "deployment").rglob("site.json")]
-    assert len(told) == CLIENTS
+    assert len(told) == 2
     assert all("tiny-twin" not in text and "[model]" not in text for text in told)

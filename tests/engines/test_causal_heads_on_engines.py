@@ -23,13 +23,8 @@ seed = 3
 """
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("simulation", marks=pytest.mark.release),
-        pytest.param("deployment", marks=pytest.mark.deployment),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
 def test_fedpft_on_a_llama_has_the_same_bits_and_bytes_as_local(tmp_path, engine):
     tiny_text.save_llama(tmp_path / "llama")
     tiny_text.texts(tmp_path / "rows.jsonl")

@@ -272,7 +272,8 @@ def test_a_port_is_nobody_elses_until_our_server_listens_there():
     listening(port).close()
 
 
-def test_children_end_with_us_and_tell_how_they_ended(tmp_path):
+def test_children_end_with_us_and_tell_how_they_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedfm.engines.child_processes._GRACE", 0.5)
     children = Children(tmp_path / "logs", os.environ)
     stubborn = children.start("stubborn", [sys.executable, "-c", STUBBORN])
     children.start("brief", [sys.executable, "-c", "print('so long'); raise SystemExit(3)"])

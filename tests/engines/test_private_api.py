@@ -337,6 +337,7 @@ def a_supernode_sleeps_by_its_modules_own_name_time(loop: Any, program: Any) -> 
     assert isinstance(loop, types.ModuleType)
     assert loop.time is time
     assert "time.sleep(" in inspect.getsource(loop)
+    assert inspect.getsource(loop).count(" _push_messages(") == 2  # its definition, and the call after a message
     takes(program)
 
 
@@ -356,6 +357,13 @@ def an_executor_launches_what_a_message_needs(program: Any, kinds: Any, result: 
     used = {"task_type", "runtime_api_address", "token", "insecure", "root_certificates_path", "parent_pid"}
     assert used <= typing.get_type_hints(spec).keys()
     assert isinstance(result.accepted(), typing.get_type_hints(executor.launch)["return"])
+
+
+@needs("_ask_less_in_silence", "flwr.supercore.superexec.run_superexec")
+def an_executor_sleeps_by_its_modules_own_name_time(_: Any) -> None:
+    loop = sys.modules["flwr.supercore.superexec.run_superexec"]
+    assert loop.time is time
+    assert inspect.getsource(loop).count("time.sleep(") == 1
 
 
 @needs("QUICK_EXECUTOR", "flwr.supercore.superexec.run_superexec._TASK_POLL_INTERVAL_ENV")

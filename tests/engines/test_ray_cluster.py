@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fedfm.config.experiment import Experiment
-from fedfm.engines.flower import base_memory, node_probe, ray_cluster
+from fedfm.engines.flower import base_memory, node_probe, ray_cluster, simulation
 from fedfm.engines.flower.ray_cluster import RayNode, faults_of, gpus_each, places
 from fedfm.errors import InputError
 from processes import begin, experiment, fedfm, here, mentioning, rounds, same, until
@@ -70,6 +70,17 @@ def test_an_address_without_a_cluster_is_said_within_a_limit(answer, monkeypatch
         with pytest.raises(InputError, match=f"^run.ray_address = '127.0.0.1:{port}': no") as caught:
             ray_cluster._check_answer(f"127.0.0.1:{port}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_that_no_longer_answers_ends_the_run_in_one_line(monkeypatch):
+    monkeypatch.setattr(simulation, "_LOOK", 0.0)
+    ended, outcome = threading.Event(), {}
+    place = simulation._Place(1, 0.0, "", silent=lambda: True)
+    simulation._run_watched(ended.wait, outcome, place, ended)
+    assert str(outcome["error"]) == (
+        "the Ray cluster no longer answers; start it again, and continue with `fedfm resume`"
+    )
+    assert ended.is_set()
 
 
 def looked(path: str) -> dict:
@@ -327,7 +338,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on(cluster, tmp_path):
     assert "left out" not in error
 
 
-@pytest.mark.simulation
+@pytest.mark.release
 def test_a_cluster_that_dies_ends_the_run_by_name_and_it_goes_on_with_a_new_one(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed (the extra simulation)")
     two = TwoNodes()

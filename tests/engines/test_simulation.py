@@ -35,7 +35,7 @@ def leftovers(before: set[str]) -> set[str]:
     ("method", "adaptation"),
     [
         pytest.param('name = "fedavg"\nrounds = 2', LORA, marks=pytest.mark.simulation),
-        pytest.param(SCAFFOLD, '{ name = "head" }', marks=pytest.mark.simulation),
+        pytest.param(SCAFFOLD, '{ name = "head" }', marks=pytest.mark.release),
         pytest.param('name = "fedpft"\ncomponents = 2\nverify = true', '{ name = "head" }', marks=pytest.mark.release),
     ],
 )

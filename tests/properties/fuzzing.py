@@ -264,10 +264,7 @@ def fuzz(kind: Kind, count: int, seed: int) -> Outcome:
     assert attempt(kind, head, data) is None
     gc.collect()
     gc.freeze()  # what is timed is the message, not a look at everything that is imported
-    try:
-        _attack(found, kind, head, data, count, rng)
-    finally:
-        gc.unfreeze()
+    _attack(found, kind, head, data, count, rng)
     return found
 
 

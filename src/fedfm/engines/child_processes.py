@@ -13,9 +13,21 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+
+
+class Program(Protocol):
+    """What :class:`Children` uses of a ``Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Children:
@@ -28,25 +40,36 @@ class Children:
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
         self._logs, self._environment = logs, dict(environment)
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, Program] = {}
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def start(self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> int:
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        more: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> int:
         """Start a program under a name; returns its process id, which is also the id of its process group.
 
         Args:
             more: further environment variables of this program.
+            stdin: the program's standard input.
         """
         with open(os.open(self.log(name), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
             self._running[name] = subprocess.Popen(
                 [sys.executable, "-m", "fedfm.engines.child_processes", str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=log,
                 env=self._environment | dict(more or {}),
                 start_new_session=True,
             )
         return self._running[name].pid
+
+    def adopt(self, name: str, program: Program) -> None:
+        """Report and end a program that another process has started, which leads a process group of its own."""
+        self._running[name] = program
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

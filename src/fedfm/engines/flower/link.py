@@ -171,7 +171,7 @@ class FlowerLink(GreetingLink):
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
-        pause = POLL[0]
+        pause, last = POLL[0], time.monotonic()
         done: dict[str, InFlight] = {}
         away: list[InFlight] = []  # requests lost on the way or with their nodes
         asked = {one.request.client: one.node for one in waiting.values()}
@@ -222,7 +222,10 @@ class FlowerLink(GreetingLink):
             self._waits(asked, {one.request.client for one in (*waiting.values(), *away)})
             if waiting or away:
                 time.sleep(pause)
-                pause = POLL[0] if came else min(pause * 1.5, POLL[1])
+                if came:
+                    pause, last = POLL[0], time.monotonic()
+                else:  # after long waiting, polls are rarer, and a reply waits at most a twentieth longer
+                    pause = min(pause * 1.5, max(POLL[1], (time.monotonic() - last) / 20), 1.0)
         self._waits(asked, ())
 
     def _take_lost(

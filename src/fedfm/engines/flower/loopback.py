@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedfm.core.text import safe_name
 from fedfm.engines.child_processes import Children
-from fedfm.engines.flower import client_stub, loopback_keys
+from fedfm.engines.flower import client_stub, loopback_keys, program_forks
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control
 from fedfm.engines.interruption import Interrupted
 from fedfm.errors import RunError
@@ -40,7 +40,7 @@ class Fleet:
             RunError: the SuperLink or its executor ended.
         """
         for name, how in self.children.reap():
-            if name in ("superlink", "superexec"):
+            if name in ("superlink", "superexec", program_forks.NAME):
                 raise RunError(f"{name} ended ({how}):\n{self.children.tail(name)}")
             notice(f"{name} ended ({how})")
 
@@ -64,7 +64,7 @@ def loopback(
     Raises:
         RunError: a process did not start; the message has the last lines of its log.
     """
-    _needs("flower-superlink", "flower-superexec", "flower-supernode", "flwr-serverapp", "flwr-clientapp")
+    _needs("flwr-serverapp")
     shutil.rmtree(folder / "home", ignore_errors=True)
     loopback_keys.write_certificates(folder)
     children = Children(folder / "logs", environment(folder / "home" / "superlink"))
@@ -72,30 +72,26 @@ def loopback(
     try:
         port, secret = ports.enter_context(reserve_port()), loopback_keys.write_secret(folder / "superexec.secret")
         address, authority = f"127.0.0.1:{port}", str(folder / "ca.crt")
-        children.start(
+        forks = program_forks.Forks(children, [*PROGRAMS, "forks", str(folder.resolve())])
+        ports.callback(forks.close)
+        _workers(config, children, sites, clients)
+        forks.start(
             "superlink",
             [
-                *(
-                    *PROGRAMS,
-                    "superlink",
-                    str(loopback_keys.write_secret(folder / OPERATOR)),
-                    "--ssl-ca-certfile",
-                    authority,
-                ),
+                *("superlink", str(loopback_keys.write_secret(folder / OPERATOR)), "--ssl-ca-certfile", authority),
                 *("--ssl-certfile", str(folder / "server.pem")),
                 *("--ssl-keyfile", str(folder / "server.key"), "--enable-supernode-auth", "--host", "127.0.0.1"),
                 *("--port", str(port), "--disable-runtime-dependency-installation"),
                 *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
             ],
         )
-        children.start(
+        forks.start(
             "superexec",
             [
-                *("flower-superexec", "--runtime-api-address", address, "--root-certificates", authority),
+                *("server-superexec", "--runtime-api-address", address, "--root-certificates", authority),
                 *("--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid())),
             ],
         )
-        _workers(config, children, sites, clients)
         _until(lambda: _listens(port), children, stop, "the SuperLink does not answer")
         with contextlib.closing(Control(address, folder / "ca.crt")) as control:
             nodes = set()
@@ -104,7 +100,7 @@ def loopback(
             for client, config_of in where.items():
                 key = folder / f"node-{safe_name(client)}.key"
                 nodes.add(control.register(loopback_keys.write_node_key(key), client))
-                _node(children, folder, client, address, config_of, ports.enter_context(reserve_port()))
+                _node(forks, folder, client, address, config_of, ports.enter_context(reserve_port()))
             loopback_keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
             _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
             yield Fleet(children, control, address)
@@ -119,16 +115,16 @@ def loopback(
             path.unlink(missing_ok=True)
 
 
-def _node(children: Children, folder: Path, client: str, address: str, config: str, port: int) -> None:
+def _node(forks: program_forks.Forks, folder: Path, client: str, address: str, config: str, port: int) -> None:
     """Start a SuperNode and its ClientApp's executor. They share a secret, so that no other process gets messages."""
     name = safe_name(client)
     home = str((folder / "home" / name).resolve())
     # Without "node-", a client named "operator" would overwrite the operator's secret.
     secret = loopback_keys.write_secret(folder / f"node-{name}.secret")
-    children.start(
+    forks.start(
         f"node-{name}",
         [
-            *(*PROGRAMS, "supernode", "--superlink", address),
+            *("supernode", "--superlink", address),
             *("--root-certificates", str(folder / "ca.crt")),
             *("--auth-supernode-private-key", str(folder / f"node-{name}.key")),
             *("--host", "127.0.0.1", "--port", str(port), "--node-config", config),
@@ -136,10 +132,10 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
         ],
         {"FLWR_HOME": home},
     )
-    children.start(
+    forks.start(
         f"executor-{name}",
         [
-            *(*PROGRAMS, "superexec", "--insecure"),
+            *("superexec", "--insecure"),
             *("--runtime-api-address", f"127.0.0.1:{port}"),
             *("--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid())),
         ],
@@ -189,10 +185,9 @@ def _programs() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _needs(*programs: str) -> None:
-    missing = [name for name in programs if shutil.which(name, path=_programs()) is None]
-    if missing:
-        raise RunError(f"{missing[0]} is not installed next to {sys.executable}: pip install flwr")
+def _needs(program: str) -> None:
+    if shutil.which(program, path=_programs()) is None:
+        raise RunError(f"{program} is not installed next to {sys.executable}: pip install flwr")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Start Flower's programs with changes: a SuperLink with a gate, and SuperNodes that run only fedfm's app.
 
-``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``. As in :mod:`.private_api`,
-each use of Flower's private API has a check in ``tests/engines/test_private_api.py``.
+``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``, or ``... forks FOLDER``,
+where the folder tells deployments apart in a list of processes. As in :mod:`.private_api`, each use of Flower's private
+API has a check in ``tests/engines/test_private_api.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,17 +42,43 @@ def superlink() -> None:
     flower_superlink()
 
 
+class _Silence:
+    """The time since the last message. A longer silence makes polls rarer, since each costs some 10 ms of a core."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._since = time.monotonic()
+
+    def pause(self, least: float) -> float:
+        """Seconds until the next poll, so that a message waits at most a twentieth longer than the silence before."""
+        return max(least, min((time.monotonic() - self._since) / 20, 1.0))
+
+
+def _with_sleep(sleep: Callable[[float], None]) -> types.SimpleNamespace:
+    """The module ``time`` with another ``sleep``."""
+    return types.SimpleNamespace(**{**vars(time), "sleep": sleep})
+
+
 def supernode() -> None:
-    """Run ``flower-supernode``, but ask for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
+    """Run ``flower-supernode``, but ask for messages every 0.2 s to 1 s instead of every 3 s, which is cheap on
+    loopback.
 
     The interval is a constant in Flower. On other networks use ``flower-supernode`` itself.
     """
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    quick = types.SimpleNamespace(**vars(time))
-    quick.sleep = lambda seconds: time.sleep(min(seconds, 0.2))
-    loop.time = quick
+    silence, push = _Silence(), loop._push_messages
+
+    def push_and_listen(*args: Any, **more: Any) -> None:
+        silence.end()  # a message has come
+        push(*args, **more)
+        silence.end()
+
+    loop._push_messages = push_and_listen
+    loop.time = _with_sleep(lambda seconds: time.sleep(min(seconds, silence.pause(0.2))))
     flower_supernode()
 
 
@@ -66,7 +94,10 @@ def superexec() -> None:
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
 
+    silence = _ask_less_in_silence()
+
     def launch(self: Any, spec: Any) -> Any:
+        silence.end()
         if spec.task_type != TaskType.CLIENT_APP:
             return LaunchResult.failed("a silo runs only ClientApps")
         if os.fork() == 0:
@@ -76,6 +107,13 @@ def superexec() -> None:
     SubprocessExecutor.launch = launch
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the forks
     flower_superexec()
+
+
+def _ask_less_in_silence() -> _Silence:
+    """Let an executor ask for tasks every second after a long silence; returns the silence, which a task ends."""
+    silence, loop = _Silence(), sys.modules["flwr.supercore.superexec.run_superexec"]
+    vars(loop)["time"] = _with_sleep(lambda seconds: time.sleep(silence.pause(seconds)))
+    return silence
 
 
 def _clientapp(spec: Any) -> NoReturn:
@@ -116,9 +154,37 @@ def _own_app_only() -> Any:
     return program
 
 
+def server_superexec() -> None:
+    """Run ``flower-superexec``, which starts one ServerApp and then has little to do."""
+    from flwr.supercore.cli import flower_superexec
+
+    _ask_less_in_silence()
+    flower_superexec()
+
+
+def forks() -> NoReturn:
+    """Run all programs of a deployment as forks of this process."""
+    import flwr.clientapp
+    import flwr.serverapp
+    import flwr.supernode.cli.flwr_clientapp
+    import flwr.supernode.main  # noqa: F401 - all of these are imported once for all forks
+    import uvicorn  # noqa: F401
+    from flwr.supercore.cli import flower_superexec  # noqa: F401
+    from flwr.superlink.cli import flower_superlink  # noqa: F401
+    from flwr.supernode import start_client_internal  # noqa: F401
+
+    import fedfm.engines.flower.gate  # noqa: F401
+    from fedfm.engines.flower.program_forks import serve
+
+    serve({**PROGRAMS, "server-superexec": server_superexec})
+
+
+PROGRAMS = {"superlink": superlink, "supernode": supernode, "superexec": superexec}
+
+
 def main() -> None:
     """Run the program that the first argument names."""
-    program = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[sys.argv[1]]
+    program = {**PROGRAMS, "forks": forks}[sys.argv[1]]
     sys.argv = [f"flower-{sys.argv[1]}", *sys.argv[2:]]
     program()
 
