@@ -16,7 +16,7 @@ from fedfm.config.user_code import fill_from_trainer
 from fedfm.core import libraries, storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
-from fedfm.errors import FedfmError, InputError, RunError
+from fedfm.errors import FedfmError, InputError, RunError, Terminated
 from fedfm.models import devices
 from fedfm.runtime import row_cache
 from fedfm.runtime.partitioned import Partitioned
@@ -191,20 +191,29 @@ def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Context manager: Ctrl-C and SIGTERM request a stop after the current client; a second signal stops at once."""
-    asked = False
+    """Context manager: Ctrl-C and SIGTERM, or a closed terminal, request a stop after the current client; a second
+    signal stops at once.
+    """
+    asked: list[int] = []
 
     def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        asked.append(number)
+        if len(asked) > 1:
             raise KeyboardInterrupt
-        asked = True
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
 
     main = threading.current_thread() is threading.main_thread()
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    old = {number: signal.signal(number, ask) for number in numbers} if main else {}
     try:
-        yield lambda: asked
+        yield lambda: bool(asked)
+    except KeyboardInterrupt:
+        if asked and asked[-1] != signal.SIGINT:
+            raise Terminated(asked[-1]) from None
+        raise
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -195,7 +195,9 @@ def _free(run: Run, client: str | None) -> str:
     taken = {*run.manifest["clients"], *run.manifest.get("newcomers", {})}
     if client is None:
         return next(n for n in (NAME, *(f"{NAME}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
-    if not client.strip() or client in taken:
+    if not client.strip():
+        raise InputError('--client "": expected a name')
+    if client in taken:
         raise InputError(f'--client "{client}": the run has a client of that name; give another')
     return client
 

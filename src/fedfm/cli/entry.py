@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -10,28 +11,49 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from fedfm.api.terminal import tell
 from fedfm.cli.parser import build
-from fedfm.errors import FedfmError, InputError
+from fedfm.errors import FedfmError, InputError, Terminated
 
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by the user."""
-    words = _whole(sys.argv[1:] if argv is None else argv)
-    args = build(words[0] if words else "").parse_args(words)
+    """Run a command; return the exit code.
+
+    0: done; 1: failed; 2: invalid input; 130: stopped by Ctrl-C; 143: ended by SIGTERM; 129: the terminal was closed.
+    """
+    old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a command's temporary files end with it
+        numbers = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else [])]
+        old = {number: signal.signal(number, _terminate) for number in numbers}
     try:
+        return _perform(_whole(sys.argv[1:] if argv is None else argv))
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    """Handle a signal as Ctrl-C is handled, so that a command's temporary files end with it."""
+    raise Terminated(number)
+
+
+def _perform(words: Sequence[str]) -> int:
+    """Run a command; return the exit code. Errors are printed in one line."""
+    args = argparse.Namespace()
+    try:
+        args = build(words[0] if words else "").parse_args(words)
         return int(args.command(args) or 0)
     except FedfmError as error:
         tell(f"fedfm: {error}", sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print("fedfm: stopped", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as stopped:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print("fedfm: stopped", file=sys.stderr)
+        return 128 + stopped.number if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
