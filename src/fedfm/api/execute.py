@@ -131,11 +131,11 @@ def drive(
         silos: settings files of silos by name; each silo becomes a node on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
-        return _result_of_finished(run, progress)
+        return _result_of_finished(run, progress, accept_loss)
     try:
         with run.lock(), _stop_flag() as stop, devices.restore_determinism(), _discard_if_refused(run, fresh):
             if run.manifest["result"] is not None:  # another process has finished the run since it was opened
-                return _result_of_finished(run, progress)
+                return _result_of_finished(run, progress, accept_loss)
             if run.experiment.run.track:
                 from fedfm.runtime.trackers.tracker import with_trackers
 
@@ -171,8 +171,12 @@ def drive(
     return result
 
 
-def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
-    """The result of a finished run."""
+def _result_of_finished(run: Run, progress: Progress, accept_loss: bool) -> dict[str, Any]:
+    """The result of a finished run; without ``accept_loss`` its model must be intact."""
+    if not accept_loss:
+        from fedfm.runtime import finished_files
+
+        finished_files.refuse_lost(run)
     for text in run.manifest["result"].get("warnings", ()):
         progress.notice(text)
     return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved since
