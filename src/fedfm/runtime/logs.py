@@ -33,13 +33,13 @@ def append(path: Path, text: str) -> int:
     """
     try:
         with open(path, "ab") as file:
-            file.write(b"".join(_checked(to_bytes(line)) for line in text.split("\n") if line))
+            file.write(b"".join(_add_checksum(to_bytes(line)) for line in text.split("\n") if line))
             return file.tell()
     except OSError as error:
         raise storage.not_written(path, error) from error
 
 
-def _checked(line: bytes) -> bytes:
+def _add_checksum(line: bytes) -> bytes:
     return line[:-1] + f'{_CRC}{zlib.crc32(line):08x}"}}\n'.encode()
 
 
@@ -75,7 +75,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
     if found.pop("crc32", None) is None:  # an earlier version wrote the line
         return found
     whole = line.rstrip()
-    return found if _checked(whole[:-_TAIL] + b"}") == whole + b"\n" else None
+    return found if _add_checksum(whole[:-_TAIL] + b"}") == whole + b"\n" else None
 
 
 def messages(path: Path) -> Iterator[dict[str, Any]]:
