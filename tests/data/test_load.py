@@ -100,11 +100,11 @@ def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
         (DataSpec(path=only_test, where={"site": ("x",)}), r'no column "site" \(data\.where\); found none'),
         (
             DataSpec(path=path, where={"label": ("a",)}),
-            r'data\.where\.label: data\.label reads .*\("site"\); add a copy',
+            r'data\.where\.label: data\.label reads .*\("site"\); add',
         ),
         (
             DataSpec(path=only_test, where={"split": ("test",)}),
-            r"data\.where\.split: data\.split reads .*there are none",
+            r"data\.where\.split: data\.split reads .*are none",
         ),
         (DataSpec(path=path, where={"text": ("a",)}), r"data\.where\.text: data\.text reads this column"),
         (DataSpec(path=str(tmp_path / "c.csv"), where={"site": ("x",)}), r"c\.csv has no training rows"),
