@@ -202,8 +202,10 @@ def _stop_flag() -> Iterator[Callable[[], bool]]:
 
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
-        if len(asked) > 1:
+        if len(asked) == 2:  # a third one must not stop the cleaning
             raise KeyboardInterrupt
+        if len(asked) > 2:
+            return
         with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fedfm.api.terminal import tell
 from fedfm.cli.parser import build
 from fedfm.errors import FedfmError, InputError, Terminated
 
 INTERRUPTED = 130
+_CLEANING = 5.0  # seconds after a signal in which further signals are ignored
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else [])]
-        old = {number: signal.signal(number, _terminate) for number in numbers}
+        stop = _stopper()
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}  # else the caller's is kept
+        old = {number: of for number, of in before.items() if of == usual.get(number, of)}
+        for number in old:
+            signal.signal(number, stop)
     try:
         return _perform(_whole(sys.argv[1:] if argv is None else argv))
     finally:
@@ -36,9 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _terminate(number: int, frame: Any) -> NoReturn:
-    """Handle a signal as Ctrl-C is handled, so that a command's temporary files end with it."""
-    raise Terminated(number)
+def _stopper() -> Callable[[int, Any], None]:
+    """A handler that raises as Ctrl-C does, so that a command's temporary files end with it.
+
+    It ignores further signals for a few seconds, because they would interrupt the removal of these files.
+    """
+    until = -math.inf
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal until
+        if time.monotonic() < until:
+            return
+        until = time.monotonic() + _CLEANING
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+    return stop
 
 
 def _perform(words: Sequence[str]) -> int:
