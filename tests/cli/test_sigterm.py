@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,3 +127,28 @@ def test_a_command_runs_in_a_thread_without_handlers():
     thread.start()
     thread.join()
     assert found == [2]
+
+
+@pytest.mark.parametrize("closed", [["stderr"], ["stdout", "stderr"], ["stdin", "stdout", "stderr"]])
+def test_a_process_without_standard_streams_runs(closed, run, tmp_path, monkeypatch):
+    """As of a job whose starter has closed them: Python then has None in their places."""
+    monkeypatch.chdir(run)
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)
+    assert main(["run", "exp.toml", "--out", str(tmp_path / "out"), "--format", "json"]) == 0
+    for name in closed:
+        getattr(sys, name).close()
+
+
+@pytest.mark.proof
+def test_a_closed_terminal_ends_a_run_with_its_own_exit_code(run, tmp_path):
+    pid, terminal = pty.fork()
+    if not pid:
+        line = ["run", str(run / "exp.toml"), "--out", str(tmp_path / "out"), "--set", "method.rounds=100000"]
+        os.execv(sys.executable, [sys.executable, "-m", "fedfm", *line])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out/metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == STOPS[signal.SIGHUP]
+    assert main(["report", str(tmp_path / "out")]) == 0

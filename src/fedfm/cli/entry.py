@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -28,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done; 1: failed; 2: invalid input; 130: stopped by Ctrl-C; 143: ended by SIGTERM; 129: the terminal was closed.
     """
+    _fill_closed_streams()
     old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         stop = _stopper()
@@ -41,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for number, handler in old.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _fill_closed_streams() -> None:
+    """Let closed standard streams lead nowhere; otherwise the next file that is opened would get their output."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
 def _stopper() -> Callable[[int, Any], None]:
@@ -70,8 +77,7 @@ def _perform(words: Sequence[str]) -> int:
         tell(f"fedfm: {error}", sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt as stopped:
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            print("fedfm: stopped", file=sys.stderr)
+        tell("fedfm: stopped", sys.stderr)
         return 128 + stopped.number if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
