@@ -271,6 +271,8 @@ def _without(run: Run, name: str) -> Experiment:
         tables["run"].pop("superlink", None)
     if isinstance(method.get("budgets"), dict):
         method["budgets"].pop(name, None)
+    if len(ranks := method.get("ranks") or ()) > 1 and name in (clients := run.manifest["clients"]):  # by position
+        method["ranks"] = [ranks[i % len(ranks)] for i, client in enumerate(clients) if client != name]
     if any(name in edge for edge in method.get("edges") or ()):
         raise InputError(f"method.edges name {name}, and the edges without it are unknown; run again with other edges")
     return Experiment.from_dict(tables, imports=True)
