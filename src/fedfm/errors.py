@@ -54,6 +54,14 @@ class InputError(FedfmError, ValueError):
         return kind(f"{key}{rest}", key=key, owners=self.owners, allowed=self.allowed, more=self.more)
 
 
+class Terminated(KeyboardInterrupt):
+    """A signal other than Ctrl-C's ends the process, which cleans up as after Ctrl-C (exit 128 + ``number``)."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 class Absent(InputError):
     """A required key is absent."""
 

@@ -319,6 +319,31 @@ def test_a_killed_departure_leaves_no_run_with_other_noise(tmp_path, monkeypatch
     assert len(keys) == 4
 
 
+@pytest.mark.parametrize("at", ["drive", "_membership"])
+def test_the_same_departure_completes_one_that_was_stopped(at, tmp_path, monkeypatch, capsys):
+    """No certificate says "exact" before that has been compared, also if somebody resumes the new run."""
+    run = ran(one_round(tmp_path, "analytic"), tmp_path / "run")
+    leave(run, "client-02", tmp_path / "straight", progress=QUIET)
+
+    def stop(*parts, **more):
+        raise KeyboardInterrupt
+
+    line = ["leave", str(run), "client-02", "--out", str(tmp_path / "rest")]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"fedfm.api.leave.{at}", stop)
+        assert main(line) == 130
+    assert "the same command continues" in capsys.readouterr().err
+    assert main(["resume", str(tmp_path / "rest")]) == 0
+    assert fedfm.load_run(tmp_path / "rest").manifest["departures"][-1]["how"].startswith("unfinished")
+    assert "unfinished" in (tmp_path / "rest/report.html").read_text()
+    assert main(line) == 0
+    certificates = [fedfm.load_run(tmp_path / name).manifest["departures"] for name in ("rest", "straight")]
+    assert [[c["how"], c["membership"]] for (c,) in certificates] == [["exact", certificates[1][0]["membership"]]] * 2
+    assert main(line) == 2  # a complete run is not made again
+    other = ["leave", str(run), "client-01", "--out", str(tmp_path / "rest")]
+    assert main(other) == 2
+
+
 def test_what_cannot_be_compared_is_said(tmp_path):
     said = Notices()
     found = leave(ran(silos(tmp_path), tmp_path / "run"), "c", tmp_path / "rest", progress=said)

@@ -81,3 +81,21 @@ def test_the_rest_of_a_killed_process_is_replaced_and_nothing_else(tmp_path):
         with pytest.raises(InputError, match=r"give another"):
             write(folder, ("d",))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["c"]
+
+
+def test_a_signal_while_a_temporary_folder_is_removed_leaves_nothing(tmp_path, monkeypatch):
+    """Such a folder has secrets and memories of clients."""
+    monkeypatch.setattr(new_folders.tempfile, "tempdir", str(tmp_path))
+    removed = []
+
+    def stop(path):
+        if not removed:
+            removed.append(path)
+            raise KeyboardInterrupt
+        remove(path)
+
+    remove = new_folders.storage.remove
+    monkeypatch.setattr(new_folders.storage, "remove", stop)
+    with pytest.raises(KeyboardInterrupt), new_folders.temporary_folder() as folder:
+        (folder / "noise.secret").write_text("secret")
+    assert (len(removed), list(tmp_path.iterdir())) == (1, [])

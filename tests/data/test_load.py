@@ -98,6 +98,15 @@ def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
             r'data\.where\.site: no row of .*a\.csv has "q"; there are "x"',
         ),
         (DataSpec(path=only_test, where={"site": ("x",)}), r'no column "site" \(data\.where\); found none'),
+        (
+            DataSpec(path=path, where={"label": ("a",)}),
+            r'data\.where\.label: data\.label reads .*\("site"\); add',
+        ),
+        (
+            DataSpec(path=only_test, where={"split": ("test",)}),
+            r"data\.where\.split: data\.split reads .*are none",
+        ),
+        (DataSpec(path=path, where={"text": ("a",)}), r"data\.where\.text: data\.text reads this column"),
         (DataSpec(path=str(tmp_path / "c.csv"), where={"site": ("x",)}), r"c\.csv has no training rows"),
     ):
         with pytest.raises(InputError, match=message):

@@ -153,7 +153,7 @@ def test_a_stop_ends_every_process(tmp_path):
     until(lambda: (out / "private/deployment/logs/superlink.log").exists() or running.poll() is not None)
     running.send_signal(signal.SIGTERM)
     _, error = running.communicate(timeout=180)
-    assert running.returncode == 130, error[-2000:]
+    assert running.returncode == 143, error[-2000:]
     assert not mentioning(tmp_path)
 
 

@@ -119,7 +119,7 @@ def test_under_one_key_the_release_moves_results_and_nothing_else(tmp_path, monk
     other, _ = without_fingerprint(run_in(rows(tmp_path / "b", neighbour), monkeypatch, tables()))
     differ = {name for name in one if one[name] != other[name]}
     results = {"manifest.json", "metrics.jsonl", "report.html", "adapter/model.safetensors"}
-    assert differ == results | {"checkpoint/round-000001.safetensors"}
+    assert differ == results | {"adapter/fedfm.json", "checkpoint/round-000001.safetensors"}
     manifests = [json.loads((tmp_path / folder / "run/manifest.json").read_text()) for folder in "ab"]
     changed = {key for key in manifests[0] if manifests[0][key] != manifests[1][key]}
     # What is said of rows that the noise leaves out follows from the noisy counts.

@@ -327,10 +327,18 @@ LOGS = {
     "metrics emptied": ("metrics.jsonl", lambda lines: [], "metrics.jsonl has no line of rounds 0 to 3"),
     "metrics cut": ("metrics.jsonl", lambda lines: [*lines[:2], lines[2][:9]], "metrics.jsonl has no line of rounds"),
     "a hole": ("metrics.jsonl", lambda lines: [lines[0], *lines[3:]], "metrics.jsonl has no line of rounds 1 to 2"),
-    "no JSON": ("metrics.jsonl", lambda lines: [lines[0], b'{"round": 1, "x\n', *lines[2:]], "has a damaged line: 2"),
+    "no JSON": (
+        "metrics.jsonl",
+        lambda lines: [lines[0], b'{"round": 1, "x\n', *lines[2:]],
+        "has a damaged or edited line: 2",
+    ),
     "messages gone": ("messages.jsonl", lambda lines: None, "messages.jsonl has lost"),
     "messages cut": ("messages.jsonl", lambda lines: [*lines[:3], lines[3][:9]], "messages.jsonl has lost"),
-    "junk": ("messages.jsonl", lambda lines: [*lines[:2], b"\0\xff\r{\n", *lines[2:]], "has a damaged line: 3"),
+    "junk": (
+        "messages.jsonl",
+        lambda lines: [*lines[:2], b"\0\xff\r{\n", *lines[2:]],
+        "has a damaged or edited line: 3",
+    ),
 }
 
 

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import fedfm
+from small import pictures, tiny_vit
 
 LOCAL = {"learning_rate": 0.3, "batch_size": 16}
 
@@ -44,3 +45,19 @@ def test_a_gradient_of_zero_in_every_step_is_told(factor, tmp_path, monkeypatch)
     found = warnings(factor)
     assert len(found) == (factor == 0)
     assert all(text.startswith("2 of 4 trained tensors") and "second.weight, second.bias" in text for text in found)
+
+
+@pytest.mark.parametrize(("batch_size", "rounds", "told"), [(1000, 1, True), (1000, 2, False), (8, 1, False)])
+def test_factors_of_lora_behind_a_zero_are_told_with_the_reason(batch_size, rounds, told, tmp_path):
+    """B is zero at the start, so the gradient of A = (dL/dW) B^T is zero until B has changed."""
+    tables = {
+        "data": {"path": str(pictures(tmp_path)), "partition": {"name": "iid", "clients": 2}},
+        "model": {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "rank": 2}},
+        "method": {"name": "fedavg", "rounds": rounds, "local": LOCAL | {"batch_size": batch_size}},
+        "run": {"workers": 1},
+    }
+    result = fedfm.run(tables, tmp_path / "run", progress=fedfm.Progress())
+    found = [text for text in result["warnings"] if "trained tensors did not change" in text]
+    assert any(text.startswith("2 of 6") for text in found) == told  # both factors A
+    assert all("lora_A" in text and "whose partner starts at zero" in text for text in found)
+    assert not any("no gradient" in text or "lora_B" in text for text in found)

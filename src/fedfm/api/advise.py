@@ -26,6 +26,7 @@ from fedfm.config.replaced import without_former_keys
 from fedfm.config.toml import read, to_toml
 from fedfm.core import new_folders, storage
 from fedfm.core.capabilities import HiddenModel, Planned
+from fedfm.core.overrides import refuse_doubles
 from fedfm.core.toml_text import put
 from fedfm.errors import FedfmError, InputError
 from fedfm.linalg.params import Params
@@ -77,6 +78,12 @@ def advise(
         RunError: its clients fail.
     """
     progress, changes = progress or Bar(), changes or {}
+    target = {
+        "target_epsilon": ("--epsilon", epsilon),
+        "delta": ("--delta", delta),
+        "clip_norm": ("--clip-norm", clip_norm),
+    }
+    refuse_doubles(changes, {f"privacy.{key}": option for key, option in target.items()})
     given = _tables_of(experiment, changes)
     asked = Experiment.from_dict(given, imports=True)
     _check(asked)

@@ -16,7 +16,7 @@ from fedfm.config.user_code import fill_from_trainer
 from fedfm.core import libraries, storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
-from fedfm.errors import FedfmError, InputError, RunError
+from fedfm.errors import FedfmError, InputError, RunError, Terminated
 from fedfm.models import devices
 from fedfm.runtime import row_cache
 from fedfm.runtime.partitioned import Partitioned
@@ -131,11 +131,11 @@ def drive(
         silos: settings files of silos by name; each silo becomes a node on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
-        return _result_of_finished(run, progress)
+        return _result_of_finished(run, progress, accept_loss)
     try:
         with run.lock(), _stop_flag() as stop, devices.restore_determinism(), _discard_if_refused(run, fresh):
             if run.manifest["result"] is not None:  # another process has finished the run since it was opened
-                return _result_of_finished(run, progress)
+                return _result_of_finished(run, progress, accept_loss)
             if run.experiment.run.track:
                 from fedfm.runtime.trackers.tracker import with_trackers
 
@@ -171,8 +171,12 @@ def drive(
     return result
 
 
-def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
-    """The result of a finished run."""
+def _result_of_finished(run: Run, progress: Progress, accept_loss: bool) -> dict[str, Any]:
+    """The result of a finished run; without ``accept_loss`` its model must be intact."""
+    if not accept_loss:
+        from fedfm.runtime import finished_files
+
+        finished_files.refuse_lost(run)
     for text in run.manifest["result"].get("warnings", ()):
         progress.notice(text)
     return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved since
@@ -191,20 +195,31 @@ def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Context manager: Ctrl-C and SIGTERM request a stop after the current client; a second signal stops at once."""
-    asked = False
+    """Context manager: Ctrl-C and SIGTERM, or a closed terminal, request a stop after the current client; a second
+    signal stops at once.
+    """
+    asked: list[int] = []
 
     def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        asked.append(number)
+        if len(asked) == 2:  # a third one must not stop the cleaning
             raise KeyboardInterrupt
-        asked = True
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
+        if len(asked) > 2:
+            return
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
 
     main = threading.current_thread() is threading.main_thread()
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    old = {number: signal.signal(number, ask) for number in numbers} if main else {}
     try:
-        yield lambda: asked
+        yield lambda: bool(asked)
+    except KeyboardInterrupt:
+        if asked and asked[-1] != signal.SIGINT:
+            raise Terminated(asked[-1]) from None
+        raise
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -7,7 +7,6 @@ is the one that training with the newcomer from the start would have given. Else
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from fedfm.core.kept_sums import KeepsSums, sums_of
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
+from fedfm.core.new_folders import temporary_folder
 from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -95,7 +95,7 @@ def join(
         brought = OwnRows(name, str(Path(data).resolve()), classes=classes, models=models, columns=columns)
         return populate(brought, experiment, run.manifest["model"]["classes"])
 
-    with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
+    with torch_threads(1), run.lock(), temporary_folder() as memory:
         name = _free(run, client)  # another process may have added a newcomer to the run
         if not is_name(name):  # a folder gets this name
             raise InputError(f"name = {toml_value(name)}: expected {NAME_WORDS}")
@@ -117,9 +117,9 @@ def join(
         state, weights = run.state(method.state_type), dict[str, float]()
         summed: Params | None = None
         if isinstance(method, KeepsSums):
-            w, start, alone, summed = _by_sums(run, experiment, population, Path(memory), name, state)
+            w, start, alone, summed = _by_sums(run, experiment, population, memory, name, state)
         else:
-            w, start, alone, weights = _by_training(experiment, population, Path(memory), name, state)
+            w, start, alone, weights = _by_training(experiment, population, memory, name, state)
         found = {
             key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None
             for key, value in (("accuracy", w), ("start_accuracy", start), ("alone_accuracy", alone))
@@ -195,7 +195,9 @@ def _free(run: Run, client: str | None) -> str:
     taken = {*run.manifest["clients"], *run.manifest.get("newcomers", {})}
     if client is None:
         return next(n for n in (NAME, *(f"{NAME}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
-    if not client.strip() or client in taken:
+    if not client.strip():
+        raise InputError('--client "": expected a name')
+    if client in taken:
         raise InputError(f'--client "{client}": the run has a client of that name; give another')
     return client
 

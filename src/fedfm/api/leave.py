@@ -14,7 +14,7 @@ import copy
 import datetime
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import MANIFEST
 
 EXACT, RETRAINED, NOT_ASKED, SUBTRACTED = "exact", "retrained", "not asked", "subtracted"
+UNFINISHED = "unfinished: the same fedfm leave completes it"  # in the certificate until all is known
 
 
 def leave(
@@ -54,6 +55,8 @@ def leave(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Make a new run without a client, from a finished run. A run that did not ask the client gets the certificate.
+
+    If the process was stopped, the same call continues.
 
     Args:
         path: the finished run, which is not changed, unless it did not ask the client.
@@ -88,9 +91,10 @@ def leave(
     check_same(run, now, "the other clients' messages are made from the original rows")
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
-    entry = _certificate(run, name, how, population)
-    new = _begin(experiment, _place(run, name, out), run, entry)
-    result = drive(new, progress, fresh=True)
+    entry, place = _certificate(run, name, UNFINISHED, population), _place(run, name, out)
+    begun = _unfinished(place, entry)
+    new = begun or _begin(experiment, place, run, entry, keeps_secrets=how == EXACT)
+    result = drive(new, progress, fresh=begun is None)
     if how == EXACT and (others := ({*in_sum(run)} ^ {*in_sum(new)}) - {name}):
         how, gone = RETRAINED, f"{quote_names(others)} left out of only one of the two runs"
         progress.notice(f'{gone}, so the new result is not that of the old messages: the certificate says "{how}"')
@@ -267,6 +271,8 @@ def _without(run: Run, name: str) -> Experiment:
         tables["run"].pop("superlink", None)
     if isinstance(method.get("budgets"), dict):
         method["budgets"].pop(name, None)
+    if len(ranks := method.get("ranks") or ()) > 1 and name in (clients := run.manifest["clients"]):  # by position
+        method["ranks"] = [ranks[i % len(ranks)] for i, client in enumerate(clients) if client != name]
     if any(name in edge for edge in method.get("edges") or ()):
         raise InputError(f"method.edges name {name}, and the edges without it are unknown; run again with other edges")
     return Experiment.from_dict(tables, imports=True)
@@ -311,7 +317,17 @@ def _takes_test_rows(run: Run, population: Partitioned, name: str) -> bool:
     return held is not None and len(held.test) > 0 and (data.clients is not None or data.partition.name == "by_column")
 
 
-def _begin(experiment: Experiment, out: Path, run: Run, entry: dict[str, Any]) -> Run:
+def _unfinished(out: Path, entry: Mapping[str, Any]) -> Run | None:
+    """The new run, if an earlier process began it with this certificate and was stopped before it was complete."""
+    if not (out / MANIFEST).exists():
+        return None
+    run = Run.open(out)
+    last = (run.manifest.get("departures") or [{}])[-1]
+    same = all(last.get(key) == entry[key] for key in ("client", "how", "removed"))
+    return run if same and last["from"]["params_sha256"] == entry["from"]["params_sha256"] else None
+
+
+def _begin(experiment: Experiment, out: Path, run: Run, entry: dict[str, Any], *, keeps_secrets: bool) -> Run:
     """Make the new run. Its first manifest has the certificate, and is written after the secrets.
 
     So a process that is killed leaves no run that ``fedfm resume`` would continue with other noise.
@@ -320,7 +336,7 @@ def _begin(experiment: Experiment, out: Path, run: Run, entry: dict[str, Any]) -
     class Begun(Run):
         def write_manifest(self) -> None:
             if not (self.path / MANIFEST).exists():
-                if entry["how"] == EXACT:
+                if keeps_secrets:
                     _copy_secrets(run, self, entry["client"])
                 self.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
             super().write_manifest()

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.core.method import fraction_of
+from fedfm.core.new_folders import temporary_folder
 from fedfm.data.table import ClientRows, FederatedData
 from fedfm.engines.start import start
 from fedfm.errors import RunError
@@ -162,8 +161,8 @@ def _measure(experiment: Experiment, population: Partitioned, most: int | None) 
         augment=population.augment,
     )
     before: Params | None = model.params() if isinstance(model, Model) else None
-    with tempfile.TemporaryDirectory(prefix="fedfm-") as folder:
-        run = Run.create(experiment, Path(folder) / "run")
+    with temporary_folder() as folder:
+        run = Run.create(experiment, folder / "run")
         with run.lock():
             start(run, lambda: False, Progress(), lambda: part)
         found = read(run.path)

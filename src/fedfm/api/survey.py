@@ -19,6 +19,7 @@ from fedfm.config.registry import resolve
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.toml import read
 from fedfm.core.capabilities import HiddenModel
+from fedfm.core.overrides import refuse_doubles
 from fedfm.core.toml_text import copy_tables, put
 from fedfm.errors import InputError
 from fedfm.runtime.progress import Progress
@@ -84,6 +85,8 @@ def _experiment_of(
     progress: Progress,
 ) -> Experiment:
     """The survey's experiment."""
+    doubled = {"privacy.target_epsilon": ("--epsilon", epsilon), "privacy.delta": ("--delta", delta)}
+    refuse_doubles(changes, doubled | {"privacy.noise_multiplier": ("--epsilon", epsilon)})
     given = {"method.name": _NAME, **changes}
     if isinstance(experiment, Mapping):
         tables = copy_tables(experiment)
@@ -144,11 +147,13 @@ def _protect(tables: dict[str, Any], epsilon: float | None, delta: float | None)
                 key="privacy.unit",
             )
         epsilon = privacy["target_epsilon"]
+    if epsilon is None and delta is not None:
+        raise InputError(f"--delta {delta:g}: no noise is asked for; give --epsilon, too", key="privacy.target_epsilon")
     table: dict[str, Any] = {"aggregator": "secagg"} if privacy.get("aggregator") == "secagg" else {}
     if epsilon is not None:
         mechanism = "distributed_gaussian" if hidden else "gaussian"
         noise = {"mechanism": mechanism, "unit": "record", "target_epsilon": epsilon}
-        table |= noise | {"delta": delta or privacy.get("delta", 1e-5)}
+        table |= noise | {"delta": privacy.get("delta", 1e-5) if delta is None else delta}
     if table:
         tables["privacy"] = table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,8 +13,15 @@ from fedfm.errors import InputError
 
 
 def tell(text: str, where: TextIO | None = None) -> None:
-    """Print text for people. Control characters are escaped, because texts contain names that other people chose."""
-    print(visible_lines(text), file=where)
+    """Print text for people. Control characters are escaped, because texts contain names that other people chose.
+
+    What would go to the standard error is dropped if its terminal has been closed.
+    """
+    try:
+        print(visible_lines(text), file=where)
+    except OSError as error:
+        if where is not sys.stderr or error.errno != errno.EIO:
+            raise
 
 
 def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) -> int:

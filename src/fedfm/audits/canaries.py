@@ -20,10 +20,11 @@ from fedfm.audits.inference import canaries
 from fedfm.audits.inference.canaries import TOO_LONG
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.inference.vectors import vector
-from fedfm.audits.recorded_run import RecordedRun, private_folder
+from fedfm.audits.recorded_run import RecordedRun
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim, lower_bounds
 from fedfm.core.client import Client, Update
+from fedfm.core.new_folders import temporary_folder
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.run_directory import Run
@@ -62,7 +63,7 @@ class Canaries(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         experiment, result = replay.run.experiment, replay.run.manifest["result"]
         planted = Planted(experiment.aggregation, experiment.run.seed)
-        with private_folder() as private, torch_threads(1):
+        with temporary_folder("fedfm-audit-") as private, torch_threads(1):
             again = RecordedRun(
                 experiment.method,
                 replay.population,

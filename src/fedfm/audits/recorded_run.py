@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,10 +147,3 @@ class RecordedRun:
             state = self._method.step(self.fed, before, t) if t else self._method.init(self.fed)
             yield Turn(t, before if t else state, state, self._recorder.replies, self._recorder.payloads)
             before = state
-
-
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """Context manager: a temporary folder for secrets and clients' memories."""
-    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
-        yield Path(name)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fedfm.audits.off_cpu import distance, off_the_cpu
-from fedfm.audits.recorded_run import RecordedReply, RecordedRun, Turn, private_folder
+from fedfm.audits.recorded_run import RecordedReply, RecordedRun, Turn
 from fedfm.core import storage
 from fedfm.core.messages import ROUND
+from fedfm.core.new_folders import temporary_folder
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
 from fedfm.linalg.params import sha256_of
@@ -236,7 +237,7 @@ def secrets(run: Run) -> Iterator[Path]:
         Lost: a secret is damaged.
     """
     source = run.path / "private"
-    with private_folder() as target:
+    with temporary_folder("fedfm-audit-") as target:
         for path in file_integrity.secrets(source):
             if file_integrity.read_secret(path) is None:
                 raise Lost(f"{path} is damaged: the noise of this run cannot be drawn again; put back a copy of it")

@@ -18,8 +18,9 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator, Mechanism, Transport
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.recorded_run import RecordedRun, private_folder
+from fedfm.audits.recorded_run import RecordedRun
 from fedfm.core.client import POOLED, ClientData, ClientId, each
+from fedfm.core.new_folders import temporary_folder
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.data.table import ClientRows
@@ -249,7 +250,7 @@ def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params
     method = run.experiment.method
     result = run.manifest["result"]
     seed = seeds.derive(run.experiment.run.seed, "audit", "shadow", number)
-    with private_folder() as private, torch_threads(1):
+    with temporary_folder("fedfm-audit-") as private, torch_threads(1):
         shadow = RecordedRun(method, half, private, seed=seed, aggregator=_aggregator(run))
         for turn in shadow.turns(int(result["details"].get("model_of_round", result["rounds"]))):
             state = turn.after

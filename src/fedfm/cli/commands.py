@@ -147,8 +147,9 @@ def predict(args: Namespace) -> int:
     if args.out is not None:
         check_out(args.out)
     if args.engine == "deployment":
-        if args.last:
-            raise InputError("--last: --engine deployment predicts with the run's own model; drop one of the two")
+        given = {"--last": args.last, "--client": args.client, "--processes": args.processes}
+        if idle := [option for option, value in given.items() if value not in (None, False)]:
+            raise InputError(f"{idle[0]}: --engine deployment predicts with the run's one model; drop one of the two")
         result = action("predict", "deployment")(args.run, args.file, watch())
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)

@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedfm.api.terminal import tell
 from fedfm.cli.parser import build
-from fedfm.errors import FedfmError, InputError
+from fedfm.errors import FedfmError, InputError, Terminated
 
 INTERRUPTED = 130
+_CLEANING = 5.0  # seconds after a signal in which further signals are ignored
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by the user."""
-    words = _whole(sys.argv[1:] if argv is None else argv)
-    args = build(words[0] if words else "").parse_args(words)
+    """Run a command; return the exit code.
+
+    0: done; 1: failed; 2: invalid input; 130: stopped by Ctrl-C; 143: ended by SIGTERM; 129: the terminal was closed.
+    """
+    _fill_closed_streams()
+    old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a command's temporary files end with it
+        stop = _stopper()
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}  # else the caller's is kept
+        old = {number: of for number, of in before.items() if of == usual.get(number, of)}
+        for number in old:
+            signal.signal(number, stop)
     try:
+        return _perform(_whole(sys.argv[1:] if argv is None else argv))
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _fill_closed_streams() -> None:
+    """Let closed standard streams lead nowhere; otherwise the next file that is opened would get their output."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - stays open
+
+
+def _stopper() -> Callable[[int, Any], None]:
+    """A handler that raises as Ctrl-C does, so that a command's temporary files end with it.
+
+    It ignores further signals for a few seconds, because they would interrupt the removal of these files.
+    """
+    until = -math.inf
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal until
+        if time.monotonic() < until:
+            return
+        until = time.monotonic() + _CLEANING
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+    return stop
+
+
+def _perform(words: Sequence[str]) -> int:
+    """Run a command; return the exit code. Errors are printed in one line."""
+    args = argparse.Namespace()
+    try:
+        args = build(words[0] if words else "").parse_args(words)
         return int(args.command(args) or 0)
     except FedfmError as error:
         tell(f"fedfm: {error}", sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print("fedfm: stopped", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as stopped:
+        tell("fedfm: stopped", sys.stderr)
+        return 128 + stopped.number if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

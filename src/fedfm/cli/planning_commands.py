@@ -115,11 +115,12 @@ def survey(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.survey import survey
         from fedfm.cli.running import hint_on_stop, watch
-        from fedfm.core.overrides import parse_overrides
+        from fedfm.core.overrides import parse_overrides, refuse_doubles
         from fedfm.reports.survey import text
         from fedfm.reports.text import NBSP
 
     changes = parse_overrides(args.set)
+    refuse_doubles(changes, {"run.engine": ("--engine", args.engine)})
     if args.engine:
         changes["run.engine"] = args.engine
     asked = {"epsilon": args.epsilon, "delta": args.delta, "reference": args.reference}

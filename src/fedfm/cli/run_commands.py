@@ -14,7 +14,7 @@ def run(args: Namespace) -> int:
     """Run ``fedfm run``; return the exit code."""
     experiment = experiment_of(args)
     progress = watch()
-    if args.tune or args.seeds or args.baselines:
+    if args.tune is not None or args.seeds is not None or args.baselines:
         from fedfm.cli.study_commands import run_study
 
         return run_study(args, experiment, progress)

@@ -25,9 +25,11 @@ def experiment_of(args: Namespace) -> Experiment:
 
     overrides: dict[str, Any] = {}
     if args.set:
-        from fedfm.core.overrides import parse_overrides
+        from fedfm.core.overrides import parse_overrides, refuse_doubles
 
         overrides = parse_overrides(args.set)
+        named = {"run.engine": "engine", "run.seed": "seeds", "method.local.learning_rate": "tune"}
+        refuse_doubles(overrides, {key: (f"--{name}", getattr(args, name, None)) for key, name in named.items()})
     if args.engine:
         overrides["run.engine"] = args.engine
     return Experiment.load(args.experiment, overrides, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))

@@ -17,7 +17,11 @@ def leave(args: Namespace) -> int:
     with quick_imports():
         from fedfm.api.leave import leave
 
-    result = leave(args.run, args.client, args.out, retrain=args.retrain, sums=args.sums)
+    try:
+        result = leave(args.run, args.client, args.out, retrain=args.retrain, sums=args.sums)
+    except KeyboardInterrupt:
+        tell("fedfm: the departure is not complete; the same command continues", sys.stderr)
+        raise
     lines = [f"{visible(result['client'])} has left: {result['how']}, {result['run']}"]
     before, after = result["accuracy_before"], result["accuracy"]
     if before is not None and after is not None:

@@ -22,15 +22,15 @@ def run_study(args: Namespace, experiment: Experiment, progress: Bar) -> int:
     """Run the several experiments that --seeds, --baselines or --tune ask for."""
     from fedfm.api import studies
 
-    if args.tune:
+    if args.tune is not None:
         rates = _numbers("--tune", args.tune, float)
         experiment = _study(args, lambda: studies.tune(experiment, rates, args.out, progress), progress)
-    if args.seeds and args.baselines:
+    if args.seeds is not None and args.baselines:
         raise InputError("--seeds and --baselines exclude each other")
     if args.baselines:
         result = _study(args, lambda: studies.with_baselines(experiment, args.out, progress), progress)
         return say(args, result, studies.baselines_text(result))
-    if args.seeds:
+    if args.seeds is not None:
         seeds = _numbers("--seeds", args.seeds, int)
         if min(seeds) < 0:
             raise InputError(f"--seeds {args.seeds}: expected whole numbers of at least 0")

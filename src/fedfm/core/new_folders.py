@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +55,28 @@ def fill(folder: Path, doing: str) -> Iterator[Path]:
             yield half
             move_up(half, folder)
         finally:
-            storage.remove(half)
+            _remove_all(half)
+
+
+@contextlib.contextmanager
+def temporary_folder(name: str = "fedfm-") -> Iterator[Path]:
+    """Context manager: a temporary folder for secrets and memories; ``name`` begins its name.
+
+    It is removed at the end, even if Ctrl-C or another signal interrupts the removal.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=name))
+    try:
+        yield folder
+    finally:
+        _remove_all(folder)
+
+
+def _remove_all(path: Path) -> None:
+    try:
+        storage.remove(path)
+    except KeyboardInterrupt:
+        storage.remove(path)
+        raise
 
 
 def move_up(half: Path, folder: Path) -> None:

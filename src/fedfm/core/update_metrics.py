@@ -24,7 +24,7 @@ SERVERS = frozenset({
     *SHARES, PERPLEXITY, LOCAL_LOSS, METRICS, f"client_{METRICS}", f"local_{METRICS}",
     "attack_success", "attackers", "bytes_down", "bytes_up", "class_counts",
     "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
-    "client_loss", "client_scored_round", "client_val_loss", "client_val_rows", "clock", "cohort", "confusion",
+    "client_loss", "client_scored_round", "client_val_loss", "client_val_rows", "clock", "cohort", "confusion", "crc32",
     "details", "engine", "epsilon", "excluded",
     "largest_staleness", "method", "params_sha256", "round", "rounds",
     "run", "seconds", "seed", "server_accuracy", "server_client_accuracy", "server_client_loss", "server_loss",

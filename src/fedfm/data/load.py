@@ -59,7 +59,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None, trained_cl
         if spec.where:
             from fedfm.data.selection import filter_rows
 
-            table = filter_rows(table, spec.where)
+            table = filter_rows(table, spec)
         table = _mark_test(_fit(table, task), spec, generator(seed, "split"))
     if trained_classes is not None:
         from fedfm.data.selection import drop_new_classes

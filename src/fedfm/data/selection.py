@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +10,23 @@ from fedfm.core.text import listing
 from fedfm.data.class_names import class_name
 from fedfm.data.invisible import escape
 from fedfm.data.sources._files import column
+from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
 _NAMED = 4  # largest number of values that a notice lists
 
 
-def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
-    """The rows that have, in each column of ``where``, one of the values listed for it.
+def filter_rows(table: Table, spec: DataSpec) -> Table:
+    """The rows that have, in each column of ``spec.where``, one of the values listed for it.
 
     Raises:
-        InputError: a column does not exist, or a listed value occurs in no row.
+        InputError: a column does not exist, or is the rows' input or label; or a listed value occurs in no row.
     """
     kept, notices = np.ones(len(table), dtype=bool), table.notices
-    for name, values in where.items():
+    for name, values in (spec.where or {}).items():
+        if name not in table.columns:
+            _refuse_used(table, name, spec)
         of = column(table.columns, name, "data.where", table.source)
         there = sorted(set(of.tolist()))
         for value in values:
@@ -43,6 +45,19 @@ def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
             )
     table = replace(table, notices=notices)
     return table if kept.all() else table.take(np.flatnonzero(kept))
+
+
+def _refuse_used(table: Table, name: str, spec: DataSpec) -> None:
+    """Refuse a column that another key of [data] reads: it is no longer among the table's further columns."""
+    from fedfm.data.partition_columns import key_that_reads
+
+    if (used := key_that_reads(name, spec)) is not None:
+        others = listing([*table.columns]) if table.columns else "there are none"
+        raise InputError(
+            f"data.where.{name}: data.{used} reads this column, and data.where chooses by the other columns "
+            f"({others}); add a copy of the column under another name, or leave the rows out of the file",
+            key=f"data.where.{name}",
+        )
 
 
 def _alike(value: str) -> str:

@@ -6,7 +6,6 @@ Between real sites, the model's owner submits the same experiment to the SuperLi
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from fedfm.api.execute import drive, load_run
 from fedfm.api.unanswered_rows import describe_unanswered
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import HiddenModel
+from fedfm.core.new_folders import temporary_folder
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
@@ -59,12 +59,12 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
     experiment = asking(run)
     if not Path(file).expanduser().exists():
         raise InputError(f"{file}: no such file or folder; predict needs rows")
-    with tempfile.TemporaryDirectory(prefix="fedfm-predict-") as folder:
-        silo, rows = Path(folder) / "silo.toml", str(Path(file).expanduser().resolve())
+    with temporary_folder("fedfm-predict-") as folder:
+        silo, rows = folder / "silo.toml", str(Path(file).expanduser().resolve())
         settings = {"name": SILO, "data": rows, "predict": rows, "image": experiment.data.image}
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         silo.write_text("\n".join([*lines, 'allow = ["reply"]']), encoding="utf-8")
-        asked = Run.create(experiment, Path(folder) / "run")
+        asked = Run.create(experiment, folder / "run")
         drive(asked, progress or Progress(), fresh=True, silos={SILO: silo})
         found = predictions.report(silo)["runs"]
         if not found:

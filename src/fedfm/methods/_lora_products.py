@@ -22,6 +22,7 @@ from fedfm.errors import InputError
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
+from fedfm.methods._client_ranks import client_ranks
 from fedfm.methods._weights import WEIGHTINGS, WORDS, weight_of
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
@@ -71,15 +72,7 @@ class ExactLora(Predictor, Method[S]):
             InputError: a rank exceeds that of the model's adapter.
         """
         lora.need(fed.model, experts=True)
-        most = fed.model.adaptation_spec.rank
-        ranks = self.ranks or (most,)
-        if max(ranks) > most:
-            raise InputError(
-                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {most}, the largest "
-                "rank of the model; raise model.adaptation.rank, and set alpha",
-                key="method.ranks",
-            )
-        return {c: ranks[i % len(ranks)] for i, c in enumerate(fed.clients)}
+        return client_ranks(self.ranks or (fed.model.adaptation_spec.rank,), fed)
 
     @contextmanager
     def install(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:

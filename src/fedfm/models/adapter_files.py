@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -181,8 +182,14 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(found, path, {"format": "pt"})
 
 
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_about(model: Model, folder: Path, head_takes: str | None = None, scale: str = "none") -> None:
-    """Write ``fedfm.json``: the model, the adaptation and the classes of the tensors in this folder."""
+    """Write ``fedfm.json``: model, adaptation and classes of the tensors in this folder, and their files' SHA-256."""
     about: dict[str, Any] = {
         "model": model.spec.name,
         **model.task.describe(model),
@@ -198,4 +205,5 @@ def write_about(model: Model, folder: Path, head_takes: str | None = None, scale
         about["head_takes"] = head_takes
     if scale != "none":
         about["scale"] = scale
+    about["sha256"] = {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
     (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")

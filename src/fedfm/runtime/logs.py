@@ -1,14 +1,16 @@
 """The two logs of a run directory, in JSON Lines. A resume cuts them back to the last commit.
 
 ``metrics.jsonl`` gets a line when a committed round has been evaluated. ``messages.jsonl`` gets a round's messages
-before its commit. If a log is damaged, its readable lines are used, and :func:`gaps` lists the missing lines. Only
-``run.patience`` depends on a log: it reads the validation losses.
+before its commit. Each line ends with its CRC-32, so a line that was edited later counts as damaged. If a log is
+damaged, its readable lines are used, and :func:`gaps` lists the missing lines. Only ``run.patience`` depends on a log:
+it reads the validation losses.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,27 @@ from fedfm.core.text import from_json
 from fedfm.errors import InputError
 
 METRICS, MESSAGES = "metrics.jsonl", "messages.jsonl"
+_CRC = ', "crc32": "'
+_TAIL = len(_CRC) + 10  # length of the end of a line: key, eight digits, quotation mark and bracket
 _NAMED = 5  # largest number of lines, or of ranges of rounds, that a message lists
 
 
 def append(path: Path, text: str) -> int:
-    """Append lines to a log; return the file's new length.
+    """Append JSON objects, one a line, to a log; return the file's new length.
 
     Raises:
         RunError: the disk is full or not writable.
     """
     try:
         with open(path, "ab") as file:
-            file.write(to_bytes(text))
+            file.write(b"".join(_add_checksum(to_bytes(line)) for line in text.split("\n") if line))
             return file.tell()
     except OSError as error:
         raise storage.not_written(path, error) from error
+
+
+def _add_checksum(line: bytes) -> bytes:
+    return line[:-1] + f'{_CRC}{zlib.crc32(line):08x}"}}\n'.encode()
 
 
 def to_bytes(text: str) -> bytes:
@@ -62,7 +70,12 @@ def _object(line: bytes) -> dict[str, Any] | None:
         found = from_json(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and type(found.get("round")) is int else None
+    if not isinstance(found, dict) or type(found.get("round")) is not int:
+        return None
+    if found.pop("crc32", None) is None:  # an earlier version wrote the line
+        return found
+    whole = line.rstrip()
+    return found if _add_checksum(whole[:-_TAIL] + b"}") == whole + b"\n" else None
 
 
 def messages(path: Path) -> Iterator[dict[str, Any]]:
@@ -210,7 +223,9 @@ def _damage_notices(name: str, numbers: Sequence[int]) -> list[str]:
         return []
     shown = ", ".join(map(str, numbers[:_NAMED]))
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-    return [f"{name} has {'a damaged line' if len(numbers) == 1 else 'damaged lines'}: {shown}{more}"]
+    return [
+        f"{name} has {'a damaged or edited line' if len(numbers) == 1 else 'damaged or edited lines'}: {shown}{more}"
+    ]
 
 
 def _spans(numbers: Sequence[int]) -> str:

@@ -78,7 +78,7 @@ class Bar(Progress):
 
 def can_redraw() -> bool:
     """Whether a carriage return can redraw a line, as on a terminal and in a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
 
 
 def wide() -> dict[str, Any]:

@@ -131,6 +131,7 @@ def finish(
     enter(run, spent)
     privacy = run.manifest["experiment"].get("privacy")
     write_models(run, fed.model, models)
+    run.manifest["models"] = len(models)
     run.note_messages(fed)  # log the messages that asked for the final models
     for text in method.notices(state):
         if text not in run.manifest["notices"]:  # a resumed run may have the notice already

@@ -345,22 +345,12 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """Stack the rounds' arrays into one file per name; each file also has ``rounds``, ``clients`` and all texts."""
-        by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
-        if not by_round:
+        """See :func:`fedfm.runtime.round_arrays.join`."""
+        if not (self.path / "arrays").is_dir():
             return {}
-        loaded = {t: dict(np.load(path, allow_pickle=False)) for t, path in by_round.items()}
-        last = loaded[max(loaded)]
-        text = {name: x for name, x in last.items() if x.dtype.kind == "U"}
-        files = {}
-        for name in last.keys() - text.keys():
-            stacked = np.stack([arrays[name] for arrays in loaded.values()])
-            data = io.BytesIO()
-            named: dict[str, Any] = {name: stacked, "rounds": np.array(list(loaded)), "clients": np.array(clients)}
-            np.savez_compressed(data, **named, **text)
-            storage.write_atomic(self.path / f"{name}.npz", data.getvalue())
-            files[name] = f"{name}.npz"
-        return files
+        from fedfm.runtime import round_arrays
+
+        return round_arrays.join(self.path, clients, self.note)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""

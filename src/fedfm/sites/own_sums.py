@@ -8,13 +8,13 @@ line before the file is written.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedfm.api import own_sums
+from fedfm.core.new_folders import temporary_folder
 from fedfm.core.wire import codec
 from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
@@ -48,14 +48,14 @@ def report(path: Path, folder: Path, out: Path) -> dict[str, Any]:
     own_sums.method_with_sums(run)
     _check_consent(silo, run, path)
     _check_others(silo, run)
-    with torch_threads(1), tempfile.TemporaryDirectory() as memory:
+    with torch_threads(1), temporary_folder() as memory:
         population = populate(silo.rows, run.experiment, run.manifest["model"]["classes"])
         check_same(run, population.model.fingerprints, "the silo's sums need the original model")
         ledger = Path(silo.ledger)
         record = sent_sums.record_of(run.experiment, population)
         doubt = sent_sums.check(path, run.experiment.method_name, record, entries(ledger))
         population.encode = partial(predictions.encode_rows, run.experiment.method, population.model)
-        sums = own_sums.compute(run, silo.name, population, Path(memory))
+        sums = own_sums.compute(run, silo.name, population, memory)
     try:
         Ledger(ledger, silo.budget, mark_of(path.resolve().parent / ".fedfm", ledger)).enter(_entry(run, sums))
     except ClientFault as fault:

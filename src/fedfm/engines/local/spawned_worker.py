@@ -43,7 +43,8 @@ def serve(link: socket.socket, run: Path) -> None:
 def main() -> None:
     """Run the worker with the arguments ``FD RUN``."""
     die_with(int(os.environ["FEDFM_SPAWNED_BY"]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # the server decides
+        signal.signal(number, signal.SIG_IGN)
     buffers.keep_freed()
     serve(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))
 

@@ -302,7 +302,8 @@ class Pool:
                 inherited.close()
             die_with(parent)  # otherwise an orphan could write client memories during a resumed run
             buffers.keep_freed()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGHUP):  # the server decides
+                signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             work(self._silos, theirs)
             status = 0

@@ -23,6 +23,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_DUPLICATE, InputError, RunError
 from fedfm.linalg.client_vectors import Vectors
 from fedfm.linalg.params import Layout, Params, in_dtype, to_bytes
+from fedfm.methods._client_ranks import client_ranks
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
 from fedfm.methods.local import LocalOnly
@@ -203,14 +204,8 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         """
         if not self.ranks:
             return dict.fromkeys(fed.clients, fed.initial)
-        most = fed.model.adaptation_spec.rank
-        if max(self.ranks) > most:
-            raise InputError(
-                f"method.ranks = {list(self.ranks)}: {max(self.ranks)} is above model.adaptation.rank = {most}",
-                key="method.ranks",
-            )
-        at = {r: lora.first(fed.initial, r) for r in self.ranks}
-        return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
+        at = {r: lora.first(fed.initial, r) for r in {*self.ranks}}
+        return {c: at[r] for c, r in client_ranks(self.ranks, fed).items()}
 
     @contextmanager
     def install(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
