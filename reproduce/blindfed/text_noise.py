@@ -23,7 +23,8 @@ from fedfm.encrypted.student.folding import fold
 from fedfm.encrypted.student.text_places import embed, embedding_tables
 
 SIGMA = 1e-6
-STAGES = "input query key value scores powers sums inverses attention mixed norm1 hidden norm2".split()
+ATTENTION = ("query", "key", "value", "scores", "powers", "sums", "inverses", "attention", "mixed")
+STAGES = ("input", *ATTENTION, "norm1", "hidden", "norm2")
 
 
 def block_of(block: Any, x: Tensor, real: Tensor, noise: dict[str, float]) -> Tensor:

@@ -50,7 +50,8 @@ class CiphertextWeights(Audit):
         bare = matrix_product(integers, x, client.ring)
         hidden = server.ring.add(bare, server.zeros(len(bare), parameters.limbs))
         with_zero, without = (_share_found(out, x, integers, parameters) for out in (hidden, bare))
-        says = f"{with_zero:.0%} of {integers.size} weights of the {'first queries' if embedded else 'embedding'} are found exactly. The server adds an "
+        layer = "first queries" if embedded else "embedding"
+        says = f"{with_zero:.0%} of {integers.size} weights of the {layer} are found exactly. The server adds an "
         says += f"encryption of zero to each message; without it, {without:.0%} of the weights would be found."
         detail = {"without_encryption_of_zero": without}
         name, contradicts = "weights.by_ciphertext", with_zero > LINE
