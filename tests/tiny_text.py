@@ -74,12 +74,12 @@ def tables(
     }
 
 
-def save_bert(folder: Path) -> Path:
-    """A random BERT."""
+def save_bert(folder: Path, **shape: int) -> Path:
+    """A random BERT; ``shape`` are keys of its configuration."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(7)
-    return _save(BertModel(BertConfig(**_TEXT, pad_token_id=0)), folder)
+    return _save(BertModel(BertConfig(**_TEXT | shape, pad_token_id=0)), folder)
 
 
 def save_llama(folder: Path) -> Path:

@@ -14,7 +14,7 @@ if sys.argv[1] == "kept" and not keep_all_freed():
     sys.exit("no glibc")
 for turn in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    x = np.ones(48 << 17)  # 48 MB
+    x = np.ones(int(sys.argv[2]) << 17)
     del x
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -22,11 +22,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.proof
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
-def test_a_large_array_takes_the_place_of_the_last_one():
+@pytest.mark.parametrize("megabytes", [48, 2500])  # more than any threshold of mallopt
+def test_a_large_array_takes_the_place_of_the_last_one(megabytes):
     """Page faults of the fourth of several arrays, with and without."""
     faults = {}
     for how in ("kept", "not"):
-        done = subprocess.run([sys.executable, "-c", COUNT, how], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", COUNT, how, str(megabytes)], capture_output=True, text=True)
         if "no glibc" in done.stderr:
             pytest.skip("of glibc")
         assert done.returncode == 0, done.stderr

@@ -2,16 +2,23 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import fedfm
 from fedfm.api.predict import predict
 from fedfm.audits.audit import choose
+from fedfm.core.client import ClientData
 from fedfm.core.rows import Rows
+from fedfm.core.tokens import Tokens
 from fedfm.encrypted.protocol import text_rows
+from fedfm.encrypted.protocol.client import ClientHalf
+from fedfm.encrypted.protocol.handshake import Hello
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.folding import fold
 from fedfm.encrypted.student.text_places import embedding_tables
@@ -125,10 +132,64 @@ def test_a_client_s_texts_are_bytes_and_long_ones_are_named(folder):
     said = []
     client = type("Client", (), {"log": staticmethod(said.append)})
     hello = type("Hello", (), text_rows.embedding_fields(side_model(folder)) | {"tokens": PLACES})
-    text_rows.name_cut_rows(client, {"train": rows, "test": rows.take([])}, hello)
+    text_rows.describe_rows(client, {"train": rows, "test": rows.take([])}, hello)
     assert said == [
         "1 of 3 rows are longer than the server's model reads, and are cut to 16 tokens: train row 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokenizer": "{}"}, "tokenizer cannot be read"),
+        ({"tokenizer": "longer"}, "adds 17 tokens to a text, and a row has 16 places"),
+        ({"tokenizer": "other"}, "tokens that its table of embeddings has not"),
+        ({"tokenizer": "", "patch": [4, 4]}, "takes images"),
+        ({"tokens": 2 * PLACES, "batch": 1}, "asks for 32 tokens a row, and its table has 16 positions"),
+        ({"batch": 2 * 4096 // PLACES}, "512 rows of 16 tokens at a time; a ciphertext of its ring has 4096 places"),
+        ({"batch": 0}, "batch = 0: expected at least 1"),
+        ({"tables": "exchanged"}, "its table has 40 positions"),
+        ({"tables": "word"}, "expected word"),
+        ({"tables": "narrow"}, "of the same width"),
+        ({"tables": "nan"}, "expected finite rows"),
+    ],
+)
+def test_a_client_refuses_what_does_not_fit_before_it_keeps_anything(change, reason, folder):
+    """A careless or hostile owner's hello is refused in one line, which depends on no row."""
+    good = text_rows.embedding_fields(side_model(folder))
+    word, position = good["tables"]["word"], good["tables"]["position"]
+    tables = {
+        "exchanged": {"word": position, "position": word},
+        "word": {"word": word},
+        "narrow": {"word": word[:, 1:], "position": position},
+        "nan": {"word": word.clone().fill_(torch.nan), "position": position},
+    }
+    tokenizer = Tokenizer.from_str(good["tokenizer"])
+    if change.get("tokenizer") == "other":
+        tokenizer.add_tokens([f"word{i}" for i in range(len(word))])
+    else:
+        tokenizer.post_processor = TemplateProcessing(
+            single=" ".join(["[CLS]"] * (PLACES + 1)) + " $A", special_tokens=[("[CLS]", 2)]
+        )
+    change = change | {key: tokenizer.to_str() for key in ("tokenizer",) if change.get(key) in ("other", "longer")}
+    change = change | {"tables": tables[change["tables"]]} if "tables" in change else change
+    fields = {"session": "00" * 16, "blocks": 2, "positions": 1, "width": 16, "rank": 4, "classes": ["a", "b"]}
+    fields |= {"kernels": "exact", "batch": 4096 // PLACES, "tokens": PLACES, "patch": [], "extra": 0, "picture": {}}
+    hello = Hello(**(fields | {"digest": "", "key": torch.zeros(32, dtype=torch.uint8)} | good | change))
+    rows = Rows({}, tokens=Tokens.of([b"the river"]))
+    client = SimpleNamespace(store={}, log=print, data=ClientData(lambda: rows, lambda: rows, lambda: rows))
+    with pytest.raises(ClientFault, match=reason) as caught:
+        ClientHalf("masked", "ckks").open(client, hello)
+    assert "\n" not in str(caught.value)
+    assert client.store == {}
+
+
+def test_a_client_names_texts_that_the_tokenizer_does_not_know(folder):
+    hello = SimpleNamespace(**text_rows.embedding_fields(side_model(folder)), tokens=PLACES)
+    rows = Rows({}, tokens=Tokens.of([b"quite other words"]))
+    said = []
+    text_rows.describe_rows(SimpleNamespace(log=said.append), {"train": rows}, hello)
+    assert said[0].startswith("3 of 4 tokens of the rows are unknown")
 
 
 @pytest.mark.proof
@@ -143,6 +204,8 @@ def test_an_encrypted_run_is_the_run_in_the_clear_and_costs_what_was_planned(fol
     assert found["most_rows_left_out"] == 0
     assert found["statistical_distance"] < 2.0**-40
     assert result["accuracy"] == clear["accuracy"]
+    names = ["ciphertext_weights", "encrypted_error", "other_clients", "server_view"]
+    assert {finding.verdict for finding in fedfm.audit(tmp_path / "run", names)} == {"holds"}
     planned = plan(fold(side_model(folder).frozen_parts[0].module), [45, 45], "class")
     assert found["ciphertext_bytes"] == pytest.approx(planned.bytes_per_sample, rel=1e-3)
     assert found["refreshes"] == 2 * (planned.messages - 1 - 2) / 2  # rows and two disclosures are no refreshes

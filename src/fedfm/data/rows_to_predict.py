@@ -23,7 +23,7 @@ def read_inputs(
     path: str | Path,
     spec: DataSpec,
     *,
-    kind: str,
+    kind: str | None,
     trained: Mapping[str, Any] | None = None,
     classes: Sequence[str] = (),
 ) -> Table:
@@ -34,7 +34,7 @@ def read_inputs(
     Args:
         path: file or folder; a folder of images needs no classes.
         spec: names of the columns and the scale, as in training.
-        kind: the kind of rows that the model reads.
+        kind: the kind of rows that the model reads; None if only another site knows it, and any kind is read.
         trained: the profile of the training rows; notices say how the rows to predict differ from it.
         classes: the model's classes; a notice names labels that are not among them.
 
@@ -44,10 +44,10 @@ def read_inputs(
     Raises:
         InputError: as in :func:`load_table`, or the file has another kind of rows, or other columns.
     """
-    owner = tasks.owner(kind)
+    owner = None if kind is None else tasks.owner(kind)
     table = files.read(existing(path, "file"), spec, None if owner is None else owner.name, labelled=False)
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
-    if table.kind != kind:
+    if kind is not None and table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
     images = figures_of_images(table)
     table = replace(

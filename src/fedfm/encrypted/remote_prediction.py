@@ -61,7 +61,8 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
         raise InputError(f"{file}: no such file or folder; predict needs rows")
     with temporary_folder("fedfm-predict-") as folder:
         silo, rows = folder / "silo.toml", str(Path(file).expanduser().resolve())
-        settings = {"name": SILO, "data": rows, "predict": rows, "image": experiment.data.image}
+        columns = {"text": experiment.data.text, "image": experiment.data.image}
+        settings = {"name": SILO, "data": rows, "predict": rows, **columns}
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         silo.write_text("\n".join([*lines, 'allow = ["reply"]']), encoding="utf-8")
         asked = Run.create(experiment, folder / "run")

@@ -165,7 +165,8 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
     from fedfm.data.rows_to_predict import read_inputs
 
     columns = DataSpec(path=rows.predict, **rows.columns)
-    table = replace(read_inputs(rows.predict, columns, kind="image"), classes=classes)
+    # Only the server's hello says what its model reads; the method compares the rows with it.
+    table = replace(read_inputs(rows.predict, columns, kind=None), classes=classes)
     none, every = np.arange(0), np.arange(len(table))
     return FederatedData(table, {rows.name: ClientRows(none, none, every)}, every)
 

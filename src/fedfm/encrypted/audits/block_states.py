@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,16 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.client import ClientId
+from fedfm.core.rows import Rows
 from fedfm.data.table import Table
 from fedfm.encrypted.audits.photographs import two_photographs
 from fedfm.encrypted.blindfed import BlindFed
+from fedfm.encrypted.protocol.text_rows import embed_ids
 from fedfm.encrypted.student.conversion import block_states, fold
+from fedfm.encrypted.student.text_places import embedding_tables
 from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
-from fedfm.models.adapters.side_texts import PLACES
+from fedfm.models.adapters.side_texts import PLACES, text_places
 from fedfm.models.locate import locate
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
@@ -60,6 +63,15 @@ def texts_unread(run: Run) -> str | None:
     if file is None or not file.exists() or PLACES not in json.loads(file.read_text(encoding="utf-8")):
         return None
     return "it reads images, and this run has texts"
+
+
+def client_input(model: SideModel, rows: Rows) -> np.ndarray:
+    """Return what a client encrypts of its rows: (n, T, F), patches of images or embedded tokens and their mask."""
+    module = model.frozen_parts[0].module
+    batch = next(iter(replace(rows, labels=None).batches(len(rows))))
+    if not text_places(module):
+        return fold(module).patch(batch["pixel_values"]).double().numpy()
+    return embed_ids(batch["input_ids"], batch["attention_mask"].sum(1), embedding_tables(module)).numpy()
 
 
 def side_model(population: Partitioned) -> SideModel:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import COUNT, Finding, VerdictRule
 from fedfm.audits.replay import Replay
-from fedfm.encrypted.audits.block_states import largest_client, side_model, texts_unread
+from fedfm.encrypted.audits.block_states import client_input, largest_client, side_model
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.student.conversion import fold
@@ -38,7 +38,7 @@ class EncryptedError(Audit):
 
     def unfit(self, run: Run) -> str | None:
         method = run.experiment.method_as(BlindFed)
-        return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else texts_unread(run)
+        return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else None
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         from fedfm.encrypted.protocol import masked, permuted  # these modules need TenSEAL
@@ -53,7 +53,7 @@ class EncryptedError(Audit):
         encrypted, clear = seen.tensors[STATES], model.states(rows)
         model.load(method.params_for(replay.run.state(method.state_type), largest_client(population)))
         said = model.predict(seen), model.predict(model.encode(rows))
-        return [_error(encrypted, clear), _logits(*said), _refusals(model, rows.tensors["pixel_values"])]
+        return [_error(encrypted, clear), _logits(*said), _refusals(model, client_input(model, rows))]
 
 
 def _error(encrypted: Tensor, clear: Tensor) -> Finding:
@@ -75,13 +75,12 @@ def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
     return Finding("encryption.logits", LOGITS, worst, None, None, MOST, COUNT, says, False, detail)
 
 
-def _refusals(model: SideModel, pixels: Tensor) -> Finding:
+def _refusals(model: SideModel, x: np.ndarray) -> Finding:
     from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
 
     matrices = fold(model.frozen_parts[0].module)
     holder, other = (KeyHolder.new(len(matrices.positions)) for _ in range(2))
-    public, x = holder.public(), matrices.patch(pixels).double().numpy()
-    session, key = os.urandom(16), os.urandom(32)
+    public, session, key = holder.public(), os.urandom(16), os.urandom(32)
     holder.begin(session, key)
     good = holder.rows(x)
     other.begin(session, os.urandom(32))

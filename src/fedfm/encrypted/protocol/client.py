@@ -19,7 +19,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.encrypted.inference.serialization import of_bytes, pack, unpack
 from fedfm.encrypted.protocol import out_of_range, permutations, text_rows
-from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened, spans, spans_by_part
+from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened, check_numbers, spans, spans_by_part
 from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
 from fedfm.models import image_settings
@@ -58,14 +58,21 @@ class ClientHalf:
 
         Raises:
             ClientFault: the server sends no key although this client encrypts rows, or sends a key to a client that
-                does not encrypt.
+                does not encrypt; its sizes, tokenizer and tables do not fit together, or its model does not read
+                the client's kind of rows.
         """
         if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
-        client.store["hello"] = pack(replace(hello, tables={}))  # it is read with every message
+        check_numbers(hello)
+        have = {part: rows for part in PARTS if len(rows := getattr(client.data, part))}
         if hello.tokenizer:
+            text_rows.check_embedding(hello)
+            text_rows.describe_rows(client, have, hello)
             client.store["tables"] = pack(hello.tables)
-            text_rows.name_cut_rows(client, {part: getattr(client.data, part) for part in PARTS}, hello)
+        else:
+            for rows in have.values():
+                images_of(rows)
+        client.store["hello"] = pack(replace(hello, tables={}))  # it is read with every message
         key, evaluation = None, None
         if hello.key is not None:
             key, evaluation = self.sessions.open(client, hello.session, hello.tokens, hello.ring, hello.key)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedfm.encrypted.token_places import places_of
 from fedfm.errors import E_FIELD, ClientFault
 
 PARTS = ("train", "val", "test")
@@ -58,6 +59,23 @@ class Hello:
     limits: dict[str, float] = field(default_factory=dict)
     tokenizer: str = ""
     tables: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_numbers(hello: Hello) -> None:
+    """Check the sizes in a server's hello, on which the client's loops and memory depend.
+
+    Raises:
+        ClientFault: a size is not positive, or a batch does not fit into a ciphertext.
+    """
+    for name in ("blocks", "positions", "width", "rank", "batch", "tokens"):
+        if (size := getattr(hello, name)) < 1:
+            raise ClientFault(E_FIELD, f"the server's {name} = {size}: expected at least 1")
+    if hello.key is not None and hello.batch * places_of(hello.tokens) > hello.ring // 2:
+        raise ClientFault(
+            E_FIELD,
+            f"the server asks for {hello.batch} rows of {hello.tokens} tokens at a time; a ciphertext of its ring has "
+            f"{hello.ring // 2} places",
+        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # constants of glibc's malloc.h
 _IDLE = 512 << 20  # largest number of freed bytes that a process keeps between two steps
-_ALL = 2**31 - 1  # the largest value of mallopt
+_NEVER = -1  # as a trim threshold: nothing goes back to the kernel
 KEPT = 4  # largest number of free buffers that are kept; a round uses about this many buffers of one size
 
 _free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
@@ -74,11 +74,12 @@ def keep_all_freed() -> bool:
     """Keep freed memory of arrays of any size for this process's next arrays; returns False without glibc.
 
     Even after :func:`keep_freed`, the memory of arrays above 32 MiB goes back to the kernel. A process that works on
-    ciphertexts allocates hundreds of MB again and again. With this function, a client refreshes its ciphertexts three
-    times as fast. But until it ends, the process keeps up to 2 GiB more than it uses.
+    ciphertexts allocates hundreds of MB again and again, and a wide refresh some GB. With this function, a client
+    refreshes its ciphertexts two to three times as fast. But until it ends, the process keeps all memory that it used
+    at its peak. A threshold, of which mallopt takes at most 2 GiB, would be passed by every wide refresh.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _ALL))
+        return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))
     return False
 
 
