@@ -168,6 +168,10 @@ class FactsAndRows:
         """Whether rows of this kind are joined and cut into blocks, so that blocks and rows differ in number."""
         return False
 
+    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The scores and sums of a silo, with no more detail in its lists than the pooled scores need."""
+        return scores
+
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
         """Whether these columns have rows of this task; if the experiment names no task, this decides the task."""
         return False

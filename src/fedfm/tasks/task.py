@@ -277,10 +277,6 @@ class Task(FactsAndRows):
         _score_checks.check_numbers(scores, self.list_sizes(classes), positive)
         _score_checks.check_shares(scores, self.drawn, self.sums, self.figures_of)
 
-    def coarsen(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The scores and sums of a silo, with no more detail in its lists than the pooled scores need."""
-        return scores
-
     def with_chosen(self, chosen: Mapping[str, Mapping[str, float]], classes: Sequence[str]) -> Self:
         """The task with the values that a server chose by :meth:`choose` and sent in a message.
 
