@@ -11,14 +11,13 @@ enough, and nobody else takes part: see :mod:`fedfm.api.leave_by_sums`.
 from __future__ import annotations
 
 import copy
-import datetime
-import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedfm.aggregation.base import Mechanism
+from fedfm.api import leave_certificate
 from fedfm.api.execute import drive
 from fedfm.api.own_sums import in_sum
 from fedfm.config.experiment import Experiment
@@ -26,7 +25,6 @@ from fedfm.core.kept_sums import KeepsSums
 from fedfm.core.text import safe_name
 from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
-from fedfm.data.table import fingerprint
 from fedfm.errors import InputError, close, quote_names
 from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
@@ -91,14 +89,14 @@ def leave(
     check_same(run, now, "the other clients' messages are made from the original rows")
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
-    entry, place = _certificate(run, name, UNFINISHED, population), _place(run, name, out)
+    entry, place = leave_certificate.certificate(run, name, UNFINISHED, population), _place(run, name, out)
     begun = _unfinished(place, entry)
     new = begun or _begin(experiment, place, run, entry, keeps_secrets=how == EXACT)
     result = drive(new, progress, fresh=begun is None)
     if how == EXACT and (others := ({*in_sum(run)} ^ {*in_sum(new)}) - {name}):
         how, gone = RETRAINED, f"{quote_names(others)} left out of only one of the two runs"
         progress.notice(f'{gone}, so the new result is not that of the old messages: the certificate says "{how}"')
-    membership = _membership(run, new, name, population, progress.notice)
+    membership = leave_certificate.membership(run, new, name, population, progress.notice)
     with new.lock():
         new.manifest["departures"][-1] |= {"how": how, "membership": membership}
         new.write_manifest()
@@ -117,7 +115,10 @@ def _by_sums(run: Run, name: str, file: Path, out: str | Path | None) -> dict[st
 
     _check(run, name, by_sums=True)
     leave_by_sums.check(run, name)
-    entry = _entry(run, name, SUBTRACTED) | {"removed": {"client": name, "rounds": 1}, "not_removed": _not_removed(run)}
+    entry = leave_certificate.entry(run, name, SUBTRACTED) | {
+        "removed": {"client": name, "rounds": 1},
+        "not_removed": leave_certificate.list_what_stays(run),
+    }
     entry["not_removed"].append(f"the file of {name}'s own sums, which discloses them: remove it")
     place = _place(run, name, out)
     leave_by_sums.make_run(run, name, file, _without(run, name), place, entry)
@@ -160,7 +161,7 @@ def _certify(run: Run, name: str, notice: Callable[[str], None]) -> dict[str, An
     """Enter the certificate of a client that no round asked into the manifest of the same run."""
     result = run.manifest["result"]
     notice(f"no round asked {name}, so the model is already one without it, and nothing has to be computed")
-    entry = _entry(run, name, NOT_ASKED) | {
+    entry = leave_certificate.entry(run, name, NOT_ASKED) | {
         "removed": {"client": name, "rounds": 0},
         "not_removed": ["the draw of the clients of each round, which counted this client; it took none of its rows"],
     }
@@ -171,21 +172,6 @@ def _certify(run: Run, name: str, notice: Callable[[str], None]) -> dict[str, An
     found = {"run": str(run.path), "client": name, "exact": True, "how": NOT_ASKED, "accuracy": result["accuracy"]}
     found |= {"accuracy_before": result["accuracy"], "same_test_rows": True, "membership": None}
     return found | {key: entry[key] for key in ("removed", "not_removed")}
-
-
-def _entry(run: Run, name: str, how: str) -> dict[str, Any]:
-    """The part of a certificate that names the client and the run that it left."""
-    return {
-        "client": name,
-        "how": how,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "from": {
-            "run": str(run.path),
-            "params_sha256": run.manifest["result"]["params_sha256"],
-            "manifest_sha256": hashlib.sha256((run.path / MANIFEST).read_bytes()).hexdigest(),
-        },
-        "rows_at": (run.experiment.data.clients or {}).get(name),
-    }
 
 
 def _find(run: Run, client: str) -> str:
@@ -362,58 +348,3 @@ def _copy_secrets(run: Run, new: Run, name: str) -> None:
         for party in kept:
             if (written := root / FIRSTS / party).is_dir():
                 shutil.copytree(written, memory / FIRSTS / party, dirs_exist_ok=True)
-
-
-def _certificate(run: Run, name: str, how: str, population: Partitioned) -> dict[str, Any]:
-    """What the new run lacks of the client, and what it does not lack."""
-    result, experiment = run.manifest["result"], run.experiment
-    held = population.federated.clients.get(name)
-    rows = population.federated.test[:0] if held is None else held.train
-    private = experiment.privacy is not None
-    removed: dict[str, Any] = {"client": name, "rounds": 0 if held is None else result["rounds"]}
-    if not private:  # the number and a hash of the rows would be a release
-        removed |= {"rows": len(rows), "rows_sha256": fingerprint(population.federated.table.take(rows))}
-    not_removed = _not_removed(run)
-    if private:
-        not_removed.append("the privacy that the client's release has spent, which stays spent")
-    return _entry(run, name, how) | {"removed": removed, "not_removed": not_removed}
-
-
-def _not_removed(run: Run) -> list[str]:
-    """What no new run removes."""
-    experiment = run.experiment
-    found = [
-        "the old run and every copy of its model, its predictions and its messages",
-        "the choice of method, model and hyper-parameters, if anybody looked at results with the client",
-        "the frozen weights of the model, which the run did not train",
-    ]
-    if experiment.aggregation.transport.form != "plain":
-        found.append("the client's sum, which secure aggregation hid: it is the difference of both results")
-    if experiment.data.clients is None or experiment.data.limit is not None:
-        found.append(
-            "the client's rows in the source of the data, and in the manifest's hash of it; no client trains on them"
-        )
-    return found
-
-
-def _membership(
-    run: Run, new: Run, name: str, population: Partitioned, notice: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """How well the old and the new model tell the client's rows from test rows; None if nobody can compare rows."""
-    from fedfm.audits.departure import membership_of
-    from fedfm.audits.model_membership import final_models
-    from fedfm.audits.row_evidence import no_round, unreadable
-
-    why = unreadable(run) or no_round(run)
-    if why is None and new.manifest["model"]["classes"] != run.manifest["model"]["classes"]:
-        why = f"only {name} had rows of some class, so the two models have other outputs"
-    if why is not None:
-        notice(f"no attack compares the rows of {name} before and after: {why}")
-        return None
-    targets = [final_models(of, population) for of in (run, new)]
-    scores, how = membership_of(run, population, name, targets, notice)
-    if None in scores:
-        notice(f"no attack compares the rows of {name} before and after: it has too few, or there are no test rows")
-        return None
-    both = zip(("before", "after"), (s for s in scores if s is not None), strict=True)
-    return {"attack": how} | {key: dict(zip(("auc", "low", "high"), s.interval(0.95), strict=True)) for key, s in both}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedfm.errors import InputError
@@ -60,6 +60,15 @@ def _bare(key: str) -> str:
 def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with separate tables; values are shared."""
     return {key: copy_tables(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+
+def leaves(table: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys from the outermost table inwards, value) of each value that is no table."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*at, key))
+        else:
+            yield (*at, key), value
 
 
 def check_depth(text: str) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.core.text import visible
+from fedfm.reports.matrix import matrix
 from fedfm.reports.page import details, figure, grid, legend, note, table
 from fedfm.reports.read import WEIGHTS, RunFiles
-from fedfm.reports.svg import COLOURS, Series, lines, matrix, neighbours
+from fedfm.reports.svg import COLOURS, Series, lines, neighbours
 from fedfm.reports.text import count, esc, numbers, percent, plural, shorten
 
 FILE = WEIGHTS

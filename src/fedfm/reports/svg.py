@@ -18,9 +18,7 @@ Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
 MOST_POINTS = 1200  # largest number of points of a line; a screen shows no more, and more points would enlarge the file
 COLOURS = 8
-_HOVER = 30  # in a matrix with at most this many rows, cells show their values on hover
-_LEVELS = 20  # number of levels of opacity
-_COLUMN = 7.64  # pixels of a digit at 12 px in DejaVu Sans, the widest of common fonts; letters have less on average
+COLUMN = 7.64  # pixels of a digit at 12 px in DejaVu Sans, the widest of common fonts; letters have less on average
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,9 @@ def lines(
     named = [form(t) for t in marks]
     if all(".0" + NBSP in name for name in named):
         named = [name.replace(".0" + NBSP, NBSP) for name in named]
-    left = 14 + _COLUMN * max(map(len, named))
+    left = 14 + COLUMN * max(map(len, named))
     xs = [x for s in series for x, _ in s.points]
-    x = Scale(min(xs), max(xs), left + 6, width - max(12.0, len(f"{max(xs):.0f}") * _COLUMN / 2 + 2))
+    x = Scale(min(xs), max(xs), left + 6, width - max(12.0, len(f"{max(xs):.0f}") * COLUMN / 2 + 2))
     y = Scale(low, high, height - 40, 10, log)
     whole = [(t, f"{t:.0f}") for t in ticks(x.low, x.high, 8 if width > 500 else 5, whole=True)]
     body = axes(x, y, left, whole, list(zip(marks, named, strict=True)), width, height, x_label)
@@ -210,13 +208,13 @@ def bars(
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4
-    left = min(max(width_of(r.label) for r in rows) * _COLUMN + 12, width * 0.32)
-    right = max(max(width_of(r.text) for r in rows) * _COLUMN + 10, 30)
+    left = min(max(width_of(r.label) for r in rows) * COLUMN + 12, width * 0.32)
+    right = max(max(width_of(r.text) for r in rows) * COLUMN + 10, 30)
     x = Scale(0, high if high > 0 else 1.0, left, width - right)
     body = []
     for i, row in enumerate(rows):
         y = top + i * step
-        name = esc(shorten(row.label, int((left - 10) / _COLUMN)))
+        name = esc(shorten(row.label, int((left - 10) / COLUMN)))
         body.append(f"<g><title>{esc(row.title or f'{row.label}: {row.text}')}</title>")
         body.append(f'<text class="name" x="{left - 8:.1f}" y="{y + 17}" text-anchor="end">{name}</text>')
         body.append(f'<rect class="track" x="{left:.1f}" y="{y + 4}" width="{x.end - left:.1f}" height="18" rx="2"/>')
@@ -264,13 +262,13 @@ def heat(
     """
     if not rows or not columns:
         return empty(width, label)
-    left = min(max(width_of(r[0]) for r in rows) * _COLUMN + 12, width * 0.28)
-    right = max(width_of(r[2]) for r in rows) * _COLUMN + 12
+    left = min(max(width_of(r[0]) for r in rows) * COLUMN + 12, width * 0.28)
+    right = max(width_of(r[2]) for r in rows) * COLUMN + 12
     cell = (width - left - right) / len(columns)
     step = 24 if len(rows) <= 20 else 18
-    upright = cell >= 13 and max(width_of(c) for c in columns) * _COLUMN > cell - 3
+    upright = cell >= 13 and max(width_of(c) for c in columns) * COLUMN > cell - 3
     names = [shorten(c, 14) for c in columns]
-    top = 20 if not upright else 12 + _COLUMN * max(width_of(c) for c in names)
+    top = 20 if not upright else 12 + COLUMN * max(width_of(c) for c in names)
     gap = 1.5 if cell > 6 else 0.0
     body = []
     for j, name in enumerate(names if cell >= 13 else ()):
@@ -286,7 +284,7 @@ def heat(
     for i, (name, shares, text) in enumerate(rows):
         y = top + i * step
         base, size = y + step / 2 + 4, f'width="{cell * len(columns):.1f}" height="{step - 1.5}"'
-        body.append(_row_name(name, left, base))
+        body.append(row_name(name, left, base))
         body.append(f'<rect class="track" x="{left:.1f}" y="{y:.1f}" {size}/>')
         for j, share in enumerate(shares):
             if share > 0:
@@ -298,52 +296,11 @@ def heat(
     return frame(width, top + len(rows) * step, label, body)
 
 
-def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
-    """Square cells, darkest for the value ``high``. Values below 0 have a second colour; ``names`` may be empty."""
-    if not cells:
-        return empty(width, label)
-    left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0
-    cell = min((width - left) / len(cells), 44.0)
-    gap = 1.0 if cell > 6 else 0.0
-    columns = [shorten(n, 14) for n in names] if cell >= 13 else []
-    top = 10 + _COLUMN * max(map(width_of, columns)) if columns else 4.0
-    side = cell * len(cells)
-    body = [f'<rect class="track" x="{left:.1f}" y="{top:.1f}" width="{side:.1f}" height="{side:.1f}"/>']
-    for j, name in enumerate(columns):
-        at = f"translate({left + (j + 0.5) * cell + 4:.1f} {top - 6:.1f}) rotate(-90)"
-        body.append(f'<text transform="{at}">{esc(name)}</text>')
-    every = 1 if cell >= 11 else math.ceil(11 / cell)  # skip names that would touch
-    for i, name in enumerate(names):
-        if i % every == 0:
-            body.append(_row_name(name, left, top + (i + 0.5) * cell + 4))
-    hover = bool(names) and len(cells) <= _HOVER
-    ink: dict[tuple[str, int], list[str]] = {}
-    for i, row in enumerate(cells):
-        for j, value in enumerate(row):
-            level = min(round(_LEVELS * math.sqrt(min(abs(value) / high, 1.0))), _LEVELS) if high > 0 else 0
-            if not level:
-                continue
-            colour, x, y, size = "s1" if value > 0 else "s2", left + j * cell, top + i * cell, cell - gap
-            if hover:
-                said = f"<title>{esc(names[i])} from {esc(names[j])}: {100 * value:.1f} %</title>"
-                shape = f'<rect class="{colour}" fill-opacity="{_opacity(level):.2f}" x="{x:.1f}" y="{y:.1f}"'
-                body.append(f'{shape} width="{size:.1f}" height="{size:.1f}">{said}</rect>')
-            else:
-                ink.setdefault((colour, level), []).append(f"M{x:.1f} {y:.1f}h{size:.1f}v{size:.1f}h-{size:.1f}z")
-    for (colour, level), paths in sorted(ink.items()):
-        body.append(f'<path class="cell {colour}" fill-opacity="{_opacity(level):.2f}" d="{"".join(paths)}"/>')
-    return frame(width, top + side + 1, label, body)
-
-
-def _row_name(name: str, left: float, base: float) -> str:
+def row_name(name: str, left: float, base: float) -> str:
     """The name to the left of a row that begins at ``left``; a long name is cut, and shown in full on hover."""
-    cut = esc(shorten(name, int((left - 10) / _COLUMN)))
+    cut = esc(shorten(name, int((left - 10) / COLUMN)))
     place = f'x="{left - 8:.1f}" y="{base:.1f}" text-anchor="end"'
     return f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>'
-
-
-def _opacity(level: int) -> float:
-    return 0.08 + 0.92 * level / _LEVELS
 
 
 def empty(width: int, label: str) -> str:

@@ -5,12 +5,13 @@ The run continues after its last round. Its results have the same bits as if it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.text import from_json
+from fedfm.core.toml_text import leaves
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import MANIFEST, versions
@@ -36,16 +37,8 @@ MOVABLE = (
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The dotted keys with other values in two experiments' tables, except those of :data:`MOVABLE`."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = ({".".join(keys): value for keys, value in leaves(tables)} for tables in (before, now))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MOVABLE)
-
-
-def _leaves(tables: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{at}{key}.")
-        elif value is not None:
-            yield f"{at}{key}", value
 
 
 def check_edits(run: Run, record: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ _SIGNATURES = (
     (b"\x1f\x8b", "gzip-compressed data"),
     (b"\x93NUMPY", "a single NumPy array (.npy)"),
     (b"ARROW1", "an Arrow file"),
+    (b"MATLAB 5", "arrays of MATLAB, which numpy.savez can write as an .npz"),
     (b"%PDF", "a PDF document"),
     (b"\xd0\xcf\x11\xe0", "an old Office document"),
     (b"{", "text that begins like JSON"),

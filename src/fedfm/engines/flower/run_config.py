@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.overrides import parse_override
-from fedfm.core.toml_text import check_depth, put, to_toml
+from fedfm.core.toml_text import check_depth, leaves, put, to_toml
 from fedfm.data.spec import WITHHELD
 from fedfm.errors import InputError
 
@@ -57,17 +57,11 @@ def _take_out(table: dict[str, Any], path: list[str]) -> None:
         del table[first]
 
 
-def settings(
-    table: Mapping[str, Any], kinds: tuple[type, ...] = (bool, int, float, str), at: str = ""
-) -> Iterator[tuple[str, Any]]:
+def settings(table: Mapping[str, Any], kinds: tuple[type, ...] = (bool, int, float, str)) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of these types, without names that a user chose, such as a client's."""
-    for key, value in table.items():
-        if not key.replace("_", "a").isalnum():
-            continue
-        if isinstance(value, Mapping):
-            yield from settings(value, kinds, f"{at}{key}.")
-        elif isinstance(value, kinds) and value != WITHHELD:
-            yield f"{at}{key}", value
+    for keys, value in leaves(table):
+        if isinstance(value, kinds) and value != WITHHELD and all(key.replace("_", "a").isalnum() for key in keys):
+            yield ".".join(keys), value
 
 
 def _at(tables: Mapping[str, Any], key: str) -> Any:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from fedfm.core.messages import Excluded
+from fedfm.core.toml_text import leaves
 from fedfm.errors import InputError, first_line
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
@@ -149,17 +150,10 @@ def to_metric_name(key: str) -> str:
 
 def settings(run: Run) -> dict[str, str]:
     """Return the experiment's settings as texts by dotted key, with fedfm's version and the run directory."""
-    found = dict(_texts("", run.manifest["experiment"]))
+    given = ((".".join(keys), value) for keys, value in leaves(run.manifest["experiment"]) if value is not None)
+    found = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given}
     found |= {"fedfm": str(run.manifest["fedfm"]), "run": str(run.path.resolve())}
     return found
-
-
-def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _texts(f"{prefix}.{key}" if prefix else str(key), inner)
-    elif value is not None:
-        yield prefix, value if isinstance(value, str) else json.dumps(value)
 
 
 def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
