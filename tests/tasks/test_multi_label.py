@@ -178,7 +178,9 @@ def test_a_check_says_what_cannot_be_learnt_whatever_the_rows_are(kind, tmp_path
     made[:, 0], made[:5, 1] = 1, 1
     keys = {"data.partition.name": "iid", "data.partition.clients": 2, "model.task": "multi_label"}
     if kind == "text":
-        jsonl(tmp_path / "a.jsonl", [{"text": f"t {i}", "label": ["x", "y"][: row.sum()]} for i, row in enumerate(made)])
+        jsonl(
+            tmp_path / "a.jsonl", [{"text": f"t {i}", "label": ["x", "y"][: row.sum()]} for i, row in enumerate(made)]
+        )
         keys |= {"data.path": "a.jsonl", "model.name": "nano-gpt2", "model.weights": "random"}
     else:
         x = np.random.default_rng(0).integers(0, 255, (12, 8, 8, 3), dtype=np.uint8)

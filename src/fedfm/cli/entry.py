@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _defect_line(error: Exception) -> str:
-    """Describe a defect of fedfm or an unexpected error of a library in one line."""
+    """Describe a defect of fedfm, or an unexpected error of a library or of a user's own code, in one line."""
     from fedfm.core import libraries
 
     try:
@@ -49,6 +49,8 @@ def _defect_line(error: Exception) -> str:
     except OSError as failure:
         place = f"the traceback could not be written: {failure.strerror}"
     whose = "an error of a library" if libraries.is_library(error) else "a defect of fedfm, please report it"
+    if line := libraries.line_of_user(error):
+        whose = f"at {line}"
     return f"{libraries.describe(error)} ({whose}; {place})"
 
 

@@ -151,7 +151,23 @@ def admit(kind: str, name: str, where: str) -> None:
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not (isinstance(cls, type) and issubclass(cls, base) and is_dataclass(cls)):
         raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}', key=where)
+    if why := _lacks(cls):
+        raise InputError(f'{where} = "{name}": {why}', key=where)
     _admitted[kind, name] = cls
+
+
+def _lacks(cls: Any) -> str:
+    """What a user's class lacks; empty if it has all that fedfm calls."""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        return f"{cls.__name__} lacks {', '.join(missing)}"
+    for fact in ("means", "asks"):
+        names = getattr(cls, fact, ())
+        for handler in names if isinstance(names, tuple) else ():
+            if not getattr(getattr(cls, handler, None), "on_client", False):
+                return (
+                    f'{cls.__name__}.{fact} names "{handler}", and the class has no function {handler} with @on_client'
+                )
+    return ""
 
 
 def admit_any(name: str, where: str) -> str:
@@ -160,13 +176,14 @@ def admit_any(name: str, where: str) -> str:
     Raises:
         InputError: as :func:`admit`.
     """
-    for kind in ("methods", "aggregation"):
-        try:
-            admit(kind, name, where)
-            return kind
-        except InputError as error:
-            wrong = error
-    raise wrong
+    try:
+        of_aggregations = any(point.name == name for point in _points("aggregation"))
+        other = of_aggregations or (":" in name and issubclass(_attribute(name), _attribute(_BASES["aggregation"])))
+    except Exception:  # the module's own code may raise any error, and the name may be no class: admit says it
+        other = False
+    kind = "aggregation" if other else "methods"
+    admit(kind, name, where)
+    return kind
 
 
 def admit_named(experiment: Mapping[str, Any]) -> None:
