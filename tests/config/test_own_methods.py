@@ -91,8 +91,12 @@ def test_an_error_in_a_methods_server_half_names_the_methods_line(call, tmp_path
     number = 1 + WHOLE[: WHOLE.index("return w + fed")].count("\n")
     assert code == 1
     assert f"fedfm: KeyError: 0 (at {tmp_path / 'wrong.py'}, line {number}; the traceback is in " in line
-    code, line = call("run", "misused:Plain", "mean(self.train, w=w)", "mean(self.train, w=w) + 'x'")
-    assert (code, "misused.py, line " in line, "a defect of fedfm" in line) == (1, True, False)
+    for name, new in (
+        ("misused", "return w + 'x' + fed"),
+        ("library", "return w + __import__('json').loads('{') + fed"),
+    ):
+        code, line = call("run", f"{name}:Plain", "return w + fed", new)
+        assert (code, f"(at {tmp_path / name}.py, line {number}; " in line) == (1, True)
 
 
 def test_a_method_that_is_whole_runs(call):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.user_code import admit_function, is_function
-from fedfm.core.libraries import of_import
 from fedfm.errors import InputError, close, quote_names
 
 _BASES = {
@@ -148,26 +147,16 @@ def admit(kind: str, name: str, where: str) -> None:
         points = [point for point in _points(kind) if point.name == name]
         cls = points[0].load() if points else _attribute(name)
     except Exception as error:  # the import runs the module's own code, which may raise any error
+        from fedfm.core.error_places import of_import
+
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not (isinstance(cls, type) and issubclass(cls, base) and is_dataclass(cls)):
         raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}', key=where)
-    if why := _lacks(cls):
+    from fedfm.config.user_classes import lacks
+
+    if why := lacks(cls):
         raise InputError(f'{where} = "{name}": {why}', key=where)
     _admitted[kind, name] = cls
-
-
-def _lacks(cls: Any) -> str:
-    """What a user's class lacks; empty if it has all that fedfm calls."""
-    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
-        return f"{cls.__name__} lacks {', '.join(missing)}"
-    for fact in ("means", "asks"):
-        names = getattr(cls, fact, ())
-        for handler in names if isinstance(names, tuple) else ():
-            if not getattr(getattr(cls, handler, None), "on_client", False):
-                return (
-                    f'{cls.__name__}.{fact} names "{handler}", and the class has no function {handler} with @on_client'
-                )
-    return ""
 
 
 def admit_any(name: str, where: str) -> str:
