@@ -117,7 +117,7 @@ def test_attacks_and_aggregations_are_listed_shown_checked_and_run(tmp_path, cap
     assert code == 0
     assert '[attack]\nname = "sign_flip"\nfraction = 0.2' in out
     assert '[aggregation]\nname = "trimmed_mean"\ntrim = 0.3' in out
-    for kind, names in (("attacks", "label_shuffle"), ("aggregation", "krum")):
+    for kind, names in (("attacks", "label_shuffle"), ("aggregation", "krum"), ("tasks", "multi_label")):
         code, out, _ = call(capsys, "list", kind)
         assert (code, names in out, "rates" in out) == (0, True, False)
     for name, words in (

@@ -195,6 +195,16 @@ def test_what_an_audit_compares_of_a_row_is_its_loss(ready):
     assert found.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
+def test_methods_on_features_can_fit_and_score_a_linear_head(ready):
+    task, _, model, made = ready
+    if not (task.linear_head and (task.one_class_a_row or task.own_targets)):  # what method "analytic" takes
+        pytest.skip("no linear head on one vector a row")
+    assert task.head_targets(made, len(model.classes)).shape == (len(made), len(model.classes))
+    found, logits = task.scores(model, made), model.predict(made, 64)
+    assert task.scores_of(model, made, logits) == found
+    assert found["loss"] is not None
+
+
 def test_scores_of_no_rows_are_none(ready):
     task, _, model, made = ready
     for found in (

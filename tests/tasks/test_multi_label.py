@@ -16,6 +16,7 @@ import tiny_text
 from fedfm.api.execute import run
 from fedfm.api.predict import export, predict
 from fedfm.api.prediction_files import write
+from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
@@ -169,6 +170,28 @@ def test_labels_that_cannot_be_learnt_are_noticed(tmp_path):
         'label "late": in no training row: no client can learn it',
         'label "all": in every training row: there is nothing to distinguish',
     ]
+
+
+@pytest.mark.parametrize("kind", ["features", pytest.param("image", marks=pytest.mark.proof), "text"])
+def test_a_check_says_what_cannot_be_learnt_whatever_the_rows_are(kind, tmp_path, capsys):
+    made = np.zeros((12, 2), dtype=np.int64)
+    made[:, 0], made[:5, 1] = 1, 1
+    keys = {"data.partition.name": "iid", "data.partition.clients": 2, "model.task": "multi_label"}
+    if kind == "text":
+        jsonl(
+            tmp_path / "a.jsonl", [{"text": f"t {i}", "label": ["x", "y"][: row.sum()]} for i, row in enumerate(made)]
+        )
+        keys |= {"data.path": "a.jsonl", "model.name": "nano-gpt2", "model.weights": "random"}
+    else:
+        x = np.random.default_rng(0).integers(0, 255, (12, 8, 8, 3), dtype=np.uint8)
+        np.savez(tmp_path / "a.npz", x=x if kind == "image" else x[:, 0, :, 0] / np.float32(255), y=made)
+        keys |= {"data.path": "a.npz", "model.name": "features" if kind == "features" else "nano-vit"}
+    keys["data.path"] = str(tmp_path / keys["data.path"])
+    (tmp_path / "e.toml").write_text('[method]\nname = "fedavg"\n')
+    given = [f"--set={key}={json.dumps(value)}" for key, value in keys.items()]
+    assert main(["check", str(tmp_path / "e.toml"), *given, "--format=json"]) == 0
+    notices = json.loads(capsys.readouterr().out.splitlines()[-1])["notices"]
+    assert any("in every training row: there is nothing to distinguish" in line for line in notices), notices
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------

@@ -157,8 +157,10 @@ def drive(
             raise
         raise storage.not_written(place, error) from error
     except Exception as error:
-        if not libraries.is_library(error):  # show an error of fedfm or of the user's own code as it is
-            raise
+        from fedfm.core import error_places
+
+        if error_places.line_of_user(error) or not error_places.is_library(error):
+            raise  # an error of fedfm or of the user's own code is shown as it is
         raise RunError(f"a library failed: {libraries.describe(error)}") from error
     finally:
         progress.finished()

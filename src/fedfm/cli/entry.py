@@ -88,14 +88,16 @@ def _perform(words: Sequence[str]) -> int:
 
 
 def _defect_line(error: Exception) -> str:
-    """Describe a defect of fedfm or an unexpected error of a library in one line."""
-    from fedfm.core import libraries
+    """Describe a defect of fedfm, or an unexpected error of a library or of a user's own code, in one line."""
+    from fedfm.core import error_places, libraries
 
     try:
-        place = f"the traceback is in {libraries.keep_traceback(error)}"
+        place = f"the traceback is in {error_places.keep_traceback(error)}"
     except OSError as failure:
         place = f"the traceback could not be written: {failure.strerror}"
-    whose = "an error of a library" if libraries.is_library(error) else "a defect of fedfm, please report it"
+    whose = "an error of a library" if error_places.is_library(error) else "a defect of fedfm, please report it"
+    if line := error_places.line_of_user(error):
+        whose = f"at {line}"
     return f"{libraries.describe(error)} ({whose}; {place})"
 
 

@@ -204,7 +204,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     join.add_argument("data", type=Path, help="the client's rows: csv, jsonl, parquet, npz or an image folder")
     join.add_argument("--client", help='the client\'s name in the run ["newcomer"]')
 
-    kinds = ("methods", "models", "partitions", "sources", "attacks", "aggregation")
+    kinds = ("methods", "tasks", "models", "partitions", "sources", "attacks", "aggregation")
     listing = command("list", "commands:listing", f"list {', '.join(kinds)}")
     listing.add_argument("kind", nargs="?", choices=kinds)
 

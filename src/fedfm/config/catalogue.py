@@ -38,14 +38,22 @@ _MODELS = {
 def listing(kind: str | None = None) -> str:
     """Names with one line each, of one kind or of all kinds."""
     blocks = []
-    for name in [kind] if kind else ["methods", "models", "partitions", "sources", "attacks", "aggregation"]:
+    for name in [kind] if kind else ["methods", "tasks", "models", "partitions", "sources", "attacks", "aggregation"]:
         rows = {"models": _MODELS, "partitions": _PARTITIONS}.get(name) or {
-            entry: _headline(module)
-            for entry, module in available("data.sources" if name == "sources" else name).items()
+            entry: _headline(module) for entry, module in _modules(name).items()
         }
         width = max(map(len, rows))
         blocks.append("\n".join([f"{name}:", *(f"  {entry:<{width}}  {text}" for entry, text in rows.items())]))
     return "\n\n".join(blocks)
+
+
+def _modules(kind: str) -> dict[str, str]:
+    """The module of each name of a kind."""
+    if kind == "tasks":
+        from fedfm.core import tasks
+
+        return {name: f"fedfm.tasks.{name}" for name in tasks.names()}
+    return available("data.sources" if kind == "sources" else kind)
 
 
 def _source(module: str) -> str:
@@ -76,13 +84,16 @@ def method(name: str) -> str:
     where = {kind: available(kind) for kind in titles}
     kind = next((kind for kind, names in where.items() if name in names), "")
     if ":" in name:
-        kind = admit_any(name, "fedfm show")
+        kind = admit_any(name, "METHOD")
     if not kind:
         near = how_to_set(name) or close(name, [n for names in where.values() for n in names])
-        raise InputError(f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`')
+        raise InputError(
+            f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`. '
+            'A class of your own has the name "module:Class"'
+        )
     defs = schema("experiment")["$defs"]
     if ":" in where[kind].get(name, name):  # code from outside fedfm: a user who names it here allows its import
-        admit(kind, name, "fedfm show")
+        admit(kind, name, "METHOD")
         keys = _foreign(resolve(kind, name))
     else:
         keys = _variants(defs[kind])[name]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.user_code import admit_function, is_function
-from fedfm.core.libraries import of_import
 from fedfm.errors import InputError, close, quote_names
 
 _BASES = {
@@ -148,9 +147,15 @@ def admit(kind: str, name: str, where: str) -> None:
         points = [point for point in _points(kind) if point.name == name]
         cls = points[0].load() if points else _attribute(name)
     except Exception as error:  # the import runs the module's own code, which may raise any error
+        from fedfm.core.error_places import of_import
+
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not (isinstance(cls, type) and issubclass(cls, base) and is_dataclass(cls)):
         raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}', key=where)
+    from fedfm.config.user_classes import lacks
+
+    if why := lacks(cls):
+        raise InputError(f'{where} = "{name}": {why}', key=where)
     _admitted[kind, name] = cls
 
 
@@ -160,13 +165,14 @@ def admit_any(name: str, where: str) -> str:
     Raises:
         InputError: as :func:`admit`.
     """
-    for kind in ("methods", "aggregation"):
-        try:
-            admit(kind, name, where)
-            return kind
-        except InputError as error:
-            wrong = error
-    raise wrong
+    try:
+        of_aggregations = any(point.name == name for point in _points("aggregation"))
+        other = of_aggregations or (":" in name and issubclass(_attribute(name), _attribute(_BASES["aggregation"])))
+    except Exception:  # the module's own code may raise any error, and the name may be no class: admit says it
+        other = False
+    kind = "aggregation" if other else "methods"
+    admit(kind, name, where)
+    return kind
 
 
 def admit_named(experiment: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from fedfm.core.libraries import of_import
 from fedfm.data.user_functions import function as function
 from fedfm.data.user_functions import is_function as is_function
 from fedfm.data.user_functions import keep
@@ -29,6 +28,8 @@ def admit_function(name: str, where: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # the import runs the module's own code, which may raise any error
+        from fedfm.core.error_places import of_import
+
         raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not callable(found):
         raise InputError(f'{where} = "{name}": a {type(found).__name__}; expected a function', key=where)

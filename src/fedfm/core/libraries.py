@@ -7,15 +7,12 @@ shows whether it is a defect or an error of a library.
 from __future__ import annotations
 
 import contextlib
-import sysconfig
-import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from fedfm.errors import FedfmError, InputError, first_line
 
-_PACKAGES = {"site-packages", "dist-packages"}
 _OURS = Path(__file__).resolve().parents[1]
 
 
@@ -46,35 +43,15 @@ def describe(error: BaseException, most: int = 300) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def of_import(error: Exception) -> str:
-    """Why a user's module cannot be imported, or lacks a name; with the line that failed."""
-    if isinstance(error, (ImportError, AttributeError, ValueError, SyntaxError)):
-        return describe(error) if isinstance(error, SyntaxError) else str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{describe(error)} ({last.filename}, line {last.lineno})"
-
-
 def is_ours(error: BaseException) -> bool:
     """Whether a line of fedfm itself raised the error, not code that such a line calls."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_OURS)
+    return bool(frames) and is_of_fedfm(frames[-1])
 
 
-def is_library(error: BaseException) -> bool:
-    """Whether a line of an installed package or of Python's own library raised the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or is_ours(error):
-        return False
-    place = Path(frames[-1].filename)
-    return bool(_PACKAGES & {*place.parts}) or place.is_relative_to(sysconfig.get_path("stdlib"))
-
-
-def keep_traceback(error: BaseException) -> Path:
-    """Write the traceback into a new file that only its owner can read."""
-    handle, name = tempfile.mkstemp(prefix="fedfm-", suffix=".traceback.txt")
-    with open(handle, "w", encoding="utf-8", errors="replace") as file:
-        file.write("".join(traceback.format_exception(error)))
-    return Path(name)
+def is_of_fedfm(frame: traceback.FrameSummary) -> bool:
+    """Whether a line of a traceback is fedfm's."""
+    return Path(frame.filename).resolve().is_relative_to(_OURS)
 
 
 def _is_of_memory(error: BaseException) -> bool:

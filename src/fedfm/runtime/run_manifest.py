@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,8 +186,14 @@ def row_notices(population: Partitioned) -> list[str]:
         InputError: for the reason of :func:`template_notices`.
     """
     table, model = population.federated.table, population.model_or_none
-    if model is None or (model.tools.tokenizer is None and tasks.row_kind(table.kind) is None):
+    if model is None:
         return []
+    if model.tools.tokenizer is None and tasks.row_kind(table.kind) is None:
+        if table.targets is None:
+            return []
+        table = replace(table, inputs=range(len(table)))  # such notices are about targets: images are not copied
+        used = _trained_and_tested(population)
+        return model.task.forewarnings({name: table.take(index) for name, index in used.items()}, model.tools)
     from fedfm.models import lost_words
 
     used = _trained_and_tested(population)

@@ -1,4 +1,7 @@
-"""Regression: one or more numbers from an image, a text or a vector; see also :mod:`fedfm.tasks._numbers`."""
+"""Regression: one or more numbers from an image, a text or a vector.
+
+See also :mod:`fedfm.tasks._numbers`.
+"""
 
 from __future__ import annotations
 
