@@ -28,8 +28,13 @@ local = {{ learning_rate = 0.01, batch_size = 16 }}
 """
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("engine", ["simulation", "deployment"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("simulation", marks=pytest.mark.release),
+        pytest.param("deployment", marks=pytest.mark.deployment),
+    ],
+)
 def test_both_stages_give_the_same_bits_and_bytes_as_local(tmp_path, engine):
     save("clip", tmp_path / "model")
     pictures(tmp_path / "rows.npz")
