@@ -289,6 +289,7 @@ def test_who_is_not_asked_again_does_not_see_the_model(folder):
         assert rounds.lines({client}).rounds == tuple(took)
 
 
+@pytest.mark.sample("half-0-1.0", "log_uniform-0.01-2", "per_tensor-0-0.01")
 @pytest.mark.parametrize(
     ("harden", "low", "high"),
     [

@@ -298,7 +298,7 @@ def test_the_same_bits_under_flowers_simulation(tmp_path):
     ]
 
 
-@pytest.mark.deployment
+@pytest.mark.release
 def test_the_same_bits_on_a_superlink_whose_server_app_was_killed(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 3', run=AGGREGATION)
     out = tmp_path / "deployed"

@@ -369,6 +369,7 @@ def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name
     assert told["perplexity"] if model == "llama" else set(told["predictions"]) <= {"fish", "bird", "plant"}
 
 
+@pytest.mark.sample("flora", "flexlora")
 @pytest.mark.parametrize("name", METHODS)
 def test_fast_kernels_give_nearly_the_same(folder, tmp_path, name):
     """Clients of a packed chunk take turns at one model: a shift must never meet another client's training."""

@@ -330,6 +330,7 @@ def test_the_global_adapter_is_fedavgs(folder, tmp_path):
     assert first["details"]["server_accuracy"] == pytest.approx(second["local_accuracy"])
 
 
+@pytest.mark.sample("fedbip-llama")
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 @pytest.mark.parametrize("name", ["feddpa", "fedbip"])

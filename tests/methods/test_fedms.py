@@ -352,6 +352,7 @@ def test_absent_clients_keep_their_experts(place, tmp_path):
     assert 1 <= len(out["details"]["active_layers"]) <= 3
 
 
+@pytest.mark.sample("clip")
 def test_a_client_model_is_predicted_and_exported(place, tmp_path):
     out = tmp_path / "run"
     line = run(place, out)

@@ -610,6 +610,7 @@ def experiment(path, data, adapt, workers, method=None):
     }
 
 
+@pytest.mark.sample("adapt1")
 @pytest.mark.parametrize("adapt", [{"name": "lora", "rank": 1}, {"name": "prompt", "tokens": 4}])
 def test_federated_runs_give_the_same_bits_with_any_number_of_workers(place, tmp_path, adapt):
     data, results = npz(tmp_path), []

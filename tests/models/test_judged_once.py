@@ -104,6 +104,7 @@ def test_each_test_row_is_read_once_an_evaluation(
     assert clients == 1 or clients * rows not in rows_read  # all of them at once
 
 
+@pytest.mark.sample("run0", "run1")
 @pytest.mark.parametrize("run", [{}, {"workers": 2}, {"wire": True}, {"transport": "int8"}])
 def test_both_figures_are_those_of_the_rows(folder: Path, tmp_path: Path, run: dict[str, Any]) -> None:
     """Against the final model's scores of all test rows at once."""

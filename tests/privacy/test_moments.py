@@ -62,6 +62,7 @@ def test_what_has_no_norm_is_refused(x):
 # ---- release
 
 
+@pytest.mark.sample("replace_any-full", "add_remove-diag", "replace-spherical")
 @pytest.mark.parametrize("plan", PLANS, ids=names)
 def test_the_noise_has_the_plans_law(plan):
     x, count = rows(20, 3), 900
@@ -88,6 +89,7 @@ def worst_pair(plan):
     return np.vstack([base, x]), base if plan.relation == "add_remove" else np.vstack([base, y])
 
 
+@pytest.mark.sample("replace_any-full", "add_remove-diag", "replace-spherical")
 @pytest.mark.parametrize("plan", [dataclasses.replace(p, epsilon=4.0) for p in PLANS], ids=names)
 def test_an_attack_measures_the_epsilon_that_is_claimed(plan):
     """The likelihood ratio of 1,000 releases each of two neighbours: an audit of noise and sensitivity together.

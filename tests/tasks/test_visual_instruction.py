@@ -436,6 +436,7 @@ def test_an_export_answers_as_predict(family, to, saved, path, tmp_path, capsys)
     assert len(table) == len(found["answers"])
 
 
+@pytest.mark.sample("llava")
 @pytest.mark.parametrize("family", ["llava", "qwen"])
 def test_a_local_pass_is_that_of_the_trainer_of_transformers(family, saved, path, tmp_path):
     """Plain SGD over all rows in one batch: both see the same batch, so that the losses agree."""

@@ -88,6 +88,7 @@ def test_a_full_disk_keeps_it_in_memory(monkeypatch: pytest.MonkeyPatch, large: 
     assert out_of_core.to_file(w) is w
 
 
+@pytest.mark.sample("fedavg", "scaffold")
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedadam", "ditto"])
 def test_a_run_whose_state_is_mapped_has_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
