@@ -80,8 +80,8 @@ _COMMANDS = f"""# The command line
 
 `fedfm COMMAND --help` prints the same with examples. A command exits with 0 if it succeeds, with 2 if its input is
 wrong and with 1 if it fails. A command that is stopped ends with 130 after Ctrl-C, with 143 after SIGTERM, and with 129
-if its terminal is closed; systemd takes 143 for success with `SuccessExitStatus=143`. With `--format json` the last line
-on the standard output is one JSON object; all other text goes to the standard error.
+if its terminal is closed; systemd takes 143 for success with `SuccessExitStatus=143`. With `--format json` the last
+line on the standard output is one JSON object; all other text goes to the standard error.
 """
 
 
