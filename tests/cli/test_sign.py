@@ -249,6 +249,10 @@ def test_a_key_of_openssl(make, tmp_path, signed):
     sign(run, key)
     subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True, capture_output=True)
     assert verify(run, public).trusted == "pinned"
+    assert verify(run, tmp_path / "key.pem.pub").trusted == "pinned"
+    (tmp_path / "key.pem.pub").write_bytes(signed[1].with_name("officer.pem.pub").read_bytes())
+    with pytest.raises(InputError, match="public half of another key"):
+        sign(run, key)
     with pytest.raises(InputError, match="expected an Ed25519 public key"):
         verify(run, key)
 

@@ -12,6 +12,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.reports import html
 from processes import fedfm as command
 from processes import same
+from small import experiment
 
 SILOS = ("east", "middle", "north", "south", "west")
 FEW = {"method": {"name": "scaffold", "rounds": 2, "fraction": 0.4}, "run": {"evaluate_fraction": 0.4}}
@@ -57,3 +58,16 @@ def test_every_engine_scores_the_same_share_with_the_same_bits_and_says_so(tmp_p
     assert "a sample, 2 of 5 clients" in " ".join(result["warnings"])
     page = " ".join(html.write(out).read_text(encoding="utf-8").split())
     assert "a sample of 2 of 5 clients" in page
+
+
+@pytest.mark.parametrize(("name", "clients"), [("centralised", 5), ("fedavg", 1)])
+def test_nobody_is_told_of_a_sample_of_all_or_of_rows_that_were_not_trained_on(name, clients, tmp_path):
+    tables = experiment(tmp_path, method={"name": name, "rounds": 1, "fraction": 1.0}, run={"evaluate_fraction": 0.4})
+    tables["data"]["partition"] = {"name": "iid", "clients": clients}
+    if name == "centralised":
+        del tables["method"]["fraction"]
+    result = fedfm.run(tables, tmp_path / "run", progress=fedfm.Progress())
+    assert result["details"]["never_asked"] == 0
+    assert any("sample" in text for text in result["warnings"]) == (clients > 1)
+    assert not any("neither to train" in text for text in result["warnings"])
+    assert ("a sample of" in html.write(tmp_path / "run").read_text()) == (clients > 1)

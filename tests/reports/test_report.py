@@ -357,19 +357,11 @@ DAMAGE = {
     "a hole": ("metrics.jsonl", lambda lines: lines[:3] + lines[4:7] + lines[9:], "no line of rounds 3 and 7 to 8"),
     "no JSON": ("metrics.jsonl", lambda lines: [*lines[:2], b"{dam", *lines[3:]], "has a damaged or edited line: 3"),
     "no object": ("metrics.jsonl", lambda lines: [*lines[:2], b"7", *lines[2:]], "has a damaged or edited line: 3"),
-    "many": (
-        "metrics.jsonl",
-        lambda lines: [b"x"] * 8 + lines,
-        "has damaged or edited lines: 1, 2, 3, 4, 5 and 3 more",
-    ),
+    "many": ("metrics.jsonl", lambda lines: [b"x"] * 8 + lines, "damaged or edited lines: 1, 2, 3, 4, 5 and 3 more"),
     "messages gone": ("messages.jsonl", lambda lines: None, "messages.jsonl does not list all messages: bytes up 0 of"),
     "some messages": ("messages.jsonl", lambda lines: lines[::2], "messages.jsonl does not list all messages"),
     "junk": ("messages.jsonl", lambda lines: [*lines[:2], b"\0\xff\r{", *lines[2:]], "has a damaged or edited line: 3"),
-    "deep": (
-        "messages.jsonl",
-        lambda lines: [b"[" * 100_000, *lines],
-        "messages.jsonl has a damaged or edited line: 1",
-    ),
+    "deep": ("messages.jsonl", lambda lines: [b"[" * 100_000, *lines], "has a damaged or edited line: 1"),
 }
 
 

@@ -90,7 +90,7 @@ def leave(
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
     entry, place = leave_certificate.certificate(run, name, UNFINISHED, population), _place(run, name, out)
-    begun = _unfinished(place, entry)
+    begun = _run_to_complete(place, entry)
     new = begun or _begin(experiment, place, run, entry, keeps_secrets=how == EXACT)
     result = drive(new, progress, fresh=begun is None)
     if how == EXACT and (others := ({*in_sum(run)} ^ {*in_sum(new)}) - {name}):
@@ -303,7 +303,7 @@ def _takes_test_rows(run: Run, population: Partitioned, name: str) -> bool:
     return held is not None and len(held.test) > 0 and (data.clients is not None or data.partition.name == "by_column")
 
 
-def _unfinished(out: Path, entry: Mapping[str, Any]) -> Run | None:
+def _run_to_complete(out: Path, entry: Mapping[str, Any]) -> Run | None:
     """The new run, if an earlier process began it with this certificate and was stopped before it was complete."""
     if not (out / MANIFEST).exists():
         return None

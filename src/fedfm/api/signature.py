@@ -122,6 +122,7 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
                     f"{folder / name} is a link or not a plain file, which a signature cannot cover; remove it"
                 )
         public = keys.identity_of(private)
+        _write_public(key, public)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         body = {"version": VERSION, "signed": now, "key": public.hex(), "files": digests}
         text = _file(body, keys.sign(private, _PURPOSE, _signed_text(body)).hex())
@@ -284,8 +285,21 @@ def _make(path: Path) -> None:
         return
     finally:
         temporary.unlink()
-    pem_of_public = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    storage.write_atomic(_public_file(path), made.public_key().public_bytes(*pem_of_public))
+
+
+def _write_public(key: Path, public: bytes) -> None:
+    """Write the public half next to a key, also to one that another program made.
+
+    Raises:
+        InputError: the file has the public half of another key.
+    """
+    path = _public_file(key)
+    if not path.exists():
+        pem = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        data = Ed25519PublicKey.from_public_bytes(public).public_bytes(*pem)
+        storage.write_atomic(path, data, of_run=False)
+    elif _public(path) != public:
+        raise InputError(f"--key {key}: {path} is the public half of another key; remove it")
 
 
 def _public(path: Path) -> bytes:

@@ -145,8 +145,8 @@ class RunFiles:
         share, of = numeric(mapping(self.experiment.get("run")).get("evaluate_fraction")), self.manifest.get("clients")
         if not asked and (share is None or share >= 1):
             return ""
-        n = numeric(asked.get("clients", len(self.client_accuracy)))
-        return f"a sample of {n:,.0f} of {len(sequence(of)):,} clients, drawn once from run.seed" if n else ""
+        n, total = numeric(asked.get("clients", len(self.client_accuracy))), len(sequence(of))
+        return f"a sample of {n:,.0f} of {total:,} clients, drawn once from run.seed" if n and n != total else ""
 
     @property
     def worst(self) -> float | None:

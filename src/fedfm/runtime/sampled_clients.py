@@ -35,7 +35,8 @@ def summarise(
         lines: the lines of ``metrics.jsonl``.
     """
     asked = () if why_unasked(run.experiment) else evaluated
-    never = len(set(clients).difference(asked, *(line["cohort"] for line in lines)))
+    trained = clients if run.experiment.method.needs.pooled else [c for line in lines for c in line["cohort"]]
+    never = len(set(clients).difference(asked, trained))
     fraction, of = run.experiment.run.evaluate_fraction, len(clients)
     details = {"evaluated": {"fraction": fraction, "clients": len(asked), "of": of}, "never_asked": never}
     notices = [
@@ -48,4 +49,4 @@ def summarise(
             f"{never:,} of {of:,} clients were asked neither to train nor for scores; in metrics.jsonl, cohort and "
             "client_accuracy name those that were asked"
         )
-    return details, notices if asked else notices[1:]
+    return details, notices if 0 < len(asked) < of else notices[1:]
