@@ -130,7 +130,7 @@ def headlines() -> list[tuple[str, str, str]]:
             "python benchmarks/run.py --only flower_lora",
         ),
         (
-            "One round of FedPFT, CIFAR-10 features of a ViT-tiny, 50 clients, Dirichlet(0.1), three seeds: "
+            "One round of FedPFT, CIFAR-10 features of a ViT-tiny, 50 clients, Dirichlet(0.1), three or ten seeds: "
             "accuracy and traffic with ten diagonal components, with one spherical component; private at epsilon "
             "1; centralised",
             _fedpft(),
