@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 import fedfm
@@ -190,6 +191,9 @@ def test_a_client_names_texts_that_the_tokenizer_does_not_know(folder):
     said = []
     text_rows.describe_rows(SimpleNamespace(log=said.append), {"train": rows}, hello)
     assert said[0].startswith("3 of 4 tokens of the rows are unknown")
+    hello.tokenizer = Tokenizer(BPE()).to_str()  # it has no token for what it does not know
+    text_rows.describe_rows(SimpleNamespace(log=said.append), {"train": rows}, hello)
+    assert len(said) == 1
 
 
 @pytest.mark.proof

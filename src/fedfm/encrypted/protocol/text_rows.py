@@ -128,7 +128,7 @@ def describe_rows(client: Client, parts: dict[str, Rows], hello: Hello) -> None:
     for part, rows in parts.items():
         ids, lengths, cut = token_ids(texts_of(rows), hello)
         total, tokens = total + len(rows), tokens + int(lengths.sum())
-        unknown += int((ids == mark).sum())
+        unknown += 0 if mark is None else int((ids == mark).sum())
         names += [f"{part} row {i + 1}" for i in cut]
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
