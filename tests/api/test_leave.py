@@ -319,7 +319,7 @@ def test_a_killed_departure_leaves_no_run_with_other_noise(tmp_path, monkeypatch
     assert len(keys) == 4
 
 
-@pytest.mark.parametrize("at", ["drive", "_membership"])
+@pytest.mark.parametrize("at", ["drive", "leave_certificate.membership"])
 def test_the_same_departure_completes_one_that_was_stopped(at, tmp_path, monkeypatch, capsys):
     """No certificate says "exact" before that has been compared, also if somebody resumes the new run."""
     run = ran(one_round(tmp_path, "analytic"), tmp_path / "run")

@@ -39,10 +39,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Every test leaves the handlers of this process as they were."""
-    before = {number: signal.getsignal(number) for number in STOPS}
+    """Every test leaves the handlers of this process as they were. A shell may have started it with signals ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    outside = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    assert {number: signal.getsignal(number) for number in STOPS} == before
+    after = {number: signal.signal(number, outside[number]) for number in STOPS}
+    assert after == usual
 
 
 def stop_when(number: signal.Signals, argv: list[str], place: Path, times: int = 1) -> int:

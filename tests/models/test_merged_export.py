@@ -38,7 +38,11 @@ def compare(folder, whole, other, to):
     assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
     for text in ("config.json", "generation_config.json", "fedfm.json"):
         if (folder / "whole" / text).exists():
-            assert (folder / "whole" / text).read_text() == (folder / "other" / text).read_text()
+            a, b = (json.loads((folder / name / text).read_text()) for name in ("whole", "other"))
+            assert {**a, "sha256": None} == {
+                **b,
+                "sha256": None,
+            }  # files of the same tensors have them in another order
 
 
 @pytest.mark.parametrize("to", ["peft", "hf", "torch"])

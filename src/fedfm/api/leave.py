@@ -30,7 +30,7 @@ from fedfm.reports import renewal
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import FIRSTS
 from fedfm.runtime.disclosure import check_same, fingerprints
-from fedfm.runtime.logs import messages
+from fedfm.runtime.logs import MESSAGES, gaps_of_messages, messages
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
 from fedfm.runtime.predictions import personal
@@ -145,11 +145,12 @@ def was_asked(run: Run, name: str) -> bool:
     if (
         experiment.run.patience
         or run.manifest.get("lost")
+        or gaps_of_messages(run.path / MESSAGES, run.manifest["result"])
         or "cohort" in experiment.aggregation.mechanism.secrets  # drawn by coins, and epsilon needs that nobody tells
         or isinstance(tasks.task_named(experiment.model.task), AddsRows)
     ):
         return True
-    for message in messages(run.path / "messages.jsonl"):
+    for message in messages(run.path / MESSAGES):
         if message["handler"].partition(".")[0] in ("train", "query"):
             rounds.add(message["round"])
             if name in (message["to"], message["from"]):

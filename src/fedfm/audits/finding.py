@@ -54,6 +54,10 @@ class VerdictRule:
         """The rule with further numbers."""
         return replace(self, numbers={**self.numbers, **numbers})
 
+    def if_complete(self, gaps: Sequence[str]) -> VerdictRule:
+        """The rule for figures of a log: if lines of it are missing (``gaps`` says which), nothing holds."""
+        return replace(self, holds=(), otherwise=gaps[0]) if gaps else self
+
     def verdict(self, numbers: Mapping[str, float | None]) -> Verdict:
         """The verdict for a finding with these values of ``estimate``, ``low``, ``high`` and ``bound``."""
         known = {**self.numbers, **numbers}

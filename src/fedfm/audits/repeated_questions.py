@@ -67,6 +67,7 @@ def finding_of(run: Run) -> Finding:
             again[f"{handler} {part}".strip()] += len(times) - most
     asked = sum(map(len, calls.values()))
     shown = "; ".join(f"{name}: {count} more" for name, count in sorted(again.items())) or "none was repeated"
-    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, COUNT,
+    rule = COUNT.if_complete(logs.gaps_of_messages(run.path / logs.MESSAGES, result))
+    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, rule,
                    f"{asked} requests to {len({c for *_, c in calls})} clients: {shown}. {EXPECTED}.",
                    detail={"asked": asked, "again": dict(again)})  # fmt: skip

@@ -185,7 +185,7 @@ def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> 
         last: the last round that must have a line; -1 if no round must.
         finished: the result, if the run is finished; then the log must list all messages.
     """
-    return [*gaps_of_metrics(folder / METRICS, last, finished), *_gaps_of_messages(folder / MESSAGES, finished)]
+    return [*gaps_of_metrics(folder / METRICS, last, finished), *gaps_of_messages(folder / MESSAGES, finished)]
 
 
 def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
@@ -200,7 +200,8 @@ def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = 
     return said
 
 
-def _gaps_of_messages(path: Path, finished: Mapping[str, Any] | None) -> list[str]:
+def gaps_of_messages(path: Path, finished: Mapping[str, Any] | None) -> list[str]:
+    """Return the sentences of :func:`gaps` that are about ``messages.jsonl``."""
     damaged = []
     up = down = 0
     for number, line, ended in lines(path):

@@ -33,7 +33,7 @@ class ServerView(Audit):
 def examine(run: Run) -> Finding:
     """Return the finding for a run's messages.jsonl."""
     forms, clear, largest = Counter[str](), Counter[str](), 0
-    for line in logs.messages(run.path / "messages.jsonl"):
+    for line in logs.messages(run.path / logs.MESSAGES):
         if line["to"] != "server":
             continue
         forms[line["form"]] += line["bytes"]
@@ -45,6 +45,7 @@ def examine(run: Run) -> Finding:
     kinds = "kinds of messages with states of rows in the clear"
     rule = VerdictRule(("estimate > bound", f"{kinds} > 0"), ("estimate <= bound", f"{kinds} <= 0"))
     rule = rule.with_numbers({kinds: len(rows)})
+    rule = rule.if_complete(logs.gaps_of_messages(run.path / logs.MESSAGES, run.manifest["result"]))
     shown = "; ".join(f"{name}: {count} B" for name, count in sorted(clear.items())) or "none"
     says = f"Bytes to the server by form: {dict(sorted(forms.items()))}. In the clear: {shown}."
     if method.encryption == "clear":
