@@ -214,7 +214,7 @@ def own_lines(modules):
 def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
     (tmp_path / "e.toml").write_text(
         '[data]\nname = "digits"\nlimit = 60\npartition = { name = "iid", clients = 2 }\n[model]\nname = "nano-vit"\n'
-        '[method]\nname = "fedavg"\nrounds = 1\n[run]\nworkers = 1\n'
+        '[method]\nname = "fedavg"\nrounds = 2\n[run]\nworkers = 1\n'
     )
     for words in (("check", "e.toml"), ("run", "e.toml", "--out", "run"), ("report", "run"), ("compare", "run")):
         found = loaded(tmp_path, *words)

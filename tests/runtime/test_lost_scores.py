@@ -9,7 +9,7 @@ from fedfm.api import studies
 from fedfm.config.experiment import Experiment
 from fedfm.errors import RunError
 from fedfm.methods.fedms.fedms import FedMS
-from fedfm.runtime import early_stopping, logs
+from fedfm.runtime import early_stopping, validation_losses
 from fedfm.runtime.client import Silos
 from fedfm.runtime.progress import Progress
 from small import experiment
@@ -75,8 +75,10 @@ def line(t, **losses):
     ],
 )
 def test_the_best_round(lines, best):
-    assert logs.best_round(lines) == best
-    assert logs.last_validated(lines) == max((m["round"] for m in lines if m["round"] and m["val_loss"]), default=None)
+    assert validation_losses.best_round(lines) == best
+    assert validation_losses.last_validated(lines) == max(
+        (m["round"] for m in lines if m["round"] and m["val_loss"]), default=None
+    )
 
 
 def test_a_rate_whose_loss_lacks_a_client_is_not_chosen(tmp_path, fail):

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedfm.api.terminal import tell
@@ -27,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done; 1: failed; 2: invalid input; 130: stopped by Ctrl-C; 143: ended by SIGTERM; 129: the terminal was closed.
     """
-    _fill_closed_streams()
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from fedfm.cli.closed_streams import fill_closed_streams
+
+        fill_closed_streams()
     old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         stop = _stopper()
@@ -41,13 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for number, handler in old.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _fill_closed_streams() -> None:
-    """Let closed standard streams lead nowhere; otherwise the next file that is opened would get their output."""
-    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
 def _stopper() -> Callable[[int, Any], None]:
@@ -83,37 +78,10 @@ def _perform(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        tell(f"fedfm: {_about_a_file(error, args) or _defect_line(error)}", sys.stderr)
+        from fedfm.cli.unexpected_errors import describe_error
+
+        tell(f"fedfm: {describe_error(error, args)}", sys.stderr)
         return 1
-
-
-def _defect_line(error: Exception) -> str:
-    """Describe a defect of fedfm, or an unexpected error of a library or of a user's own code, in one line."""
-    from fedfm.core import error_places, libraries
-
-    try:
-        place = f"the traceback is in {error_places.keep_traceback(error)}"
-    except OSError as failure:
-        place = f"the traceback could not be written: {failure.strerror}"
-    whose = "an error of a library" if error_places.is_library(error) else "a defect of fedfm, please report it"
-    if line := error_places.line_of_user(error):
-        whose = f"at {line}"
-    return f"{libraries.describe(error)} ({whose}; {place})"
-
-
-def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
-    """Describe an error of the operating system in one line; None if the error is not about a file."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    if "torch" not in sys.modules and not isinstance(error, OSError):
-        return None  # without torch, no library is loaded that raises its own errors about files
-    from fedfm.core import storage
-    from fedfm.runtime import row_cache
-
-    given = [getattr(args, name, None) for name in ("out", "folder", "kit", "run", "key")]
-    places = [place for place in given if isinstance(place, Path)]
-    place = storage.place_of(error, (*places, *row_cache.places(), Path()))
-    return None if place is None else f"cannot write {place}: {storage.why(error)}"
 
 
 def _whole(argv: Sequence[str]) -> list[str]:

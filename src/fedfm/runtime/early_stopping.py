@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 
 def best_round(run: Run) -> int | None:
     """Return the best round so far; None without ``run.patience`` or before the first validation loss."""
-    return logs.best_round(_complete(run)) if run.experiment.run.patience else None
+    if not run.experiment.run.patience:
+        return None
+    from fedfm.runtime import validation_losses
+
+    return validation_losses.best_round(_complete(run))
 
 
 def patience_over(run: Run) -> bool:
     """Whether the last round with a validation loss is ``run.patience`` rounds or more after the best round."""
-    patience = run.experiment.run.patience
-    lines = _complete(run) if patience else []
-    best, last = logs.best_round(lines), logs.last_validated(lines)
+    if not (patience := run.experiment.run.patience):
+        return False
+    from fedfm.runtime import validation_losses
+
+    lines = _complete(run)
+    best, last = validation_losses.best_round(lines), validation_losses.last_validated(lines)
     return best is not None and last is not None and last - best >= patience
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedfm.core import storage
 from fedfm.errors import InputError, Lost
-from fedfm.runtime import file_integrity, logs
+from fedfm.runtime import file_integrity, logs, validation_losses
 from fedfm.runtime.file_integrity import Loss
 from fedfm.runtime.predictions import keeps_parts
 from fedfm.runtime.resume_changes import check_edits, note_versions
@@ -98,7 +98,7 @@ def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     first = run.experiment.method.traits.complete_from
-    best = logs.best_round([line for line in run.metrics() if first <= line["round"] < t])
+    best = validation_losses.best_round([line for line in run.metrics() if first <= line["round"] < t])
     if best is not None and "model_of_round" not in record["extra"] and not keeps_parts(run.experiment.method):
         path = run.checkpoint(best)
         if not storage.whole(path):

@@ -42,7 +42,7 @@ def superlink() -> None:
     flower_superlink()
 
 
-class _Silence:
+class _QuietTime:
     """The time since the last message. A longer silence makes polls rarer, since each costs some 10 ms of a core."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def supernode() -> None:
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    silence, push = _Silence(), loop._push_messages
+    silence, push = _QuietTime(), loop._push_messages
 
     def push_and_listen(*args: Any, **more: Any) -> None:
         silence.end()  # a message has come
@@ -109,9 +109,9 @@ def superexec() -> None:
     flower_superexec()
 
 
-def _ask_less_in_silence() -> _Silence:
+def _ask_less_in_silence() -> _QuietTime:
     """Let an executor ask for tasks every second after a long silence; returns the silence, which a task ends."""
-    silence, loop = _Silence(), sys.modules["flwr.supercore.superexec.run_superexec"]
+    silence, loop = _QuietTime(), sys.modules["flwr.supercore.superexec.run_superexec"]
     vars(loop)["time"] = _with_sleep(lambda seconds: time.sleep(silence.pause(seconds)))
     return silence
 
