@@ -67,7 +67,7 @@ def call(tmp_path, monkeypatch, capsys):
         ("no_params:Plain", "def params_for", "def params_of", "Plain lacks params_for"),
         ("no_mark:Plain", "@on_client", "", 'Plain.means names "train", and the class has no function train with'),
         ("no_name:Plain", '("train",)', '("trian",)', 'Plain.means names "trian", and the class has no function trian'),
-        ("no_class:Plian", "", "", "module 'no_class' has no attribute 'Plian' (did you mean \"Plain\"?)"),
+        ("no_class:Plane", "", "", "module 'no_class' has no attribute 'Plane' (did you mean \"Plain\"?)"),
     ],
 )
 def test_what_a_method_lacks_is_said_with_its_name(call, name, old, new, why):
