@@ -341,6 +341,11 @@ def a_supernode_sleeps_by_its_modules_own_name_time(loop: Any, program: Any) -> 
     takes(program)
 
 
+@needs("forks", "flwr.supernode.main")
+def a_supernode_has_a_web_application_that_forks_import_once(module: Any) -> None:
+    takes(module.create_app)
+
+
 @needs(
     "superexec",
     "flwr.supercore.cli.flower_superexec",
