@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedfm.engines.child_processes import Children
-from fedfm.engines.flower import private_programs
 from fedfm.engines.flower.program_forks import NAME, Forks
+from fedfm.engines.flower.quiet_time import QuietTime
 from fedfm.errors import RunError
 
 PROGRAMS = """
@@ -120,8 +120,8 @@ def test_a_process_that_cannot_import_says_so(tmp_path):
 
 def test_a_message_waits_at_most_a_twentieth_longer_than_the_silence_before_it(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(private_programs.time, "monotonic", lambda: clock[0])
-    silence, pauses = private_programs._QuietTime(), []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    silence, pauses = QuietTime(), []
     for seconds in (0.0, 3.0, 10.0, 19.0, 600.0):
         clock[0] = 100.0 + seconds
         pauses.append(silence.pause(0.2))

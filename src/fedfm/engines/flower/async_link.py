@@ -20,6 +20,7 @@ from fedfm.engines.flower.greeting_link import POLL
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.message_codec import InFlight, fault_reply, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, push
+from fedfm.engines.flower.quiet_time import QuietTime
 from fedfm.engines.flower.recovery import last_reply
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests, SentRequest
 from fedfm.engines.interruption import Interrupted
@@ -71,7 +72,7 @@ class FlowerStream(FlowerLink):
         if self._stop():
             raise Interrupted
         self._send(requests)
-        pause, replied = POLL[0], set[ClientId]()
+        pause, silence, replied = POLL[0], QuietTime(), set[ClientId]()
         while self.requests_in_flight.keys() - replied:
             for reply in [reply for reply in self._ready if reply.client not in replied]:
                 self._ready.remove(reply)
@@ -98,9 +99,10 @@ class FlowerStream(FlowerLink):
                 )
             if not came:
                 time.sleep(pause)
-                pause = min(pause * 1.5, POLL[1])
+                pause = min(pause * 1.5, silence.pause(POLL[1]))
             else:
                 pause = POLL[0]
+                silence.end()
 
     def _send(self, requests: Sequence[Request]) -> None:
         """Send requests, except those that an earlier server process has sent already.

@@ -14,6 +14,7 @@ from fedfm.core.wire import flower_records
 from fedfm.engines.flower.greeting_link import POLL, GreetingLink
 from fedfm.engines.flower.message_codec import EncodedPayload, InFlight, fault_reply, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, message_lost, process_died, push, restarting
+from fedfm.engines.flower.quiet_time import QuietTime
 from fedfm.engines.flower.recovery.lost_messages import Probes
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.engines.interruption import Interrupted
@@ -171,7 +172,7 @@ class FlowerLink(GreetingLink):
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
-        pause, last = POLL[0], time.monotonic()
+        pause, silence = POLL[0], QuietTime()
         done: dict[str, InFlight] = {}
         away: list[InFlight] = []  # requests lost on the way or with their nodes
         asked = {one.request.client: one.node for one in waiting.values()}
@@ -223,9 +224,10 @@ class FlowerLink(GreetingLink):
             if waiting or away:
                 time.sleep(pause)
                 if came:
-                    pause, last = POLL[0], time.monotonic()
-                else:  # after long waiting, polls are rarer, and a reply waits at most a twentieth longer
-                    pause = min(pause * 1.5, max(POLL[1], (time.monotonic() - last) / 20), 1.0)
+                    pause = POLL[0]
+                    silence.end()
+                else:
+                    pause = min(pause * 1.5, silence.pause(POLL[1]))
         self._waits(asked, ())
 
     def _take_lost(

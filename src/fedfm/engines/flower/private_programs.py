@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedfm.engines.flower import bundle
+from fedfm.engines.flower.quiet_time import QuietTime
 
 
 def superlink() -> None:
@@ -42,20 +43,6 @@ def superlink() -> None:
     flower_superlink()
 
 
-class _QuietTime:
-    """The time since the last message. A longer silence makes polls rarer, since each costs some 10 ms of a core."""
-
-    def __init__(self) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self._since = time.monotonic()
-
-    def pause(self, least: float) -> float:
-        """Seconds until the next poll, so that a message waits at most a twentieth longer than the silence before."""
-        return max(least, min((time.monotonic() - self._since) / 20, 1.0))
-
-
 def _with_sleep(sleep: Callable[[float], None]) -> types.SimpleNamespace:
     """The module ``time`` with another ``sleep``."""
     return types.SimpleNamespace(**{**vars(time), "sleep": sleep})
@@ -70,7 +57,7 @@ def supernode() -> None:
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    silence, push = _QuietTime(), loop._push_messages
+    silence, push = QuietTime(), loop._push_messages
 
     def push_and_listen(*args: Any, **more: Any) -> None:
         silence.end()  # a message has come
@@ -109,9 +96,9 @@ def superexec() -> None:
     flower_superexec()
 
 
-def _ask_less_in_silence() -> _QuietTime:
+def _ask_less_in_silence() -> QuietTime:
     """Let an executor ask for tasks every second after a long silence; returns the silence, which a task ends."""
-    silence, loop = _QuietTime(), sys.modules["flwr.supercore.superexec.run_superexec"]
+    silence, loop = QuietTime(), sys.modules["flwr.supercore.superexec.run_superexec"]
     vars(loop)["time"] = _with_sleep(lambda seconds: time.sleep(silence.pause(seconds)))
     return silence
 
