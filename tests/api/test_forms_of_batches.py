@@ -113,6 +113,7 @@ def plain(tmp_path_factory):
     return trained(Plain, out=tmp_path_factory.mktemp("plain") / "run", run={"workers": 1}, **made)[1]
 
 
+@pytest.mark.sample("a list of dicts", "nested dicts", "a dataclass")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_trains_the_same_weights_and_is_scored_and_predicted(form, plain, tmp_path):
     make, collate = FORMS[form]

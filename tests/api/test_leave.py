@@ -64,6 +64,7 @@ def test_every_method_of_one_round_with_own_messages_is_known():
     assert sorted(found) == sorted(INDEPENDENT)
 
 
+@pytest.mark.sample("analytic", "ensemble", "fedpft")
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_the_rest_has_the_bits_of_a_run_without_the_client(tmp_path, name):
     tables = one_round(tmp_path, name)
@@ -213,6 +214,7 @@ def claimed(run, rest, out, *, also_its_hash):
     return out
 
 
+@pytest.mark.sample("analytic-True", "fedpft-False", "fedavg-True")
 @pytest.mark.parametrize("also_its_hash", [False, True])
 @pytest.mark.parametrize("name", ["analytic", "fedncm", "fedpft", "fedavg"])
 def test_a_claim_is_refuted_where_the_model_recognises_no_row(tmp_path, name, also_its_hash):

@@ -289,6 +289,7 @@ class TestBackdoor:
 
 @pytest.mark.parametrize("name", ATTACKS)
 class TestEveryAttack:
+    @pytest.mark.sample("label_shuffle", "scaled_update", "backdoor")
     def test_the_same_bits_whatever_runs_it_and_other_bits_than_without(self, name, tmp_path):
         links = ({"workers": 1}, {"workers": 3}, {"workers": 1, "wire": True})
         results = [

@@ -174,6 +174,7 @@ def test_the_audit_leaves_the_run_as_it_was_and_says_its_verdicts(default):
     assert "Error by tensor" in page
 
 
+@pytest.mark.sample("fedavg", "scaffold")
 @pytest.mark.parametrize(
     "base",
     [
@@ -289,7 +290,7 @@ def test_who_is_not_asked_again_does_not_see_the_model(folder):
         assert rounds.lines({client}).rounds == tuple(took)
 
 
-@pytest.mark.sample("half-0-1.0", "log_uniform-0.01-2", "per_tensor-0-0.01")
+@pytest.mark.sample("half-0-1.0")
 @pytest.mark.parametrize(
     ("harden", "low", "high"),
     [
@@ -305,7 +306,7 @@ def test_hardened_variants(folder, harden, low, high):
     assert low <= everyone(run(folder, harden, harden=harden))[0] <= high
 
 
-@pytest.mark.sample("first_round", "log_uniform", "noise_once")
+@pytest.mark.sample("log_uniform")
 @pytest.mark.parametrize("harden", sorted(set(fedbaf.HARDENED) - {"none"}))
 def test_every_variant_is_audited_to_the_end(folder, harden):
     path = run(folder, f"whole-{harden}", {"evaluate_every": 1}, harden=harden, rounds=2)

@@ -34,7 +34,7 @@ HONEST = [
     {"method": {"name": "fedala"}},
     {"method": {"name": "fedfed"}},
     {"method": {"name": "local"}},
-    {"method": {"name": "kd", "rounds": 1}},
+    pytest.param({"method": {"name": "kd", "rounds": 1}}, marks=pytest.mark.proof),
     {"method": {"name": "fedkt", "rounds": 1}},
     {"privacy": {"aggregator": "secagg"}},
     {"run": {"asynchronous": {"buffer": 1}}},

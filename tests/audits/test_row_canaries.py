@@ -201,7 +201,7 @@ def shared_coins(keep, patch):
     patch.setattr(PrivateSteps, "batch", batch)
 
 
-@pytest.mark.sample("once", "known_noise", "blocks", "shared_coins")
+@pytest.mark.sample("once", "shared_coins")
 @pytest.mark.parametrize(
     "fault",
     [half, once, first, known_noise, unclipped, blocks, shuffled, twice, shared_coins],

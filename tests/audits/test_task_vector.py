@@ -235,6 +235,7 @@ def test_two_clients_know_each_other(tmp_path):
         assert "solutions, one of which is the vector" in one.says
 
 
+@pytest.mark.sample("method0-True", "method2-False", "method6-True")
 @pytest.mark.parametrize(
     ("method", "solved"),
     [
@@ -256,6 +257,7 @@ def test_other_forms_of_the_method_are_read(tmp_path, method, solved):
         assert found["colluders"].estimate > 0.999
 
 
+@pytest.mark.sample("fedawa")
 @pytest.mark.parametrize("name", ["fedamp", "fedawa"])
 def test_other_methods_whose_server_sees_each_vector_give_the_same_away(tmp_path, name):
     """Labels that are noise are learnt by heart, and a class that a client lacks is only pushed down: whoever mixes."""
@@ -295,6 +297,7 @@ def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
     assert set(by_name(perform(tmp_path / "run", ["task_vector"]))) == NAMES  # raises where the replay ends elsewhere
 
 
+@pytest.mark.sample("keys0")
 @pytest.mark.parametrize("keys", [{"transport": "bfloat16"}, {"space": "product", "ranks": [1, 2, 4]}])
 def test_vectors_of_another_dtype_or_rank_are_read(tmp_path, keys):
     tables = tiny_text.tables(tiny_text.save_all(tmp_path), "fedbip", local={"name": "sgd"}, **keys)

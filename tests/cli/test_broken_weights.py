@@ -67,6 +67,7 @@ def sound(tmp_path_factory):
     return place
 
 
+@pytest.mark.sample("bert-lacks_one", "gpt2-misshapen", "deit-no_number")
 @pytest.mark.each_value
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("family", TRIALS)

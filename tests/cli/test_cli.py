@@ -550,6 +550,7 @@ def test_outputs_into_a_file_are_refused(finished, tmp_path, capsys):
     assert (code, "is a file" in err) == (2, True)
 
 
+@pytest.mark.sample("fedavg", "local")
 @pytest.mark.parametrize("method", ["fedavg", "local", "fedbip"])  # one model for all; a model per client
 def test_early_stopping_by_validation_rows(tmp_path, capsys, method):
     tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": method, "rounds": 200}}

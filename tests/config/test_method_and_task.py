@@ -29,6 +29,7 @@ def refusal(method, task, adaptation):
     return None
 
 
+@pytest.mark.sample("classification", "instruction", "regression", "zero_shot")
 @pytest.mark.parametrize("task", tasks.names())
 def test_an_adaptation_is_refused_only_if_another_one_helps(task):
     for method in METHODS:

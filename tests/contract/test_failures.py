@@ -3,7 +3,7 @@
 import pytest
 
 import fedfm
-from every_method import METHODS, experiment_of
+from every_method import METHODS, SAMPLE, experiment_of
 from fedfm.core.messages import MISSING, Excluded
 from fedfm.errors import E_EXCEPTION, SENTENCES, RunError
 from fedfm.runtime import failures
@@ -58,6 +58,7 @@ def check(tables, folder, monkeypatch):
     return broken.keys()
 
 
+@pytest.mark.sample(*SAMPLE, "analytic", "average", "ccvr", "fedala", "feddpa", "fedfed")
 @pytest.mark.parametrize("name", METHODS)
 def test_of_every_method(name, tmp_path, monkeypatch):
     check(experiment_of(name, tmp_path, rounds=2, fraction=1.0), tmp_path, monkeypatch)

@@ -147,6 +147,7 @@ class TestEveryTrainedMethod:
         other = fedfm.run(experiment_of(name, tmp_path, rounds=2, run={"seed": 2}), tmp_path / "other")
         assert other["params_sha256"] != results[0]["params_sha256"]
 
+    @pytest.mark.sample("blindfed", "ditto", "fedavg", "fedbaf", "fedms", "kd", "scaffold")
     def test_its_clients_follow_schedule_warm_up_and_norm_or_refuse_them(self, name, tmp_path):
         """Of steps that last until the end; a method that calibrates its head after them shows none of it."""
         if name == "ccvr" or "local" not in {f.name for f in dataclasses.fields(resolve("methods", name))}:
@@ -160,6 +161,7 @@ class TestEveryTrainedMethod:
             ends.append(fedfm.run(told, tmp_path / str(i))["params_sha256"])
         assert len(set(ends)) == len(changes)
 
+    @pytest.mark.sample("blindfed", "fedbaf", "fedbip", "fedms", "fedpft", "flora", "scaffold")
     def test_learns(self, name, tmp_path):
         tables = experiment_of(name, tmp_path, rounds=10, fraction=1.0, **LEARNS.get(name, {}))
         result = fedfm.run(tables, tmp_path / "run")

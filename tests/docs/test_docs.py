@@ -49,6 +49,11 @@ LONG = (
     "visual-instruction",
     "leave",
     "token-classification",
+    "data-at-scale",
+    "own-model",
+    "read-a-run",
+    "multi-label",
+    "hugging-face-script",
 )
 
 

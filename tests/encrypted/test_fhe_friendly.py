@@ -165,6 +165,7 @@ def test_what_spreads_too_far_is_refused():
     check_ratio((1.0, 64.0), "row sums")
 
 
+@pytest.mark.sample("head", "lora", "top_layers")
 # --- folders ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("adaptation", ["full", "head", "lora", "top_layers"])
 def test_a_folder_loads_with_every_adaptation(twin, adaptation):

@@ -83,6 +83,7 @@ def test_training_leaves_no_interval(twin, monkeypatch, penalty):
     assert (outside == 0) == (penalty > 0)
 
 
+@pytest.mark.sample("head", "lora")
 @pytest.mark.parametrize("adaptation", ["full", "head", "lora"])
 def test_no_graph_outlives_a_step_and_a_frozen_backbone_has_no_penalty(twin, monkeypatch, adaptation):
     folder, x = twin

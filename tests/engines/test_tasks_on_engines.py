@@ -60,16 +60,7 @@ class App(ClientApp):
         return reply(self.site, self.number, message)
 
 
-@pytest.mark.sample(
-    "classification",
-    "embedding",
-    "instruction",
-    "language_modelling",
-    "multi_label",
-    "preference",
-    "regression",
-    "token_classification",
-)
+@pytest.mark.sample("classification", "instruction", "token_classification")
 @pytest.mark.parametrize("name", ROWS)
 def test_the_simulation_has_the_bits_and_the_scores_of_the_local_engine(name, place, tmp_path, monkeypatch):
     experiment = tables(place(name), task_of(name))
@@ -110,7 +101,7 @@ class TaskSilos(Carried):
         return known + f'data = "{own}"\n' + "".join(f'{key} = "own_{key}"\n' for key in mine[0])
 
 
-@pytest.mark.sample("classification", "regression", "token_classification", "segmentation", "speech")
+@pytest.mark.sample("regression", "speech")
 @pytest.mark.parametrize("name", ROWS)
 def test_silos_with_columns_of_their_own_have_the_local_bits_and_a_server_without_rows_their_scores(
     name, place, tmp_path, monkeypatch

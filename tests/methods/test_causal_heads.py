@@ -75,7 +75,7 @@ def predicted(run, folder):
     return [CLASSES.index(name) for name in fedfm.predict(run, run / "test.jsonl")["predictions"]]
 
 
-@pytest.mark.sample("fedpft", "ensemble", "ccvr")
+@pytest.mark.sample("fedpft")
 @pytest.mark.parametrize("method", FITTED)
 def test_runs_predicts_and_repeats_with_workers(folder, tmp_path, method):
     result = fedfm.run(experiment(folder, method, **FITTED[method]), tmp_path / "run")
@@ -87,6 +87,7 @@ def test_runs_predicts_and_repeats_with_workers(folder, tmp_path, method):
         assert again[key] == result[key], key
 
 
+@pytest.mark.sample("llama")
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_one_client_averaged_is_the_regression_of_scikit_learn(folder, tmp_path, model):
     result = fedfm.run(experiment(folder, "average", model, clients=1, head={"l2": L2}), tmp_path / "run")
@@ -97,6 +98,7 @@ def test_one_client_averaged_is_the_regression_of_scikit_learn(folder, tmp_path,
     assert result["accuracy"] == pytest.approx(theirs.score(scale.transform(x), y))
 
 
+@pytest.mark.sample("gpt2")
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_fedpft_is_as_accurate_as_the_regression_on_all_rows(folder, tmp_path, model):
     keys = {"components": 4, "head": {"l2": L2}}
@@ -135,6 +137,7 @@ def test_a_class_that_nobody_has_is_never_predicted(folder, tmp_path):
     assert {CLASSES.index("bird"), CLASSES.index("plant")} == set(predicted(tmp_path / "run", folder))
 
 
+@pytest.mark.sample("fedavg")
 @pytest.mark.parametrize("method", TRAINED)
 def test_methods_that_train_keep_the_heads_form(folder, tmp_path, method):
     from transformers import AutoModelForSequenceClassification

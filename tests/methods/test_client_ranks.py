@@ -42,6 +42,7 @@ def test_equal_ranks_need_no_word(tmp_path):
     assert said(tmp_path / "run") == []
 
 
+@pytest.mark.sample("ranks0-left0", "ranks2-left2")
 @pytest.mark.parametrize(("ranks", "left"), [([1, 2, 4], [1, 4]), ([1, 2], [1, 1]), ([3], [3])])
 def test_a_client_that_leaves_moves_no_rank(ranks, left, tmp_path, monkeypatch):
     monkeypatch.setattr(shadow_runs, "BUDGET", 0.0)

@@ -298,6 +298,7 @@ def crossings(run):
     return [m for m in lines if m["counted"]]
 
 
+@pytest.mark.sample("flexlora", "fedex_lora")
 @pytest.mark.parametrize("name", METHODS)
 def test_only_a_clients_own_rank_travels(folder, tmp_path, name):
     equal = fedfm.run(tables(folder, name, rounds=1), tmp_path / "equal")
@@ -312,6 +313,7 @@ def test_only_a_clients_own_rank_travels(folder, tmp_path, name):
         assert equal["bytes_down"] - mixed["bytes_down"] == pytest.approx(entries * 5, abs=40)
 
 
+@pytest.mark.sample("flora", "raflora")
 @pytest.mark.parametrize("name", METHODS)
 def test_the_first_round_is_the_same_aggregate(folder, tmp_path, name):
     """From B = 0, FlexLoRA at full rank cuts nothing, and FedEx-LoRA has FedAvg's factors and a residual beside."""
@@ -330,6 +332,7 @@ def test_the_first_round_is_the_same_aggregate(folder, tmp_path, name):
         assert any((u @ v).norm() > 1e-4 for u, v in as_factors(state.shift).values())
 
 
+@pytest.mark.sample("bert-flora", "llama-flexlora")
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", ["bert", "llama"])

@@ -355,6 +355,7 @@ def test_fast_kernels_give_nearly_the_same(folder, tmp_path):
     assert fast["loss"] == pytest.approx(slow["loss"], rel=1e-3)
 
 
+@pytest.mark.sample("after")
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_the_adapters_on_disk(folder, tmp_path, when):
     """What PEFT loads is both at 1/2; what `predict` loads is what was judged."""

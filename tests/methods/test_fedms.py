@@ -366,7 +366,7 @@ def test_a_client_model_is_predicted_and_exported(place, tmp_path):
     assert {PeftConfig.from_pretrained(folder / e).r for e in (GLOBAL, LOCAL)} == {2}
 
 
-@pytest.mark.sample("clip-keys0", "vtde-keys1")
+@pytest.mark.sample("clip-keys0")
 @pytest.mark.parametrize("keys", [{"gate": "adapter"}, {"gate": "all"}, {"share": 0.25}])
 def test_the_code_in_an_export_computes_the_mixture(place, tmp_path, keys):
     out = tmp_path / "run"

@@ -506,6 +506,7 @@ def test_one_client_trains_alone(cls, tmp_path):
         assert scalar(own(fed, method, state)["a"]) == pytest.approx(3 - 2 * 0.5**3)
 
 
+@pytest.mark.sample("fedala", "ditto", "fedrep")
 @pytest.mark.parametrize("name", ["fedamp", "fedala", "fedawa", "ldawa", "ditto", "fedper", "fedrep"])
 def test_lora_with_absent_clients(name, tmp_path):
     tables = experiment(tmp_path, method={"name": name, "rounds": 2, "local": {"learning_rate": 0.1, "batch_size": 16}})

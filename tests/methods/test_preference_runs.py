@@ -128,7 +128,7 @@ def test_the_reference_is_computed_once_a_row(folder, tmp_path, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.sample("ditto", "fedbip", "scaffold", "local")
+@pytest.mark.sample("ditto", "scaffold")
 @pytest.mark.parametrize("method", ["fedprox", "scaffold", "flora", "ditto", "feddpa", "fedamp", "fedbip", "local"])
 def test_methods_that_train_by_the_local_loop_train_this_too(folder, tmp_path, method):
     sgd = {"name": "sgd", "learning_rate": 0.5}

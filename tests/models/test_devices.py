@@ -67,6 +67,7 @@ def test_cublas_gets_its_workspace_before_it_starts(monkeypatch):
         assert torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.sample("fast-lora-False", "fast-full-True")
 @pytest.mark.parametrize(
     ("kernels", "adaptation", "said"),
     [("fast", "head", True), ("fast", "lora", False), ("exact", "head", False), ("fast", "full", True)],

@@ -49,6 +49,7 @@ def spec(kind: str, options: dict) -> AdaptationSpec:
     return AdaptationSpec(**({"name": "lora", "rank": 2} | found))
 
 
+@pytest.mark.sample("a path's alpha-siglip", "without a name-vtde", "ranks-clip")
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)

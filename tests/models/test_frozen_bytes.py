@@ -23,6 +23,7 @@ def sizes(folder: Path) -> list[int]:
     return [path.stat().st_size for path in folder.rglob("*.safetensors")]
 
 
+@pytest.mark.sample("head-fedavg", "lora-2-fedavg", "side_adapter-2-fedavg")
 @pytest.mark.each_value
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 @pytest.mark.parametrize(

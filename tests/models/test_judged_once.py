@@ -22,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_text.save_all(tmp_path_factory.mktemp("text"))
 
 
+@pytest.mark.sample("local-6", "fedbip-9", "fedavg-4")
 @pytest.mark.parametrize(
     ("method", "last"),
     [("local", 6), ("fedamp", 9), ("ditto", 9), ("fedbip", 9), ("fedavg", 4)],  # 9: also the starts of the last pass
@@ -104,7 +105,7 @@ def test_each_test_row_is_read_once_an_evaluation(
     assert clients == 1 or clients * rows not in rows_read  # all of them at once
 
 
-@pytest.mark.sample("run0", "run1")
+@pytest.mark.sample("run1")
 @pytest.mark.parametrize("run", [{}, {"workers": 2}, {"wire": True}, {"transport": "int8"}])
 def test_both_figures_are_those_of_the_rows(folder: Path, tmp_path: Path, run: dict[str, Any]) -> None:
     """Against the final model's scores of all test rows at once."""

@@ -45,6 +45,7 @@ def compare(folder, whole, other, to):
             }  # files of the same tensors have them in another order
 
 
+@pytest.mark.sample("float32-llama-peft", "bfloat16-gpt2-hf", "float32-bert-torch", "bfloat16-bert-peft")
 @pytest.mark.parametrize("to", ["peft", "hf", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

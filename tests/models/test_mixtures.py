@@ -113,6 +113,7 @@ def change(model, w):
     return {name: after[name] - before[name] for name in before}
 
 
+@pytest.mark.sample("Mixtral", "Jamba", "Mamba")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linear_adapts_each_matrix_or_names_it(folder, family):
     model = load(folder(family))
@@ -136,6 +137,7 @@ def test_every_adapted_tensor_has_a_gradient(folder, family):
     assert not [name for name, p in model.live().items() if p.grad is None or not p.grad.any()]
 
 
+@pytest.mark.sample("DeepseekV3", "GptOss", "Mamba")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_peft_and_transformers_load_what_is_exported(folder, tmp_path, family):
     model = load(folder(family))
@@ -176,6 +178,7 @@ def weighted(model, terms):
     return {name: sum(p * delta[name] for p, delta in changes) for name in changes[0][1]}
 
 
+@pytest.mark.sample("Mixtral", "GptOss")
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss", "DeepseekV3"])
 def test_the_products_of_experts_are_added_exactly(folder, tmp_path, family):
     model = load(folder(family))
@@ -367,6 +370,7 @@ def test_what_keeps_floating_point_is_said(folder):
     )
 
 
+@pytest.mark.sample("Mixtral", "GptOss", "Jamba")
 @pytest.mark.parametrize("family", MIXTURES)
 def test_what_does_not_go_with_experts_names_what_to_leave_out(folder, family):
     """The cure in a message works as it stands, for what PEFT has none of and for methods that weigh rows."""

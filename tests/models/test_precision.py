@@ -26,6 +26,7 @@ def trained(path, family, adaptation, dtype, local):
     return start, train(Job(client, start, local)), client.metrics["loss"]
 
 
+@pytest.mark.sample("vit-lora", "convnext-head", "llama-lora")
 @pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", ADAPTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -86,6 +86,7 @@ def test_losses_of_rows_add_up_to_the_loss(ready):
         assert count[0] == counts[i]
 
 
+@pytest.mark.sample("classification", "embedding", "regression", "token_classification")
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_figures_over_clients_are_those_of_their_rows(ready, data):
@@ -298,6 +299,7 @@ def files_to_predict(name, path):
     return files, (empty, none)
 
 
+@pytest.mark.sample("classification", "language_modelling", "regression", "segmentation", "token_classification")
 @pytest.mark.parametrize("name", NAMES)
 def test_files_without_targets_with_one_row_or_more_columns_are_predicted_and_empty_ones_refused(name, place, finished):
     files, empty = files_to_predict(name, place(name)[0])
@@ -496,6 +498,7 @@ LONG = {  # tasks whose texts are not in the column "text"
 }
 
 
+@pytest.mark.sample("classification", "preference", "sequence_to_sequence")
 @pytest.mark.parametrize("name", NAMES)
 def test_predict_says_what_it_does_not_read_of_a_text(name, place, tmp_path):
     if name in ("language_modelling", "segmentation", "visual_instruction", "zero_shot"):

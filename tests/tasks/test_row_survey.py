@@ -91,6 +91,7 @@ def test_lengths_are_those_of_the_written_texts(surveyed):
         assert list(found["characters_of_answer"].values()) == answers.tolist()
 
 
+@pytest.mark.sample("classification", "instruction", "regression", "segmentation", "token_classification")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_task_is_surveyed_in_a_run(name, place, tmp_path):
     made = tables(place(name), name, clients=2)

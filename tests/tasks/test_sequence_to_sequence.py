@@ -344,6 +344,7 @@ def test_partitions_by_class_are_refused(place, model_of, tmp_path):
 # --- runs and exports -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample("secagg")
 @pytest.mark.parametrize(
     "changed",
     [

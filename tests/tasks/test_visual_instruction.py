@@ -314,6 +314,9 @@ def test_an_export_keeps_the_settings_for_videos_that_are_not_used(saved, tmp_pa
     assert model.identity == load_model(ModelSpec(str(saved("qwen")), adaptation=LORA), classes=(), kind=TASK).identity
 
 
+@pytest.mark.sample(
+    "None-trained0-llava", "targets1-trained1-idefics3", "targets2-trained2-gemma3", "targets3-trained3-qwen"
+)
 # --- model ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
@@ -374,6 +377,7 @@ def test_gradients_of_single_rows_are_those_of_rows_alone(spec, saved, tmp_path)
     torch.testing.assert_close(whole, alone, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.sample("llava", "smolvlm", "qwen")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_is_the_same_alone_in_a_batch_and_by_transformers(family, saved, path):
     model, table = load(saved, family, answer_tokens=4), read(path)
@@ -407,7 +411,7 @@ def code_of(folder):
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.S)).replace("FOLDER", str(folder))
 
 
-@pytest.mark.sample("hf-llava", "peft-idefics3")
+@pytest.mark.sample("hf-llava")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 @pytest.mark.parametrize("family", ["llava", "idefics3"])
 @pytest.mark.parametrize("to", ["hf", "peft"])
