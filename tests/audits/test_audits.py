@@ -353,6 +353,7 @@ def test_the_page_lists_every_audit_and_which_have_to_be_named():
     assert listed == {name: audit.by_default for name, audit in audits().items()}
 
 
+@pytest.mark.proof
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inversion, "train", functools.partial(inverter.train, steps=5))
     monkeypatch.setattr(inversion, "TARGETS", 10)

@@ -36,7 +36,7 @@ def found(seed, epsilon, factor=1.0, **how):
     return canaries.scores(*releases(np.random.default_rng(seed), z, **how), 1.0)
 
 
-@pytest.mark.sample("2.0", "8.0")
+@pytest.mark.proof
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
 def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon):
     lows = [canaries.epsilon_bound(found(seed, epsilon), D, DELTA, 0.95) for seed in range(40)]

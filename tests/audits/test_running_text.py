@@ -161,6 +161,7 @@ def test_a_model_that_saw_other_lines_is_not_accused(remembered, tmp_path):
     assert rates.auc(members, strangers) == pytest.approx(0.5, abs=0.36)  # 12 of each: three standard errors
 
 
+@pytest.mark.proof
 def test_updates_of_other_lines_accuse_nobody(remembered, tmp_path):
     known, other = open_finished(remembered), population_of(tmp_path, seed=1, n=600)
     pool = RowPool(other, seed=1)

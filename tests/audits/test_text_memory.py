@@ -64,7 +64,7 @@ def by_generating(model, ids, start):
     return len(given) - start
 
 
-@pytest.mark.sample("instruction")
+@pytest.mark.proof
 def test_one_pass_finds_what_greedy_decoding_writes(remembered):
     saved = Run.open(remembered)
     population = populate(saved.experiment)

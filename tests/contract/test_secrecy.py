@@ -101,7 +101,7 @@ def copies(method, fed, tap):
     return found
 
 
-@pytest.mark.sample("some-fedbaf")
+@pytest.mark.proof
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("keys", [{}, {"fraction": 0.67}], ids=["everybody", "some"])

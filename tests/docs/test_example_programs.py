@@ -27,6 +27,7 @@ def test_each_program_has_a_page_with_its_command():
         assert f"python examples/{name}.py\n" in (ROOT / "examples" / f"{name}.py").read_text()
 
 
+@pytest.mark.proof
 def test_recordings_are_classified(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
     found = program("audio_classification").main(["--rows", "4", "--rounds", "1"])

@@ -393,6 +393,7 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     assert len(reproduce.curves(found)) == 1 + 2 * 2 + 1
 
 
+@pytest.mark.proof
 def test_the_operations_to_a_target_come_from_the_ledger(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_unknown_polynomials_are_refused():
         model_bytes(odd)
 
 
+@pytest.mark.proof
 def test_a_worker_whose_run_was_killed_ends_without_a_word():
     request = io.BytesIO()
     framing.write(request, framing.DONE)  # no job: the worker answers that it cannot read it

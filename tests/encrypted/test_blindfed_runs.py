@@ -78,6 +78,7 @@ class Killed(BaseException):
     """As by a signal: nothing of the process's memory is left."""
 
 
+@pytest.mark.sample("masked")
 @pytest.mark.parametrize("protocol", ["masked", "permuted"])
 def test_a_run_that_is_killed_between_batches_goes_on_there(protocol, clear, tmp_path, monkeypatch):
     monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: b"k" * n)  # the same orders in both runs

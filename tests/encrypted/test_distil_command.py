@@ -85,7 +85,7 @@ def test_the_folder_is_a_twin(whole):
     assert model.params()["classifier.weight"].shape == (2, 8)
 
 
-@pytest.mark.sample("3", "100")
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("steps", [3, 50, 90, 100, 115])
 def test_an_interrupted_one_goes_on_to_the_same_bits(place, whole, tmp_path, steps):
     """12 steps an epoch: in the tame stage, at its last epoch, and in both later stages."""

@@ -102,6 +102,7 @@ def test_other_rows_have_numbers_and_the_first_ones_keep_theirs(place, tmp_path,
         assert after["range"] >= before["range"]
 
 
+@pytest.mark.proof
 def test_once_is_enough_and_the_table_says_what_changed(place, tmp_path, capsys):
     path = again(place, tmp_path)
     assert main(["distil", str(path), "--out", str(tmp_path / "wide")]) == 0

@@ -96,6 +96,7 @@ def test_the_same_as_on_all_rows_at_once(own: list[list[int]]) -> None:
     assert scores == expected
 
 
+@pytest.mark.sample("all")
 @pytest.mark.parametrize("own", [DEALT["all"], DEALT["some are nobody's"]], ids=["all", "some are nobody's"])
 def test_the_same_bits_wherever_the_pieces_are_judged(own: list[list[int]], tmp_path: Path) -> None:
     found = []
@@ -143,6 +144,7 @@ def test_what_clients_have_judged_is_not_judged_again(
     assert sorted(map(int, log.read_text().split())) == [2, 3, 19]  # two clients' rows and the rest
 
 
+@pytest.mark.proof
 def test_a_worker_that_dies_leaves_its_piece_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     everyone = population(DEALT["all"])
     link, w, server = link_of(everyone, tmp_path, 2), start(everyone), os.getpid()

@@ -366,6 +366,7 @@ def gone_lock(place):
     return not client_stub.running(place)
 
 
+@pytest.mark.proof
 def test_a_worker_that_cannot_load_says_so_at_hello(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDFM_WORKER_IDLE", "1")
     config = {"experiment": Experiment.from_dict(table(tmp_path / "none.npz")).to_toml(), "key": "k"}
@@ -410,6 +411,7 @@ def test_what_a_worker_was_at_when_it_was_killed_is_asked_of_another(tmp_path, m
     os.kill(int((place / "worker.lock").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("silo", [None, "silo.toml"])
 def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how_but_for_a_silo(tmp_path, monkeypatch, capfd, silo):
     """How a silo's worker ended may depend on its rows; so only its owner reads it."""

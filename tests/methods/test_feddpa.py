@@ -347,6 +347,7 @@ def test_same_bits_whatever_runs_it(folder, tmp_path, name, kind):
     assert results[0]["loss"] > 0
 
 
+@pytest.mark.proof
 def test_fast_kernels_give_nearly_the_same(folder, tmp_path):
     slow, fast = (
         fedfm.run(tables(folder, "feddpa", rounds=3, run={"kernels": kernels}), tmp_path / kernels)
@@ -395,6 +396,7 @@ def test_the_adapters_on_disk(folder, tmp_path, when):
         predict.export(tmp_path / "run", "hf", tmp_path / "out", "client-00")
 
 
+@pytest.mark.proof
 def test_instructions_from_run_to_prediction(folder, tmp_path):
     wanted = tables(folder, "fedbip", "llama", 1, instruction=True, local={"weight": "fixed", "lambda": 0.3})
     result = fedfm.run(wanted, tmp_path / "run")
@@ -405,6 +407,7 @@ def test_instructions_from_run_to_prediction(folder, tmp_path):
     assert predict.predict(tmp_path / "run", folder / "asked.jsonl", "x")["perplexity"] > 0
 
 
+@pytest.mark.proof
 def test_a_newcomer_beside_fedbip_has_both_adapters(folder, tmp_path):
     fedfm.run(tables(folder, "fedbip"), tmp_path / "run")
     found = join(tmp_path / "run", folder / "rows.jsonl")

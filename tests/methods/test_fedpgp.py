@@ -122,7 +122,7 @@ def test_a_local_pass_is_that_of_a_plain_loop(place):
     torch.testing.assert_close(*method.own(client, w_i).values(), (p_G + U @ V).detach(), atol=5e-4, rtol=1e-3)
 
 
-@pytest.mark.sample("of rank 0")
+@pytest.mark.proof
 @pytest.mark.parametrize("factors", ["of rank 0", "of zeros"])
 def test_without_factors_and_contrast_it_is_promptfl(place, tmp_path, monkeypatch, factors):
     """FedAvg of the prompt, in every bit; factors of zeros have gradients of zero."""

@@ -99,6 +99,7 @@ class _Kill(fedfm.Progress):
             raise _Killed
 
 
+@pytest.mark.proof
 def test_a_killed_run_goes_on_with_the_same_bits(folder, tmp_path):
     local = {"name": "adamw", "learning_rate": 0.01, "batch_size": 5, "schedule": "linear", "warmup_steps": 2}
     exp = tables(folder, rounds=3)
@@ -159,6 +160,7 @@ def test_what_cannot_work_is_refused(folder, tmp_path, change, says):
         fedfm.run(wanted, tmp_path / "run")
 
 
+@pytest.mark.proof
 def test_rows_of_preferences_can_be_hidden_by_noise(folder, tmp_path):
     wanted = tables(folder, rounds=1, local={"name": "sgd", "learning_rate": 0.1})
     wanted["privacy"] = {

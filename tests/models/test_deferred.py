@@ -59,7 +59,7 @@ def trained(model: Model, rows: Rows, trainer: Any, batch_size: int = 16) -> Any
     return trainer([Job(client, model.params(), SGD(0.1, epochs=1, batch_size=batch_size))])[0]
 
 
-@pytest.mark.sample("2")
+@pytest.mark.proof
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_deferred_pictures_have_the_bits_of_prepared_ones(table: Table, loaders: int) -> None:
     for adaptation in ("lora", "head"):

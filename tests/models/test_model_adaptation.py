@@ -304,6 +304,7 @@ def test_batch_norms_statistics_travel_under_full_only(folder):
     assert full.params().sha256() == before.sha256()
 
 
+@pytest.mark.proof
 def test_lora_learns_on_the_real_resnet():
     table = images(12)
     model = load(real("cifar10_resnet20.safetensors"), table, "lora")

@@ -216,6 +216,7 @@ def test_full_and_half_precision_of_a_picture_model(folder):
     model.loss(model.prepare(table, range(5)).batch(range(5))).backward()
 
 
+@pytest.mark.proof
 # --- real weights -----------------------------------------------------------------------------------------------------
 def test_real_vit_keeps_its_backbone():
     from safetensors.torch import load_file

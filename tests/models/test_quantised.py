@@ -288,6 +288,7 @@ def test_the_table_of_memory_counts_what_is_there(folder):
     assert told["what one block keeps while it is computed again"] == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.proof
 @bitsandbytes
 def test_a_run_with_a_quantised_base_resumes_predicts_and_exports(folder, tmp_path):
     lines = [json.dumps({"text": t, "label": "ab"[i % 2]}) for i, t in enumerate(sentences(24).inputs)]

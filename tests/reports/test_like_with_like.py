@@ -113,6 +113,7 @@ def test_rounds_without_an_evaluation_do_not_break_a_line(pair, tmp_path):
     assert {len(path.split("L")) for path in paths} == {sum(v is not None for v in known)}  # one line in each width
 
 
+@pytest.mark.proof
 def test_lines_are_of_the_same_rows_where_a_run_is_evaluated_at_its_end_only(pair, tmp_path):
     """As `fedfm demo` does with each client alone: its own rows are no measure beside all test rows."""
     alone = tables(name="local") | {"run": {"workers": 1, "evaluate_every": 0}}

@@ -36,6 +36,7 @@ def experiments(folder):
                     continue
 
 
+@pytest.mark.proof
 def test_a_silo_counts_at_least_the_epsilon_that_the_experiment_states(tmp_path):
     """For every method, whatever its number of means, and whoever adds the noise."""
     counted = {}

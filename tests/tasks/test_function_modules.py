@@ -175,6 +175,7 @@ def test_a_guessed_size_of_images_is_said(table):
     )
 
 
+@pytest.mark.proof
 def test_a_run_is_resumed_with_the_same_bits(masked, ran, tmp_path, monkeypatch):
     class Stop(Exception):
         pass

@@ -578,6 +578,7 @@ def test_a_silo_checks_its_numbers(place, tmp_path):
         silo_config.report(file)
 
 
+@pytest.mark.proof
 def test_images_are_learned_with_any_adaptation(tmp_path):
     rng = np.random.default_rng(0)
     shade = rng.uniform(40, 250, 40)
