@@ -214,6 +214,7 @@ def test_a_super_link_gives_the_same_file(tmp_path):
     assert (tmp_path / "local/survey.json").read_bytes() == (tmp_path / "deployment/survey.json").read_bytes()
 
 
+@pytest.mark.release
 @pytest.mark.simulation
 def test_ray_gives_the_same_file(file, tmp_path):
     pytest.importorskip("ray")

@@ -23,7 +23,7 @@ FEW = {"method": {"name": "scaffold", "rounds": 2, "fraction": 0.4}, "run": {"ev
     [
         "local",
         "folder",
-        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("simulation", marks=[pytest.mark.simulation, pytest.mark.release]),
         pytest.param("deployment", marks=pytest.mark.deployment),
     ],
 )

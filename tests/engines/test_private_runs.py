@@ -29,7 +29,7 @@ TURNS = ("fraction = 0.3333333333333333", 'mechanism = "correlated_gaussian"')
 
 
 @pytest.mark.simulation
-@pytest.mark.parametrize("chosen", [COINS, TURNS])
+@pytest.mark.parametrize("chosen", [COINS, pytest.param(TURNS, marks=pytest.mark.release)])
 def test_cohorts_clips_and_correlated_noise_have_the_bits_of_the_local_engine(chosen, tmp_path):
     fraction, more = chosen
     exp = experiment(tmp_path, method=f'name = "fedavg"\nrounds = 6\n{fraction}', run=f"{PRIVACY}{more}\n")

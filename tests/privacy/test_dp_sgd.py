@@ -583,6 +583,7 @@ def test_sums_of_private_updates_can_be_hidden_too(tmp_path):
     assert hidden["accuracy"] == pytest.approx(shown["accuracy"], abs=0.03)
 
 
+@pytest.mark.release
 @pytest.mark.simulation
 def test_same_bits_as_local_on_flowers_simulation(tmp_path):
     local = fedfm.resume(prepared(tables(tmp_path), tmp_path / "local"))

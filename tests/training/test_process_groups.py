@@ -146,6 +146,7 @@ def some(w):
     ids=["lora", "full", "full-classifier", "top_layers", "head"],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.each_value
 def test_ranks_equal_one_process(folder, ranks, adaptation, task, local, terms):
     if local.micro_batch == 0 and ranks == 3 and task == "language_modelling":
         pytest.skip("shown by two ranks")
@@ -177,7 +178,7 @@ def save_wide(folder):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.release), 3])
 def test_four_bits_are_cut_by_rows(folder, tmp_path, ranks):
     """With the codes and scales of one process, also where the last rank has fewer rows."""
     pytest.importorskip("bitsandbytes")
@@ -198,7 +199,7 @@ def test_four_bits_are_cut_by_rows(folder, tmp_path, ranks):
     [
         ("killed", "rank 1 of 2 has ended; the group is started again, and the request is repeated"),
         ("stopped", "rank 1 of 2 hangs: no progress within 15 s"),
-        ("asleep", "of 2 hangs: no progress within 15 s"),
+        pytest.param("asleep", "of 2 hangs: no progress within 15 s", marks=pytest.mark.release),
         ("memory", "rank 1 of 2: OutOfMemoryError: of the device: the group is started again, with half as many rows"),
     ],
 )
