@@ -265,7 +265,7 @@ def test_words_that_are_cut_off_have_no_target_and_are_counted(model, tmp_path):
     prepared = model.prepare(table, range(4))
     assert (prepared.tensors["targets"] != -100).sum(1).tolist() == [7, 1, 7, 1]
     said = model.task.forewarnings({"training": table.take([0, 1]), "test": table.take([2])}, model.tools)
-    assert [line for line in said if line.startswith("6 of 21 words have no token among the first 8")]
+    assert [line for line in said if line.startswith("6 of 21 words have no token among the 8 that are read")]
 
 
 def test_a_batch_without_a_target_has_the_loss_zero(model, tmp_path):

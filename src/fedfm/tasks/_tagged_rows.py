@@ -68,7 +68,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
         total += sum(len(words) for words, _ in part.inputs)
     if cut:
         found.append(
-            f"{cut} of {total} words have no token among the first {tools.max_length} of their rows "
+            f"{cut} of {total} words have no token among the {tools.max_length} that are read of their rows "
             "(model.max_length): they are neither trained on nor scored"
         )
     there = {name: {tag for _, of in part.inputs for tag in of} for name, part in parts.items()}
