@@ -112,6 +112,11 @@ def test_names_that_differ_in_what_nobody_sees_are_named_with_its_code(hidden: s
     assert "differ only by invisible characters" in note
 
 
+def test_the_empty_cell_of_mysql_is_no_class() -> None:
+    (note,) = spellings(["\\N", "neg", "pos"])
+    assert note.startswith('the class "\\N" is trained like any other')
+
+
 @pytest.mark.parametrize("limit", [None, 10, 60])
 def test_nothing_in_the_built_in_images_is_doubtful(limit: int | None) -> None:
     """So they are not examined in each run."""

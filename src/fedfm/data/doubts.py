@@ -29,7 +29,7 @@ _DATE = re.compile(
     r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})(?:[ T]\d{1,2}:\d{2}\S*)?"
     r"|\d{1,2}:\d{2}(?::\d{2})?"
 )
-_EMPTY = ("nan", "<na>", "n/a", "#n/a", "null")  # what tables write for an empty cell
+_EMPTY = ("nan", "<na>", "n/a", "#n/a", "null", "\\n")  # what tables write for an empty cell; MySQL writes \N
 _SHORT = 16  # largest number of characters of a text that may stand for an empty cell
 _TYPED, _LETTERS = 2, 5  # a misspelt class has at most 2 rows, and a name of at least 5 letters
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
