@@ -62,8 +62,8 @@ def changed_outputs(parts: Mapping[str, Table], tokenizer: Any) -> list[str]:
     counts, example = list[str](), ("", "")
     for words, part in parts.items():
         outputs = [row[1] for row in part.inputs if isinstance(row[1], str) and row[1].strip()]
-        places = np.unique(np.linspace(0, len(outputs) - 1, _LOOKED_AT).astype(np.int64)) if outputs else []
-        some = [outputs[int(i)] for i in places]
+        most = min(len(outputs), _LOOKED_AT)
+        some = [outputs[i * len(outputs) // most] for i in range(most)]
         with quiet():
             ids = tokenizer(text_target=some, add_special_tokens=False)["input_ids"] if some else []
             read = [tokenizer.decode(of, skip_special_tokens=True) for of in ids]

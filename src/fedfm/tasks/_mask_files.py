@@ -63,8 +63,8 @@ def look(image: Attachment, mask: Attachment | None) -> MaskLook:
             f"{numbers.shape[0]}{turned}: a mask has the size of its image"
         )
     present = np.flatnonzero(np.bincount(numbers.ravel())) if numbers.max() <= 65535 else np.unique(numbers)
-    turned = _is_turned(image) and not _is_turned(mask)
-    return MaskLook("", tuple(present.tolist()), found, _colours(mask, present.tolist()), turned)
+    alone = _is_turned(image) and not _is_turned(mask)
+    return MaskLook("", tuple(present.tolist()), found, _colours(mask, present.tolist()), turned=alone)
 
 
 def _colours(mask: Attachment, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
