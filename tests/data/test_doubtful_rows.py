@@ -120,7 +120,7 @@ def test_files_that_make_one_split_are_named(tmp_path: Path) -> None:
     assert '"train.csv", "train_old.csv"' in said(tmp_path / "d")
 
 
-@pytest.mark.parametrize("word", ["nan", "NaN", "<NA>", "NULL", " n/a "])
+@pytest.mark.parametrize("word", ["nan", "NaN", "<NA>", "NULL", " n/a ", r"\N"])
 def test_texts_of_empty_cells(tmp_path: Path, word: str) -> None:
     assert "1 texts of" in said(write(tmp_path / "a.csv", rows([*TEXTS, word])))
     assert not said(write(tmp_path / "a.csv", rows([*TEXTS, f"{word} of it"])))

@@ -112,6 +112,43 @@ def test_names_that_differ_in_what_nobody_sees_are_named_with_its_code(hidden: s
     assert "differ only by invisible characters" in note
 
 
+@pytest.mark.parametrize("end", ["first", "last", "middle"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_row_of_units_or_totals_is_named(end: str, several: bool, tmp_path: Path) -> None:
+    """At either end of a file, also of a client's own file."""
+    rows = [f"text {i},{'ab'[i % 2]}" for i in range(40)]
+    (tmp_path / "b.csv").write_text("\n".join(["text,label", *rows]))
+    rows.insert({"first": 0, "last": 40, "middle": 20}[end], "Total,40")
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *rows]))
+    clients = {name: str(tmp_path / f"{name}.csv") for name in "ab"}
+    spec = DataSpec(clients=clients) if several else DataSpec(path=clients["a"])
+    found = [text for text in load_table(spec, seed=0).notices if "alone has the class" in text]
+    assert [f"the {end} row of" in text and '"40"' in text for text in found] == ([] if end == "middle" else [True])
+
+
+@pytest.mark.parametrize(
+    ("names", "changed"),
+    [
+        (("1-Mar", "TP53"), '"1-Mar"'),
+        (("Sep-02", "Mar-01"), '"Mar-01", "Sep-02"'),
+        (("01. Mrz", "BRCA1"), '"01. Mrz"'),
+        (("2.00E+05", "2E5"), '"2.00E+05"'),
+        (("MARCH1", "2e5", "May", "B-1", "10-50", "Mar-a", "stage-1"), ""),
+    ],
+)
+def test_names_that_a_spreadsheet_changed_are_named(names: tuple[str, ...], changed: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *(f"row {i},{names[i % len(names)]}" for i in range(70))]))
+    found = [
+        text for text in load_table(DataSpec(path=str(tmp_path / "a.csv")), seed=0).notices if "spreadsheet" in text
+    ]
+    assert [f'column "label" holds {changed}:' in text for text in found] == ([True] if changed else [])
+
+
+def test_the_empty_cell_of_mysql_is_no_class() -> None:
+    (note,) = spellings(["\\N", "neg", "pos"])
+    assert note.startswith('the class "\\N" is trained like any other')
+
+
 @pytest.mark.parametrize("limit", [None, 10, 60])
 def test_nothing_in_the_built_in_images_is_doubtful(limit: int | None) -> None:
     """So they are not examined in each run."""

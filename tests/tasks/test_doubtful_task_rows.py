@@ -263,3 +263,12 @@ def test_recordings_without_sound_are_named(tmp_path):
     (said,) = spoken(tmp_path, [NOISE, 0 * NOISE, cancelled]).notices
     assert said.startswith("2 of 3 recordings of ")
     assert "1.wav" in said
+
+
+def test_channels_that_cancel_each_other_are_named(tmp_path):
+    """An inverted channel leaves a small rest of the sound; a silent channel leaves half of it."""
+    inverted, silent, same = (np.stack([NOISE, factor * NOISE], 1) for factor in (-0.9, 0, 1))
+    (said,) = spoken(tmp_path, [silent, inverted, same, 0.01 * NOISE]).notices
+    assert said.startswith("1 of 4 recordings of ")
+    assert "lose most of their sound" in said
+    assert "1.wav" in said

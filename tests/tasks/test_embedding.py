@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -413,6 +414,22 @@ def test_parts_that_fedfm_does_not_compute_are_refused(kinds, pooling, words, tm
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     with pytest.raises(InputError, match=words):
         model_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompts": {"query": "query: ", "document": ""}}, "such as 'query: ' (query), and fedfm writes none"),
+        ({"prompts": {"query": "query: "}, "default_prompt_name": "query"}, 'writes its prompt "query" before each'),
+        ({"similarity_fn_name": "dot"}, "compares vectors by dot (similarity_fn_name)"),
+        ({"prompts": {"query": ""}, "default_prompt_name": None, "similarity_fn_name": "cosine"}, ""),
+    ],
+)
+def test_settings_of_sentence_transformers_that_are_not_read_are_named(place, settings, words, tmp_path):
+    folder = shutil.copytree(place / "st", tmp_path / "st")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    found = [line for line in model_of(folder).notices if "fedfm" in line]
+    assert [words in line for line in found] == ([True] if words else [])
 
 
 def test_models_of_other_forms_are_refused(place, vit, tmp_path):

@@ -111,3 +111,25 @@ def test_recordings_that_are_hardly_speech_are_named(scale: float, length: int, 
     (tmp_path / "metadata.csv").write_text("file_name,output\n" + "".join(f"{i}.wav,word {i}\n" for i in range(3)))
     table = load_table(DataSpec(path=str(tmp_path), test_fraction=0.0), seed=0, task="sequence_to_sequence")
     assert [what in text for text in table.notices if "recordings" in text] == ([True] if what else [])
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 2, 3, 4])
+def test_masks_that_are_not_turned_with_their_images_are_named(form: str, orientation: int, tmp_path: Path) -> None:
+    """These orientations keep width and height, so that sizes do not tell whether a mask fits."""
+
+    def said(*, masks_too: bool) -> bool:
+        for name in ("images", "masks"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        for i in range(3):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            image = Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3)).astype(np.uint8))
+            image.save(tmp_path / "images" / f"{i}.{form.lower()}", form, exif=exif)
+            mask = Image.fromarray(np.eye(8, dtype=np.uint8))
+            mask.save(tmp_path / "masks" / f"{i}.png", exif=exif if masks_too else None)
+        table = load_table(DataSpec(path=str(tmp_path)), seed=0, task="segmentation")
+        return any("3 of 3 images" in text and "their masks have none" in text for text in table.notices)
+
+    assert said(masks_too=False) == (orientation > 1)
+    assert not said(masks_too=True)

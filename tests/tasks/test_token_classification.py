@@ -22,7 +22,7 @@ from fedfm.models import word_tokens
 from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.tasks._tags import spans
+from fedfm.tasks._tags import count_begins, count_ends, spans
 from fedfm.tasks.token_classification import TokenClassification
 
 TASK = "token_classification"
@@ -85,17 +85,47 @@ def test_entities_are_those_that_conlleval_finds(tags):
 ENTITIES = st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["PER", "LOC", None])), max_size=6)
 
 
-@given(ENTITIES, st.sampled_from(["BIO", "BIOES", "BILOU"]))
+@given(ENTITIES, st.sampled_from(["BIO", "IOB1", "BIOES", "BILOU", "BMES"]))
 def test_entities_that_are_written_are_read(parts, scheme):
-    tags, right = [], []
-    single, last = {"BIO": "BI", "BIOES": "SE", "BILOU": "UL"}[scheme]
+    """Each notation gives the same entities, and no notation alone looks like two."""
+    tags, right, before = [], [], None
+    single, inner, last = {"BMES": "SME", "BIO": "BII", "IOB1": "III", "BIOES": "SIE", "BILOU": "UIL"}[scheme]
     for length, name in parts:
-        if name is None:
+        if name is not None:
+            right.append((len(tags), len(tags) + length, name))
+            first = single if length == 1 else "I" if scheme == "IOB1" else "B"
+            first = "B" if scheme == "IOB1" and name == before else first
+            marks = first + inner * (length - 2) + last * (length > 1)
+            tags += [f"{mark}-{name}" for mark in marks]
+        else:
             tags += ["O"] * length
-            continue
-        right.append((len(tags), len(tags) + length, name))
-        tags += [f"{single}-{name}"] if length == 1 else [f"B-{name}", *[f"I-{name}"] * (length - 2), f"{last}-{name}"]
+        before = name
     assert spans(tags) == right
+    assert 0 in count_ends([tags])
+    assert 0 in count_begins([tags])
+
+
+def test_sentences_in_bio_and_in_iob1_are_named(model, tmp_path):
+    """Each silo may have its own notation."""
+    bio, iob1 = ["B-A", "I-A", "O", "B-A"], ["I-A", "I-A", "O", "I-A"]
+
+    def said(*sentences):
+        table = load(jsonl(tmp_path / "a.jsonl", [{"tokens": ["x"] * len(of), "tags": of} for of in sentences]))
+        return [text for text in model.task.forewarnings({"training": table}, model.tools) if "two notations" in text]
+
+    assert not said(bio, bio)
+    assert not said(iob1, iob1)
+    (text,) = said(bio, iob1)
+    assert text.startswith("2 of 4 entities begin with I-")
+
+
+def test_a_file_of_several_columns_says_which_are_read(tmp_path):
+    """Its last column need not be the tags, such as that of CoNLL-U."""
+    (tmp_path / "a.conll").write_text(conll([[("1", "Ann", "NOUN", "_"), ("2", "ran", "VERB", "_")]] * 8))
+    (tmp_path / "b.conll").write_text(conll([[("Ann", "B-P"), ("ran", "O")]] * 8))
+    (text,) = (t for t in load(tmp_path / "a.conll").notices if "of 4 columns" in t)
+    assert text.endswith('from "1 Ann NOUN _" the word "Ann" and the tag "_"')
+    assert not any("columns" in t for t in load(tmp_path / "b.conll").notices)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -157,7 +187,8 @@ def test_forms_of_files_give_the_same_rows(tmp_path):
     assert len({fingerprint(table) for table in loaded.values()}) == 1
     assert loaded["a.jsonl"].inputs[0] == (tuple(made[0]["tokens"]), tuple(made[0]["tags"]))
     assert loaded["a.jsonl"].classes == ("O", "B-ANIMAL")
-    assert [bool(loaded[name].notices) for name in ("a.conll", "a.txt", "b.iob2.gz")] == [True, False, True]
+    assert all("of 3 columns" in loaded[name].notices[-1] for name in ("a.conll", "a.txt", "b.iob2.gz"))
+    assert [len(loaded[name].notices) for name in ("a.conll", "a.txt", "b.iob2.gz")] == [2, 1, 2]
 
 
 def test_a_folder_of_conll_files_has_their_splits(tmp_path):
@@ -265,7 +296,7 @@ def test_words_that_are_cut_off_have_no_target_and_are_counted(model, tmp_path):
     prepared = model.prepare(table, range(4))
     assert (prepared.tensors["targets"] != -100).sum(1).tolist() == [7, 1, 7, 1]
     said = model.task.forewarnings({"training": table.take([0, 1]), "test": table.take([2])}, model.tools)
-    assert [line for line in said if line.startswith("6 of 21 words have no token among the first 8")]
+    assert [line for line in said if line.startswith("6 of 21 words have no token among the 8 that are read")]
 
 
 def test_a_batch_without_a_target_has_the_loss_zero(model, tmp_path):

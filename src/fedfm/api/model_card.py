@@ -44,6 +44,10 @@ _PROCESSOR = [  # "pil" as in the run; "torchvision" gives slightly different pi
 ]
 _EXTRACTOR = ["", "from transformers import AutoFeatureExtractor", ""]
 _EXTRACTOR += ['processor = AutoFeatureExtractor.from_pretrained("FOLDER")']
+_DECODED = (
+    "In the run, images were turned by their EXIF orientation, transparent pixels were laid over white, and grey of "
+    "more than 8 bits was scaled to 0..255. Other pixels, such as those of Pillow's `convert`, give other outputs."
+)
 _MOST = 50  # largest number of classes that are named
 _EXPERTS = (
     "The run stored the base and its experts in 4 bits, but bitsandbytes cannot load experts in 4 bits. So `base/` has "
@@ -185,6 +189,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         ]
     if model.tools.tokenizer is not None and not hasattr(model.tools.processor, "tokenizer"):
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    if model.tools.image is not None:
+        words += ["", _DECODED]
     if text := model.task.for_export(model, model.params())[0].about_export(to, out):
         words += ["", text]
     if text := left_out(model):

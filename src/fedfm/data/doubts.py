@@ -19,6 +19,7 @@ from fedfm.data.table import Table, inputs_of
 
 _TRUTH = {"true", "false", "yes", "no"}
 _DATES = 2  # smallest number of different dates for a notice
+_A_CLASS = 5  # with fewer rows per class on average, a class of one row says nothing
 _MIXED = 2  # a notice needs at least this many numbers, and this many names, among the classes
 _LONG_NAME = 200  # characters; a longer class name is probably a text
 _MANY = 20  # 20 or more different numbers look like a quantity; among 20 or more rows, labels should recur
@@ -29,9 +30,13 @@ _DATE = re.compile(
     r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})(?:[ T]\d{1,2}:\d{2}\S*)?"
     r"|\d{1,2}:\d{2}(?::\d{2})?"
 )
-_EMPTY = ("nan", "<na>", "n/a", "#n/a", "null")  # what tables write for an empty cell
+_EMPTY = ("nan", "<na>", "n/a", "#n/a", "null", "\\n")  # what tables write for an empty cell; MySQL writes \N
 _SHORT = 16  # largest number of characters of a text that may stand for an empty cell
 _TYPED, _LETTERS = 2, 5  # a misspelt class has at most 2 rows, and a name of at least 5 letters
+_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec mrz mai okt dez".replace(" ", "|")
+_REWRITTEN = re.compile(  # 1-Mar, Mar-01, 01. Mrz and 2.00E+05, as spreadsheets write MARCH1 and 2E5
+    rf"\d{{1,2}}(?:-|\. ?)(?:{_MONTHS})|(?:{_MONTHS})-\d{{1,2}}|\d(?:[.,]\d+)?e\+\d{{2,}}", re.IGNORECASE
+)
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
@@ -48,6 +53,8 @@ def doubts(table: Table, label: str, images: np.ndarray | None = None) -> tuple[
         _several(table, label),
         _unique(table, label),
         _numbers_and_names(table, label),
+        _rewritten_names(table, label),
+        _row_at_an_end(table),
         _misspelling(table),
         _empty_texts(table),
         _one_class_of_test(table),
@@ -149,6 +156,35 @@ def _numbers_and_names(table: Table, label: str) -> str | None:
         f'column "{label}" holds numbers, such as {listing(numbers[:2])}, and names, such as {listing(names[:2])}: '
         "each becomes a class; if the numbers stand for these names, write names in all rows"
     )
+
+
+def _rewritten_names(table: Table, label: str) -> str | None:
+    """A notice about names that a spreadsheet has turned into dates or numbers, as it does with those of genes."""
+    found = [name for name in table.classes if _REWRITTEN.fullmatch(name)]
+    if not found:
+        return None
+    return (
+        f'column "{label}" holds {listing(found, 3)}: did a spreadsheet turn names, such as MARCH1 or 2E5, into dates '
+        "or numbers? If so, restore the names"
+    )
+
+
+def _row_at_an_end(table: Table) -> str | None:
+    """A notice about the first or last row of a file if it alone has its class, like a row of units or of totals."""
+    if table.labels is None or table.kind in ("image", "features"):
+        return None
+    count = np.bincount(table.labels, minlength=len(table.classes))
+    if len(table) < max(_MANY, _A_CLASS * len(table.classes)):
+        return None
+    owner = table.columns.get(CLIENT, np.zeros(len(table)))
+    ends = np.flatnonzero(np.append(owner[1:] != owner[:-1], True))
+    for rows, which in ((np.append(0, ends[:-1] + 1), "first"), (ends, "last")):
+        if alone := [of for of in table.labels[rows].tolist() if count[of] == 1]:
+            return (
+                f'the {which} row of {table.source} alone has the class "{table.classes[alone[0]]}": is it a row of '
+                "data, and not one of units, totals or comments?"
+            )
+    return None
 
 
 def _unique(table: Table, label: str) -> str | None:

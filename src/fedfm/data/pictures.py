@@ -1,9 +1,9 @@
 """Decode images. All sources, predictions, servers and silos do it here, so an image looks the same everywhere.
 
-An image is turned by its EXIF orientation. Transparent pixels are laid over white. If an image has several pages or
-frames, the first is read. Grey values of more than 8 bits are scaled, not clipped: the smallest range of 8, 12
-or 16 bits that holds the image's values becomes 0..255. In 16-bit colours, and in 16-bit grey with transparency, only
-the upper 8 bits are read.
+An image is turned by its EXIF orientation. Its colour profile is not applied. Transparent pixels are laid over white.
+If an image has several pages or frames, the first is read. Grey values of more than 8 bits are scaled, not clipped: the
+smallest range of 8, 12 or 16 bits that holds the image's values becomes 0..255. In 16-bit colours, and in 16-bit grey
+with transparency, only the upper 8 bits are read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SUFFIXES = (
 )
 
 _SPACES = ("CMYK", "LAB", "HSV")  # Pillow's colour modes that are converted without the file's colour profile
+_PROFILE = "a profile other than sRGB"
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16-bit and 32-bit grey
 DECODED = 1 << 30  # bytes; a table decodes its images if all have one size and fit, else keeps them encoded
@@ -49,7 +50,7 @@ class Look:
         grey: whether the image is without colours.
         form: name of the file format.
         deep: whether only the upper 8 of 16 bits are read.
-        space: the colour space of the file if it is neither grey nor RGB, e.g. CMYK, which is used in print.
+        space: the colour space of the file if it is neither grey nor sRGB, e.g. CMYK, which is used in print.
     """
 
     fault: str | None = None
@@ -122,7 +123,7 @@ def look(item: str | bytes) -> Look:
                 size=picture.size,
                 form=str(picture.format),
                 grey=picture.mode in GREY or picture.mode in WIDE,
-                space=picture.mode if picture.mode in _SPACES else "",
+                space=_space(picture),
                 deep=picture.mode not in WIDE and any(";16" in str(tile[-1]) for tile in picture.tile),
             )
             wide = picture.mode in WIDE
@@ -143,16 +144,29 @@ def look(item: str | bytes) -> Look:
         return Look("not an image that can be read" if "cannot identify" in text else text or repr(error))
 
 
+def _space(picture: Any) -> str:
+    """The value of :attr:`Look.space` for an opened Pillow image."""
+    if picture.mode in _SPACES:
+        return str(picture.mode)
+    if (profile := picture.info.get("icc_profile")) is None:
+        return ""
+    from fedfm.data import colour_profiles
+
+    return _PROFILE if colour_profiles.is_other(profile) else ""
+
+
 def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
     """Notices about the parts of these images that are left out or changed when they are read."""
     count: Counter[str] = Counter()
     tops: Counter[int] = Counter()
+    spaces: set[str] = set()
     total = 0
     for one in looks:
         total += 1
         count["frames"] += one.frames > 1
         count["transparent"] += one.transparent
         count["deep"] += one.deep
+        spaces |= {one.space} - {""}
         count["space"] += one.space != ""
         if one.top:
             tops[one.top] += 1
@@ -163,8 +177,8 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
         found.append(f"{n} of {total} images of {source} have transparent pixels, which are laid over white")
     if n := count["space"]:
         found.append(
-            f"{n} of {total} images of {source} have colours of print or another space ({', '.join(_SPACES)}), and are "
-            "converted to RGB without their colour profile, so colours may be off: save them as RGB"
+            f"{n} of {total} images of {source} have colours of print or another space ({', '.join(sorted(spaces))}), "
+            "and are converted to RGB without their colour profile, so colours may be off: save them as sRGB"
         )
     if n := count["deep"]:
         found.append(

@@ -84,6 +84,7 @@ _ALIKE: dict[str, Callable[[str], Hashable]] = {
 # How programs write that there is no label: tables, spreadsheets after a failed formula, and numeric files
 _NO_LABEL = (
     *("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-", ".", "missing", "unlabeled", "unlabelled"),
+    "\\n",  # \N, as MySQL writes an empty cell, in lower case
     *("#ref!", "#value!", "#div/0!", "#name?", "#num!", "#null!", "-99", "-999", "-9999"),
 )
 

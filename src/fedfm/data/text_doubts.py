@@ -54,7 +54,7 @@ _TEMPLATE = re.compile(
     r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|^### (?:Response|Assistant|Human|Instruction):|</s>",
     re.MULTILINE,
 )
-_OUTSIDE, _OF_ENTITY, _TWO = "O", re.compile(r"[BIESLU]-.+"), 2
+_OUTSIDE, _OF_ENTITY, _TWO = "O", re.compile(r"[BIESLUM]-.+"), 2
 _CLASSES = 100  # largest number of classes whose names are searched for in texts
 _COMPARED = 3  # number of parts of a row with two answers: prompt, better answer, worse answer
 

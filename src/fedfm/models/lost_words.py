@@ -1,9 +1,9 @@
-"""Finds the words of texts that a tokenizer loses: unknown words, and the ends of texts that are too long."""
+"""Finds what a tokenizer loses: unknown words, the ends of texts that are too long, and outputs that it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -46,5 +46,36 @@ def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
     frame = len(tokenizer("")["input_ids"])
     long = sum(len(ids) + frame > tools.max_length for ids in found)
     if long and table.kind == "text" and not cast("ModelTask", model.task).packs(table.kind):
-        said.append(f"{long} of {of} have more than {tools.max_length} tokens (model.max_length) and lose their end")
+        lost = {"left": "beginning"}.get(tokenizer.truncation_side, "end")
+        said.append(f"{long} of {of} have more than {tools.max_length} tokens (model.max_length) and lose their {lost}")
     return said
+
+
+def changed_outputs(parts: Mapping[str, Table], tokenizer: Any) -> list[str]:
+    """A notice if the tokens of some outputs stand for another text, since no answer of the model equals such outputs.
+
+    Examples are unknown characters, and a tokenizer that joins blanks or writes lower case.
+
+    Args:
+        parts: rows (input, output, ...) by what they are, such as "test"; at most 256 of each are checked.
+    """
+    counts, example = list[str](), ("", "")
+    for words, part in parts.items():
+        outputs = [row[1] for row in part.inputs if isinstance(row[1], str) and row[1].strip()]
+        most = min(len(outputs), _LOOKED_AT)
+        some = [outputs[i * len(outputs) // most] for i in range(most)]
+        with quiet():
+            ids = tokenizer(text_target=some, add_special_tokens=False)["input_ids"] if some else []
+            read = [tokenizer.decode(of, skip_special_tokens=True) for of in ids]
+        changed = [pair for pair in zip(some, read, strict=True) if pair[0].strip() != pair[1].strip()]
+        if changed:
+            counts.append(f"{len(changed)} of {len(some)} {words} rows")
+            example = changed[0]
+    if not counts:
+        return []
+    before, after = (f"{text!r:.60}" for text in example)
+    return [
+        f"the tokenizer of the model changes the outputs of {' and '.join(counts)}, such as {before} to {after}: the "
+        "model learns the changed text, and no answer equals such an output, so that accuracy (exact match) counts it "
+        "as wrong"
+    ]

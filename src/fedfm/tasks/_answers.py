@@ -104,9 +104,11 @@ class AnswerTask(LanguageTask):
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """The model's answer to each prompt, and scores that compare it with the row's answer if the row has one."""
         from fedfm.core.rows import blank
+        from fedfm.models import lost_words
         from fedfm.models.text_metrics import answer_limit, compare_texts, likelihood, of_answers, references
 
         model = trained.model
+        tokenizer = model.tools.tokenizer
         asked = replace(table, inputs=[(row[0], "", *row[2:]) for row in table.inputs])
         with trained.apply(model.prepare(asked, range(len(table)))) as rows:
             of_group = getattr(model, "generate", None)  # a model that several processes compute
@@ -118,7 +120,7 @@ class AnswerTask(LanguageTask):
             found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
         return {
             **NO_CLASSES,
-            "warnings": self._cut_prompts(asked, model),
+            "warnings": [*self._cut_prompts(asked, model), *lost_words.changed_outputs({"given": table}, tokenizer)],
             "answers": [a.text for a in given],
             "cut": [i for i, a in enumerate(given) if a.cut],
             "answer_tokens": answer_limit(model),

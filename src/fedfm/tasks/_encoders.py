@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MODES = ("mean", "cls", "max", "lasttoken")
 BASE = "base"  # in the export of an adapter, the folder of its base model
+_NAMED = 3  # number of prompts that a notice names
 _MODULES, _PARTS = "modules.json", "sentence_transformers.models"
 _LEGACY = {  # keys of 1_Pooling/config.json before sentence-transformers 5
     "pooling_mode_cls_token": "cls",
@@ -122,10 +123,23 @@ def _pooling(path: Path | str) -> tuple[Pooling, tuple[str, ...]]:
         elif kind == "Normalize":
             found = Pooling(found.mode, True)
     about = _json(path, "config_sentence_transformers.json")
-    if isinstance(about, Mapping) and (name := about.get("default_prompt_name")):
+    about = about if isinstance(about, Mapping) else {}
+    prompts = {name: text for name, text in dict(about.get("prompts") or {}).items() if text}
+    if name := about.get("default_prompt_name"):
         notices.append(
             f'model.name: {path} writes its prompt "{name}" before each text in sentence-transformers, and fedfm does '
             "not: write it into the rows"
+        )
+    elif prompts:
+        listed = ", ".join(f"{text!r:.60} ({name})" for name, text in list(prompts.items())[:_NAMED])
+        notices.append(
+            f"model.name: {path} was trained with prompts before its texts, such as {listed}, and fedfm writes none: "
+            "write them into the rows"
+        )
+    if (compared := about.get("similarity_fn_name")) not in (None, "cosine"):
+        notices.append(
+            f"model.name: {path} compares vectors by {compared} (similarity_fn_name), and fedfm trains and scores by "
+            "the cosine"
         )
     settings = _json(path, "sentence_bert_config.json")
     if isinstance(settings, Mapping) and settings.get("do_lower_case"):

@@ -34,12 +34,14 @@ class MaskLook:
         numbers: the numbers in the mask, ascending.
         image: the findings about the image.
         colours: for a mask with a palette, the colour (red, green, blue) of each number in it.
+        turned: whether the image is turned by its EXIF orientation, and the mask is not.
     """
 
     fault: str = ""
     numbers: tuple[int, ...] = ()
     image: pictures.Look = field(default_factory=pictures.Look)
     colours: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    turned: bool = False
 
 
 def look(image: Attachment, mask: Attachment | None) -> MaskLook:
@@ -61,7 +63,8 @@ def look(image: Attachment, mask: Attachment | None) -> MaskLook:
             f"{numbers.shape[0]}{turned}: a mask has the size of its image"
         )
     present = np.flatnonzero(np.bincount(numbers.ravel())) if numbers.max() <= 65535 else np.unique(numbers)
-    return MaskLook("", tuple(present.tolist()), found, _colours(mask, present.tolist()))
+    alone = _is_turned(image) and not _is_turned(mask)
+    return MaskLook("", tuple(present.tolist()), found, _colours(mask, present.tolist()), turned=alone)
 
 
 def _colours(mask: Attachment, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -71,6 +74,14 @@ def _colours(mask: Attachment, numbers: Sequence[int]) -> dict[int, tuple[int, .
     with Image.open(_open(mask)) as picture:
         flat = (picture.getpalette() or []) if picture.mode == "P" else []
     return {n: tuple(flat[3 * n : 3 * n + 3]) for n in numbers if len(flat) >= 3 * n + 3}
+
+
+def _is_turned(file: Attachment) -> bool:
+    """Whether an image is turned or mirrored by its EXIF orientation."""
+    from PIL import Image
+
+    with Image.open(_open(file)) as picture:
+        return pictures.turn_of(picture) is not None
 
 
 def size_of(image: Attachment) -> tuple[int, int]:

@@ -62,6 +62,12 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     looks = _looks(list(zip(images, masks, strict=True)), sheet)
     names, notices = _names(source), [*pictures.notices_of((of.image for of in looks), source)]
     notices += _palettes(looks, masks, source)
+    if n := sum(of.turned for of in looks):
+        notices.append(
+            f"{n} of {len(looks)} images of {source} are turned by their EXIF orientation, and their masks have none "
+            "and stay: if the masks were drawn on the images as they are stored, they do not fit; save the images "
+            "without EXIF data"
+        )
     present = {number for of in looks for number in of.numbers}
     if present == _BINARY:
         raise InputError(

@@ -8,7 +8,6 @@ sums of e^4, e^2 z, e^2 z^2, z^3 and z^4.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,13 @@ import numpy as np
 from fedfm.core.client import MAX_WEIGHT
 from fedfm.core.row_targets import FigureTable, RowTargets
 from fedfm.core.text import listing
-from fedfm.data.feature_doubts import marks_of
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import FederatedData
 from fedfm.errors import E_FIELD, ClientFault, InputError
 from fedfm.linalg.params import Params
+from fedfm.tasks._target_numbers import LARGEST, doubts, numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 
 ONE = "value"  # name of the target if there is only one; its column may have another name at each silo
 MOMENTS = 9  # number of sums for each target
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_COMMA = re.compile(r"[-+]?\d+,\d+")
-_LARGEST = 1e30  # largest absolute value of a target; a larger one is a mark or an error
-_FAR = 100.0  # if the deviation exceeds this number of interquartile ranges, a few distant numbers cause it
 _ROUNDING = 1e-15  # the mean of equal numbers is rounded: it differs from them by at most this share
 _SCALED_BINS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # edges of bins of targets for a survey, in deviations from the mean
 _PLAIN_BINS = (-1000.0, -100.0, -10.0, -1.0, 0.0, 1.0, 10.0, 100.0, 1000.0)  # the same without a known scale
@@ -58,8 +53,9 @@ def read(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
         return _of_label(sheet, spec, source)
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f'data.targets: "{twice[0]}" occurs twice; each column is one target', key="data.targets")
-    columns = [_numbers(column(sheet.columns, name, "data.targets", source), name, sheet) for name in names]
-    return RowTargets(np.stack(columns, axis=1), names, frozenset(names), _doubts(columns, names))
+    cells = [column(sheet.columns, name, "data.targets", source) for name in names]
+    columns = [numbers(values, name, sheet) for values, name in zip(cells, names, strict=True)]
+    return RowTargets(np.stack(columns, axis=1), names, frozenset(names), doubts(cells, columns, names))
 
 
 def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
@@ -71,65 +67,22 @@ def _of_label(sheet: Sheet, spec: DataSpec, source: str) -> RowTargets:
             notices = (
                 f'the numbers in column "{name}" stand for classes ({listing(known, 3)}): they are read as numbers',
             )
-        numbers = _numbers(values, name, sheet)
-        return RowTargets(numbers[:, None], (ONE,), frozenset({name}), (*notices, *_doubts([numbers], [name])))
+        found = numbers(values, name, sheet)
+        said = (*notices, *doubts([values], [found], [name]))
+        return RowTargets(found[:, None], (ONE,), frozenset({name}), said)
     sizes = [len(value) if isinstance(value, list) else 1 for value in values]
     if odd := [row for row, size in enumerate(sizes) if size != sizes[0]]:
         raise InputError(
             f'{sheet.at(odd[0])}: {sizes[odd[0]]} numbers in "{name}", and {sizes[0]} in {sheet.at(0)}: all rows need '
             "the same number of them"
         )
-    columns = [_numbers([value[j] for value in values], name, sheet) for j in range(sizes[0])]
+    cells = [[value[j] for value in values] for j in range(sizes[0])]
+    columns = [numbers(of, name, sheet) for of in cells]
     named = known if known and len(known) == sizes[0] else tuple(f"{name}-{j}" for j in range(sizes[0]))
     if not columns:
         raise InputError(f'{sheet.at(0)}: column "{name}" holds an empty list: numbers are expected')
-    doubts = _doubts(columns, named)
-    return RowTargets(np.stack(columns, axis=1), (ONE,) if len(named) == 1 else named, frozenset({name}), doubts)
-
-
-def _doubts(columns: Sequence[np.ndarray], names: Sequence[str]) -> tuple[str, ...]:
-    """Notices about targets (N,) that usually mark missing values, or lie so far away that the others look alike."""
-    found = []
-    for values, name in zip(columns, names, strict=True):
-        if marks := marks_of(values):
-            rows = int(np.isin(values, marks).sum())
-            listed = " or ".join(f"{mark:g}" for mark in marks)
-            found.append(
-                f'"{name}" is {listed} in {rows} of {len(values)} rows, far from its other numbers: it is trained like '
-                "any other number; if it marks rows without a number, remove these rows"
-            )
-        elif (middle := float(np.subtract(*np.percentile(values, [75, 25])))) and values.std() > _FAR * middle:
-            most = values[np.abs(values - np.median(values)).argmax()]
-            found.append(
-                f'"{name}" has numbers such as {most:g}, and half of its {len(values)} numbers lie within '
-                f"{middle:.3g}: the model hardly tells these apart if such numbers stay; are they marks or mistakes?"
-            )
-    return tuple(found)
-
-
-def _numbers(values: Sequence[Any], name: str, sheet: Sheet) -> np.ndarray:
-    """A column of finite numbers (N,), float64."""
-    return np.array([_number(value, name, sheet, row) for row, value in enumerate(values)], dtype=np.float64)
-
-
-def _number(value: Any, name: str, sheet: Sheet, row: int) -> float:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise InputError(f'{sheet.at(row)}: column "{name}" is empty: give a number, or remove the row')
-    found, hint = math.nan, ""
-    if isinstance(value, str):
-        if _NUMBER.fullmatch(value.strip()):
-            found = float(value)
-        elif _COMMA.fullmatch(value.strip()):
-            hint = ", with a decimal point and no other separator"
-    elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
-        found = float(value)
-    if not math.isfinite(found):
-        raise InputError(f'{sheet.at(row)}: column "{name}" holds {value!r:.40}: a finite number is expected{hint}')
-    if abs(found) > _LARGEST:
-        raise InputError(
-            f'{sheet.at(row)}: column "{name}" holds {found:g}: expected numbers up to {_LARGEST:g}; use another unit'
-        )
-    return found
+    said = doubts(cells, columns, named)
+    return RowTargets(np.stack(columns, axis=1), (ONE,) if len(named) == 1 else named, frozenset({name}), said)
 
 
 def scale_of(
@@ -196,7 +149,7 @@ def check_sums(found: Sequence[float], targets: int) -> None:
     n, totals, squares = found[0], found[1 : 1 + targets], found[1 + targets :]
     if not 0 <= n <= MAX_WEIGHT or n != int(n):
         raise ClientFault(E_FIELD, f"{n} rows: expected a number of rows")
-    if not all(abs(total) <= n * _LARGEST for total in totals) or not all(0 <= v <= n * _LARGEST**2 for v in squares):
+    if not all(abs(total) <= n * LARGEST for total in totals) or not all(0 <= v <= n * LARGEST**2 for v in squares):
         raise ClientFault(E_FIELD, f"sums beyond those of {n:.0f} rows")
 
 

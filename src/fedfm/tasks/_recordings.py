@@ -28,6 +28,7 @@ _FORMATS = "wav, flac, ogg and mp3 can be read"
 _NAMED = 3  # number of rates that a notice names
 _HEARD = 30.0  # in seconds; a Whisper reads no more
 _SILENT = 1e-4  # samples below this, of at most 1, are silence: less than four steps of 16 bits
+_CANCEL = 0.1  # if the mean of the channels has a smaller share of their largest sample, they cancel each other
 _LOUD = 2.0  # a decoder gives samples from -1 to 1; a file of floats may hold larger ones
 _SHORT = 0.05  # in seconds; no word is shorter
 _UNKNOWN = (1 << 31) - 8  # a length in a wav header from here on means "unknown": the file was written as a stream
@@ -102,6 +103,11 @@ def check(recordings: Sequence[Attachment], at: Callable[[int], str], source: st
             mixed < _SILENT,
             f"are silent in their first {_HEARD:g} s, their channels mixed to one",
             "a model learns outputs of them that nobody says",
+        ),
+        (
+            (mixed >= _SILENT) & (mixed < _CANCEL * peak),
+            "lose most of their sound when their channels are mixed to one",
+            "one channel seems to be inverted: save one of them",
         ),
         (
             peak > _LOUD,

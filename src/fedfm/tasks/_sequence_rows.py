@@ -23,7 +23,7 @@ from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, NoColumn, close
-from fedfm.models import lengths, preprocessing
+from fedfm.models import lengths, lost_words, preprocessing
 from fedfm.models.families import unwrap
 from fedfm.models.preprocessing import CHUNK, IGNORE
 from fedfm.models.preprocessors import Tools
@@ -204,6 +204,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
             f"the outputs of {' and '.join(cut_outputs)} have {limit}: the rest is not trained; scores compare answers "
             "with the complete output"
         )
+    found += lost_words.changed_outputs(parts, tools.tokenizer)
     if any(holds_recordings(part) for part in parts.values()):
         from fedfm.tasks import _recordings
 

@@ -68,7 +68,7 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
         total += sum(len(words) for words, _ in part.inputs)
     if cut:
         found.append(
-            f"{cut} of {total} words have no token among the first {tools.max_length} of their rows "
+            f"{cut} of {total} words have no token among the {tools.max_length} that are read of their rows "
             "(model.max_length): they are neither trained on nor scored"
         )
     there = {name: {tag for _, of in part.inputs for tag in of} for name, part in parts.items()}
@@ -91,12 +91,16 @@ def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
         )
     if not spellings(sorted(tags), "tag"):  # else that notice says it
         found += spellings(sorted({name for tag in tags if (name := _tags.type_of(tag))}), "type")
-    ended, left_open = _tags.count_ends(of for part in parts.values() for _, of in part.inputs)
+    sentences = [of for part in parts.values() for _, of in part.inputs]
+    two = "these are two notations, and a model learns both tags for the same words; write all tags in one"
+    ended, left_open = _tags.count_ends(sentences)
+    inside, begun = _tags.count_begins(sentences)
     if ended and left_open:
         found.append(
-            f"{ended} of {ended + left_open} entities end with E-, S-, L- or U-, and the others with B- or I-: these "
-            "are two notations, and a model learns both tags for the same words; write all tags in one"
+            f"{ended} of {ended + left_open} entities end with E-, S-, L- or U-, and the others with B- or I-: {two}"
         )
+    elif inside and begun and not bare:
+        found.append(f"{inside} of {inside + begun} entities begin with I-, and the others with B-: {two}")
     return found
 
 
@@ -214,6 +218,12 @@ def sheet_of(text: str, source: str) -> Sheet:
     if word:
         notices.append(f"{source}: the first column counts the words of a sentence: words are read from the second")
     columns = {"tokens": [[cells[word] for cells in of] for of in sentences]}
+    if width > 2 + word:
+        row = " ".join(sentences[0][0])
+        notices.append(
+            f"{source}: of {width} columns, words are read from column {word + 1} and tags from the last; "
+            f'from "{row:.60}" the word "{sentences[0][0][word]}" and the tag "{sentences[0][0][-1]}"'
+        )
     if width > 1 + word:
         columns["tags"] = [[cells[-1] for cells in of] for of in sentences]
         words, tags = (len({cell for of in columns[key] for cell in of}) for key in ("tokens", "tags"))

@@ -65,8 +65,8 @@ def answer(trained: Trained, table: Table) -> dict[str, Any]:
             entities.append([entity(words, span) for span in spans([tag or OUTSIDE for tag in of])])
     if cut := sum(of.count(None) for of in tags):
         warnings.append(
-            f"{cut} words have no token among the first {model.tools.max_length} of their rows (model.max_length): "
-            "their tag is null"
+            f"{cut} words have no token among the {model.tools.max_length} that are read of their rows "
+            "(model.max_length): their tag is null"
         )
     return {"tags": tags, "entities": entities, "words_cut": cut, "warnings": warnings}
 

@@ -13,8 +13,8 @@ from typing import Any
 Span = tuple[int, int, str]  # an entity: index of its first word, index of the word after its last, type
 
 OUTSIDE = "O"
-PREFIX = re.compile(r"([BIESLU])(?:-(.*))?")
-_SAME = {"L": "E", "U": "S"}  # a prefix in the notation BILOU -> the same prefix in the notation BIOES
+PREFIX = re.compile(r"([BIESLUM])(?:-(.*))?")
+_SAME = {"L": "E", "U": "S", "M": "I"}  # a prefix in the notation BILOU or BMES -> the same prefix in BIOES
 
 
 def _parse(tag: str) -> tuple[str, str]:
@@ -31,7 +31,7 @@ def type_of(tag: str) -> str:
 
 
 def spans(tags: Sequence[str]) -> list[Span]:
-    """The entities of a sentence with tags in BIO, IOB1 or BIOES, as conlleval finds them.
+    """The entities of a sentence with tags in BIO, IOB1, BIOES, BILOU or BMES, as conlleval finds them.
 
     Example:
         >>> spans(["B-PER", "I-PER", "O", "I-LOC", "B-LOC", "S-ORG"])
@@ -47,6 +47,24 @@ def spans(tags: Sequence[str]) -> list[Span]:
             found.append((start, i + 1, name))
         before, of = prefix, name
     return found
+
+
+def count_begins(sentences: Iterable[Sequence[str]]) -> tuple[int, int]:
+    """How many entities begin with I- as in IOB1; and how many with B- as in BIO, where IOB1 has I-.
+
+    IOB1 has B- only for an entity directly behind one of the same type. Such entities are not counted.
+
+    Example:
+        >>> count_begins([["I-PER", "I-PER", "O", "B-LOC"], ["I-PER", "B-PER"]])
+        (2, 1)
+    """
+    inside = begun = 0
+    for tags in sentences:
+        for start, _, name in spans(tags):
+            before = tags[start - 1] if start else OUTSIDE
+            inside += tags[start].startswith("I") and PREFIX.fullmatch(tags[start]) is not None
+            begun += _parse(tags[start])[0] == "B" and not (before != OUTSIDE and type_of(before) == name)
+    return inside, begun
 
 
 def count_ends(sentences: Iterable[Sequence[str]]) -> tuple[int, int]:

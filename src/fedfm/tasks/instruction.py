@@ -65,6 +65,11 @@ class Instruction(AnswerTask):
         tokens, where = encoding.instructions(part.inputs, tools.tokenizer, tools.max_length, tools.template)
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0), pairs=tuple(part.inputs))
 
+    def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
+        from fedfm.models import lost_words
+
+        return lost_words.changed_outputs(parts, tools.tokenizer)
+
     def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
         """Sums over the answers' tokens, and over the answers that the model generates."""
         from fedfm.models.text_metrics import compare_texts, references

@@ -107,7 +107,7 @@ class VisualInstruction(Instruction):
         )
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
-        from fedfm.models import left_out
+        from fedfm.models import left_out, lost_words
         from fedfm.tasks import _image_tokens
 
         cut, losses = [], dict[str, tuple[Counter[str], int]]()
@@ -116,7 +116,7 @@ class VisualInstruction(Instruction):
             cut += [f"{count} of {len(part)} {words} rows"] if count else []
             pairs = [row[:2] for row in part.inputs]
             losses[words] = left_out.count(pairs, None, tools.tokenizer), len(part)
-        found = left_out.notices(losses)
+        found = [*left_out.notices(losses), *lost_words.changed_outputs(parts, tools.tokenizer)]
         if cut:
             found.append(
                 f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: answers "
