@@ -391,8 +391,8 @@ def results(
     for point, keys in grid.items():
         row = f"{name}{point and f'.{point}'}"
         old = before["rows"].get(row, {}) if before else {}
-        if before and old:
-            choice = rates.Choice(**before["choices"][row])
+        choice = rates.Choice(**before["choices"][row]) if before and old else rates.Choice("")
+        if old and (choice.keys or not searched_grid(text, name)):
             changes, words = dict(choice.keys), next(iter(old.values()))["more"][0] if choice.keys else ""
         else:
             changes, words, choice = chosen(path, runs, text, point)
@@ -416,6 +416,17 @@ def results(
     return out, choices
 
 
+def whose_search(text: Mapping[str, Any], name: str) -> str:
+    """The row whose search gives ``name`` its keys."""
+    return str((text.get("choices", text).get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name))
+
+
+def searched_grid(text: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What the search of a row tries; empty where nothing is searched."""
+    grid: Mapping[str, Any] = text.get("choices", text).get("tune", {}).get(whose_search(text, name), {})
+    return grid
+
+
 def numbers(seeds: int | Sequence[int]) -> Sequence[int]:
     """The seeds that ``tables.json`` means by so many, or by a list of them."""
     return range(seeds) if isinstance(seeds, int) else seeds
@@ -428,9 +439,8 @@ def chosen(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple
     row = f"{path.stem}{point and f'.{point}'}"
     method = Experiment.load(path, keys).to_dict()["method"]
     declared = None if any(key.endswith("learning_rate") for key in keys) else text.get("rates", {}).get(name)
-    choices = text.get("choices", text)
-    as_whom = (choices.get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name)
-    if not (grid := choices.get("tune", {}).get(as_whom)):
+    choices, as_whom = text.get("choices", text), whose_search(text, name)
+    if not (grid := searched_grid(text, name)):
         return {}, "", rates.choice(method, row, "", {}, declared=declared)
     whose = path.with_name(f"{text.get('tuned_in', table)}__{as_whom}.toml")
     at_whom = text.get("tuned_at", {})

@@ -426,6 +426,37 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     assert len(reproduce.curves(found)) == 1 + 2 * 2 + 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "tuned", "searched"),
+    [
+        ({"method.local.learning_rate": 0.5}, True, False),  # the page has the choice
+        ({}, True, True),  # ridge, l2 and shrinkage are no rates, so the page has no key of theirs
+        ({}, False, False),  # there is nothing to search
+    ],
+)
+def test_a_page_keeps_a_row_of_which_it_has_the_choice(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys, tuned, searched
+) -> None:
+    path, asked, changed = tmp_path / "t__r.toml", [], []
+    path.write_text(ROW.replace('name = "fedbaf"', 'name = "fedavg"').replace('foundation = ".data/secret"', ""))
+    choice = sys.modules["rates"].Choice
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    monkeypatch.setattr(reproduce, "chosen", lambda *of: asked.append(of) or ({"k": 1}, "k 1", choice("tuned")))
+    monkeypatch.setattr(reproduce, "finished", lambda path, out, changes: changed.append(changes))
+    monkeypatch.setattr(reproduce, "kept", lambda *_: {"accuracy": 1.0, "more": []})
+    monkeypatch.setattr(reproduce.Run, "open", lambda _: type("R", (), {"manifest": {"ledger": {}}}))
+    old = {str(s): {"accuracy": 1.0, "more": ["words"]} for s in range(2)}
+    before = {"rows": {"r": old}, "choices": {"r": {"how": "tuned", "keys": keys}}}
+    text = {"seeds": 3, "tune": {"r": {"k": [1, 2]}} if tuned else {}}
+    found, choices = reproduce.results(path, tmp_path / ".runs", text, None, tmp_path, before)
+    assert bool(asked) == searched
+    of_row = {"k": 1} if searched else keys
+    assert changed == [{**of_row, "run.seed": 0}, {**of_row, "run.seed": 2}]
+    assert list(found["r"]) == ["0", "1", "2"]
+    assert found["r"]["1"] is old["1"]
+    assert choices["r"].get("keys", {}) == ({} if searched else keys)
+
+
 def test_the_operations_to_a_target_come_from_the_ledger(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
