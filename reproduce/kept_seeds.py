@@ -10,7 +10,7 @@ APART = 0.2  # points, or hundredths of a nat, by which rounding on another proc
 NO_FIGURES = ("seconds", "more", "curve", "epsilon")  # of a machine, words, of an audit, of the plan alone
 
 
-def completed(
+def add_seeds(
     row: str, seeds: Sequence[int], earlier: Mapping[str, Any], run: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any]:
     """Seed -> what is kept: of ``earlier`` seeds as it was, of the others by ``run``.

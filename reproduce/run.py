@@ -37,7 +37,7 @@ import rates
 from cached_runs import finished
 from claims import LEFT_OUT, NO_CLAIMS, PERCENT, RATES, looks, no_claims, spread, tally
 from claims import lines as claim_lines
-from kept_seeds import completed
+from kept_seeds import add_seeds
 
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
@@ -411,7 +411,7 @@ def results(
         if name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
             out[row] = dict.fromkeys(map(str, of), run(of[0]))
         else:
-            out[row] = completed(row, of, old, run)
+            out[row] = add_seeds(row, of, old, run)
         choices[row] = choice.to_dict()
     return out, choices
 

@@ -38,7 +38,7 @@ def test_only_the_first_seed_and_new_ones_are_run(kept_seeds, seeds, earlier, ro
         return figures(seed) | {"seconds": 9.0}
 
     old = {str(s): figures(s, 0.9 * rounding) for s in earlier}
-    found = kept_seeds.completed("row", seeds, old, run)
+    found = kept_seeds.add_seeds("row", seeds, old, run)
     assert list(found) == [str(s) for s in seeds], "the seeds of the table, and no others"
     again = {seeds[0]} | (set(seeds) - earlier)
     if seeds[0] not in earlier:
@@ -52,7 +52,7 @@ def test_only_the_first_seed_and_new_ones_are_run(kept_seeds, seeds, earlier, ro
 def test_where_the_first_seed_moved_every_seed_is_run(kept_seeds, capsys, seeds, moved) -> None:
     capsys.readouterr()
     old = {str(s): figures(s, moved) for s in range(10)}
-    assert kept_seeds.completed("row", seeds, old, figures) == {str(s): figures(s) for s in seeds}
+    assert kept_seeds.add_seeds("row", seeds, old, figures) == {str(s): figures(s) for s in seeds}
     assert f"row: seed {seeds[0]} moved" in capsys.readouterr().err
 
 
