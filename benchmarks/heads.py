@@ -286,7 +286,7 @@ def main() -> None:
                         f"times Ray's messages alone, {r['clients']}, B, E = {r['B, E']}", alone / mine, least=50.0
                     )
                 )
-            tables_out.append({"title": "Beside the messages of Flower's simulation", "rows": against})
+            tables_out.append({"title": "Compared with the messages of Flower's simulation", "rows": against})
         except ImportError as error:
             notes.append(f"Flower's simulation is left out: {error} (extra bench).")
     notes.append("pfl-research takes each client's rows in their order; fedfm and the loop shuffle them each epoch.")

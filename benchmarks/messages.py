@@ -188,7 +188,7 @@ def main() -> None:
                 }
             )
     if ray:
-        tables.append({"title": "Beside Flower's simulation (Ray), trivial clients", "rows": ray})
+        tables.append({"title": "Compared with Flower's simulation (Ray), trivial clients", "rows": ray})
     common.emit("Messages", tables, goals, notes)
 
 

@@ -108,7 +108,9 @@ def main() -> None:
         ],
         [
             common.goal(
-                "one bound for all of these runs: the largest entry over the smallest bound below 1e-6", spread, most=1
+                "largest entry of all runs, in multiples of the bound that rounds each of them by less than 1e-6",
+                spread,
+                most=1,
             )
         ],
         [

@@ -13,7 +13,7 @@ from typing import Any
 
 from rates import BORROWED, EDGE, FORBIDS
 
-from fedfm.api.intervals import cut, interval
+from fedfm.api.intervals import cut, interval, quantile
 
 Doubts = Mapping[str, str]  # row -> what its rates forbid or leave open, empty where they were chosen at its point
 Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent, or another figure
@@ -23,6 +23,15 @@ RATES = (
     "*At a grid's edge*: the best of the values searched was the last one tried, so a better one may lie outside the "
     "grid."
 )
+OPEN = (
+    "*Open* has in brackets how many seeds would decide the line if mean and standard deviation stayed what they are."
+)
+SECOND = (
+    "A line of ten seeds or more is a second look: three or five seeds had left lines of its table open, and the "
+    "number of seeds was fixed before the others were run. If the true difference is the bound, one look decides "
+    "wrongly in 5 of 100 cases, two looks in 9."
+)
+MOST = 100  # seeds that a claim could be worth
 NO_CLAIMS = "Comparisons that are no claims"
 LEFT_OUT = (
     "A rate of one of the rows was not chosen at that row's own point, so these differences decide nothing about "
@@ -117,7 +126,7 @@ def no_claims(
         values = measured(check, found)
         figure = spread(list(values.values()), limits(check), sign="+")
         tables = dict.fromkeys(row.partition("__")[0] for row in rows_of(check))
-        cells = (", ".join(f"`{t}`" for t in tables), _compared(check), figure, ", ".join(values))
+        cells = (", ".join(f"`{t}`" for t in tables), _compared(check), figure, _seeds(list(values)))
         out.append(f"| {' | '.join(cells)} | {_origins(check, doubts, choices)} |")
     return ["| table | rows | measured, points | seeds | rates |", "|---|---|---|---|---|", *out] if out else []
 
@@ -135,7 +144,7 @@ def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
     names = rows_of(check)
     if not all(name in found for name in names):
         return {}
-    seeds = sorted(set.intersection(*(set(found[name]) for name in names)))
+    seeds = sorted(set.intersection(*(set(found[name]) for name in names)), key=int)
     if "spread" in check:
         return {s: max(found[n][s] for n in names) - min(found[n][s] for n in names) for s in seeds}
     return {s: sum(factor * found[n][s] for n, factor in factors_of(check).items()) for s in seeds}
@@ -161,8 +170,18 @@ def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
     if len(values) < 2:
         return f"one seed: its sign {'holds' if gap >= 0 else 'does not'}"
     if abs(gap) <= half:
-        return f"open: the mean {'holds' if gap >= 0 else 'does not'}"
+        return f"open: the mean {'holds' if gap >= 0 else 'does not'} ({seeds_needed(values, bound)})"
     return "holds" if gap > 0 else "does not hold"
+
+
+def seeds_needed(values: Sequence[float], bound: float) -> str:
+    """``12 seeds``: so many would decide an open claim if mean and standard deviation stayed what they are."""
+    mean, half = interval(values)
+    deviation = half / quantile(len(values)) * math.sqrt(len(values))
+    for n in range(len(values) + 1, MOST + 1):
+        if quantile(n) * deviation / math.sqrt(n) < abs(mean - bound):
+            return f"{n} seeds"
+    return f"over {MOST} seeds"
 
 
 def judged(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
@@ -184,6 +203,14 @@ def tally(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> li
     others = len(left_out(claims, found, doubts))
     link = f"[below](#{NO_CLAIMS.lower().replace(' ', '-')})"
     return [f"Of {count + others} differences {count} are claims. The others ({why}) stand {link}."]
+
+
+def looks(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[str]:
+    """What the brackets of open lines and many seeds mean, where a page has them."""
+    of = [check for claim in claims for check in claim["checks"]]
+    brackets = any(line[-1].startswith("open: the mean") for check in of if (line := _said(check, found, doubts)))
+    many = any(len(measured(check, found)) >= 10 for check in of)
+    return [" ".join([OPEN] * brackets + [SECOND] * many)] if brackets or many else []
 
 
 def _doubts_of(check: Mapping[str, Any], doubts: Doubts) -> set[str]:
@@ -258,6 +285,13 @@ def _said(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[
         check["what"],
         f"at {'least' if at_least else 'most'} {bound:g}",
         spread(values, limits(check), sign="+" if at_least else ""),
-        ", ".join(by_seed),
+        _seeds(list(by_seed)),
         judged(check, verdict(values, bound, at_least=at_least), doubts),
     )
+
+
+def _seeds(seeds: Sequence[str]) -> str:
+    """``0, 1, 2``; many that follow each other by their ends, ``0 to 29``."""
+    numbers = [int(s) for s in seeds]
+    follow = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{seeds[0]} to {seeds[-1]}" if follow and len(numbers) > 5 else ", ".join(seeds)

@@ -11,14 +11,15 @@ values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and
 with its ``seeds`` on ``<set>.tuning.npz``; at each point of a grid anew; a grid whose best value is its last is
 widened), which rates are the paper's (``rates``: row -> ``how`` and ``of``), and the claims (none on a row whose rate
 is borrowed or set by hand); with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
-at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
+at each of its points, as ``<row>.<point>`` (with its own seeds where ``seeds_at`` says so; with the choice of another
 point where ``tuned_at`` says so, for all rows or for ``<row>.<point>``; with the choices of another table, at its point
 ``tuned_at`` if it has a grid, where ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name ->
 heading -> point of the grid) shows the points of one line side by side, a table a column; with ``keep_states`` the
 states that a frozen model releases of a picture are computed once for all runs of a table. This script makes data and
 models from a folder of raw sets (``--data``, by default ``../shared/data`` beside the repository) into
 ``reproduce/.data/``, runs what has not been run yet, and writes ``docs/results/<folder>.md`` with the command of every
-figure. A table that is not run keeps its old rows.
+figure. A table that is not run keeps its old rows. With ``--keep`` a row that is on the page keeps its rates and its
+seeds: only those that it lacks are run, and the first again, which must give what it gave (``kept_seeds.py``).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from typing import Any
 
 import rates
 from cached_runs import finished
-from claims import LEFT_OUT, NO_CLAIMS, PERCENT, RATES, no_claims, spread, tally
+from claims import LEFT_OUT, NO_CLAIMS, PERCENT, RATES, looks, no_claims, spread, tally
 from claims import lines as claim_lines
+from kept_seeds import add_seeds
 
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
@@ -273,7 +275,8 @@ def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
     out = [f"# {about['title']}", "", about["intro"], ""]
     doubts = doubtful(page)
     if verdicts := claim_lines(about.get("claims", []), figures(page), doubts):
-        said = [RATES, "", *tally(about["claims"], figures(page), doubts), ""]
+        of_seeds = [line for text in looks(about["claims"], figures(page), doubts) for line in (text, "")]
+        said = [RATES, "", *of_seeds, *tally(about["claims"], figures(page), doubts), ""]
         out += ["## The claims", "", about["claims_intro"], "", *said, *verdicts]
         out += [about["claims_found"], ""] if about.get("claims_found") else []
     for table, text in about["tables"].items():
@@ -316,6 +319,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="tables (the part of a row's name before __); none: only the page")
     parser.add_argument("--rows", nargs="*", help="of these tables, e.g. fedpft_diag_10; the others keep their figures")
     parser.add_argument("--seeds", help="e.g. 0,1,2 [what tables.json says of each table]")
+    parser.add_argument("--keep", action="store_true", help="the page's rates and seeds; run those that it lacks")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     options = parser.parse_args()
     folder, runs = HERE / options.folder, HERE / ".runs" / options.folder
@@ -331,20 +335,22 @@ def main() -> None:
         text = about["tables"][table]
         if "tuned_in" in text:
             text["choices"] = about["tables"][text["tuned_in"]]
-        seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else text.get("seeds", [0])
+        seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else None
         found: dict[str, Any] = {}
         choices: dict[str, Any] = {}
+        before = page.get(table) if options.keep else None
         for path in tables[table]:
             if options.rows is None or path.stem.partition("__")[2] in options.rows:
-                rows_here, choices_here = results(path, runs, text, seeds, options.data)
+                rows_here, choices_here = results(path, runs, text, seeds, options.data, before)
                 found |= rows_here
                 choices |= choices_here
         page = json.loads(store.read_text()) if store.exists() else {}  # another process may have written
         if options.rows is not None:
             found = page.get(table, {}).get("rows", {}) | found
             choices = page.get(table, {}).get("choices", {}) | choices
+        of_seeds = f" --seeds {options.seeds}" if options.seeds else ""
         page[table] = {
-            "command": command(folder, table) + (f" --seeds {options.seeds}" if options.seeds else ""),
+            "command": page[table]["command"] if before else command(folder, table) + of_seeds,
             "rows": found,
             "choices": choices,
         }
@@ -354,9 +360,19 @@ def main() -> None:
 
 
 def results(
-    path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int], data: Path
+    path: Path,
+    runs: Path,
+    text: Mapping[str, Any],
+    seeds: Sequence[int] | None,
+    data: Path,
+    before: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of one row at every point of the table's grid: name -> seed -> what is kept, and name -> its choice of rates."""
+    """Of one row at every point of the table's grid: name -> seed -> what is kept, and name -> its choice of rates.
+
+    Args:
+        seeds: None for those that the table says.
+        before: the table on the page, where its rates and seeds are kept.
+    """
     from sets import Sets, named
     from states import keep
 
@@ -370,26 +386,50 @@ def results(
             if text.get("tuning", {}).get("by") == "accuracy":
                 Sets(data, path.parent).make(f"{Path(name).stem}.tuning.npz")
     name = path.stem.partition("__")[2]
-    if name in text.get("single", []):
-        seeds = seeds[:1]
     out: dict[str, Any] = {}
     choices: dict[str, Any] = {}
     for point, keys in grid.items():
-        found: dict[str, Any] = {}
-        changes, words, choice = chosen(path, runs, text, point)
-        for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
-            if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
-                found[str(seed)] = found[str(seeds[0])]
-                continue
-            where = runs / f"{path.stem}{point and f'.{point}'}-seed{seed}"
-            result = finished(path, where, changes | keys | {"run.seed": seed})
+        row = f"{name}{point and f'.{point}'}"
+        old = before["rows"].get(row, {}) if before else {}
+        choice = rates.Choice(**before["choices"][row]) if before and old else rates.Choice("")
+        if old and (choice.keys or not searched_grid(text, name)):
+            changes, words = dict(choice.keys), next(iter(old.values()))["more"][0] if choice.keys else ""
+        else:
+            changes, words, choice = chosen(path, runs, text, point)
+
+        def run(seed: int, row: str = row, changes: Mapping[str, Any] = changes | keys, words: str = words) -> Any:
+            where = runs / f"{path.stem.partition('__')[0]}__{row}-seed{seed}"
+            result = finished(path, where, {**changes, "run.seed": seed})
             operations = Run.open(where).manifest["ledger"].get("operations", {})
-            found[str(seed)] = kept(result, words, operations, text.get("score", ""))
-            if text.get("audit"):
-                found[str(seed)]["curve"] = audited(where, text["audit"])
-        out[f"{name}{point and f'.{point}'}"] = found
-        choices[f"{name}{point and f'.{point}'}"] = choice.to_dict()
+            found = kept(result, words, operations, text.get("score", ""))
+            return found | ({"curve": audited(where, text["audit"])} if text.get("audit") else {})
+
+        at = text.get("seeds_at", {})
+        its = numbers(at[row if row in at else name]) if row in at or name in at else None
+        of = [s for s in seeds or its or numbers(text.get("seeds", 1)) if its is None or s in its]
+        of = of[:1] if name in text.get("single", []) else sorted({*of, *map(int, old)})
+        if name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
+            out[row] = dict.fromkeys(map(str, of), run(of[0]))
+        else:
+            out[row] = add_seeds(row, of, old, run)
+        choices[row] = choice.to_dict()
     return out, choices
+
+
+def whose_search(text: Mapping[str, Any], name: str) -> str:
+    """The row whose search gives ``name`` its keys."""
+    return str((text.get("choices", text).get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name))
+
+
+def searched_grid(text: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What the search of a row tries; empty where nothing is searched."""
+    grid: Mapping[str, Any] = text.get("choices", text).get("tune", {}).get(whose_search(text, name), {})
+    return grid
+
+
+def numbers(seeds: int | Sequence[int]) -> Sequence[int]:
+    """The seeds that ``tables.json`` means by so many, or by a list of them."""
+    return range(seeds) if isinstance(seeds, int) else seeds
 
 
 def chosen(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple[dict[str, Any], str, rates.Choice]:
@@ -399,9 +439,8 @@ def chosen(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple
     row = f"{path.stem}{point and f'.{point}'}"
     method = Experiment.load(path, keys).to_dict()["method"]
     declared = None if any(key.endswith("learning_rate") for key in keys) else text.get("rates", {}).get(name)
-    choices = text.get("choices", text)
-    as_whom = (choices.get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name)
-    if not (grid := choices.get("tune", {}).get(as_whom)):
+    choices, as_whom = text.get("choices", text), whose_search(text, name)
+    if not (grid := searched_grid(text, name)):
         return {}, "", rates.choice(method, row, "", {}, declared=declared)
     whose = path.with_name(f"{text.get('tuned_in', table)}__{as_whom}.toml")
     at_whom = text.get("tuned_at", {})

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import transformers
 from PIL import Image
 
 SIDE = 32
@@ -12,7 +14,9 @@ NAMES = ("background", "square", "disc")
 
 def save(folder, classes=2, side=SIDE, **settings):
     """Write the model and its image processor; returns the folder."""
-    from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22):
+        pytest.importorskip("torchvision", reason="before transformers 5.22 SegFormer's image processor needs it")
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessorPil
 
     from fedfm.models.quiet import quiet
 
@@ -21,7 +25,7 @@ def save(folder, classes=2, side=SIDE, **settings):
         torch.manual_seed(7)
         config = SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=classes, **settings)
         SegformerForSemanticSegmentation(config).save_pretrained(folder)
-        SegformerImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
+        SegformerImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
     return Path(folder)
 
 

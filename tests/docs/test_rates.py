@@ -240,9 +240,11 @@ def test_the_index_counts_claims_alone_and_says_how_many_comparisons_are_none(
         row = re.search(rf"^\| \[[\w ]+\]\({page_of(name)}\.md#the-claims\) \| (.*) \|$", written, re.M)
         assert (row is None) == (not checks[0])
         if row:
-            *counts, edges, others = row[1].split(" | ")
+            *counts, few, edges, others = row[1].split(" | ")
             decided = [check["verdict"] for check in claims.verdicts(*checks)]
             assert sum(map(int, counts)) == len(decided)
+            needed = [int(n[1]) for verdict in decided if (n := re.search(r"\((\d+) seeds\)", verdict))]
+            assert int(few) == sum(n <= 20 for n in needed)
             assert int(edges) == sum(verdict.endswith(rates.EDGE) for verdict in decided)
             assert others.partition(" ")[0] == str(len(claims.left_out(*checks)))
             assert claims.reasons(*checks) in others

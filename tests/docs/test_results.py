@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import math
+import statistics
 import sys
 import tomllib
 from pathlib import Path
@@ -14,6 +15,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
 
 from fedfm.api.pretrain_spec import Pretraining
 from fedfm.config.experiment import Experiment
@@ -36,8 +40,8 @@ def test_the_interval_decides_and_not_the_mean_alone(reproduce: ModuleType) -> N
     verdict = sys.modules["claims"].verdict
     # Mean 2 and standard deviation 1 of three: the half-width is 4.303 / sqrt(3) = 2.484.
     assert verdict([1.0, 2.0, 3.0], -0.5, at_least=True) == "holds"
-    assert verdict([1.0, 2.0, 3.0], -0.4, at_least=True) == "open: the mean holds"
-    assert verdict([1.0, 2.0, 3.0], 4.4, at_least=True) == "open: the mean does not"
+    assert verdict([1.0, 2.0, 3.0], -0.4, at_least=True) == "open: the mean holds (4 seeds)"
+    assert verdict([1.0, 2.0, 3.0], 4.4, at_least=True) == "open: the mean does not (4 seeds)"
     assert verdict([1.0, 2.0, 3.0], 4.5, at_least=True) == "does not hold"
     assert verdict([1.0, 2.0, 3.0], 4.5, at_least=False) == "holds"
     assert verdict([1.0, 2.0, 3.0], -0.5, at_least=False) == "does not hold"
@@ -55,7 +59,36 @@ def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
     line = claims.lines([{"claim": "c", "checks": [check]}], found, {"a": "", "b": ""})
     # Mean -0.5, standard deviation 1.5 sqrt(2), half-width 12.706 * 1.5.
     said = f"-0.5 ± {12.706 * 1.5:.1f}"
-    assert line[-2] == f"| w | at least 0 | {said} | 0, 1 | open: the mean does not |"
+    # With 72 seeds the half-width would be 1.994 * 1.5 sqrt(2) / sqrt(72), the first below 0.5.
+    assert line[-2] == f"| w | at least 0 | {said} | 0, 1 | open: the mean does not (72 seeds) |"
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(st.floats(-50, 50).map(lambda v: round(v, 3)), min_size=2, max_size=12), bound=st.floats(-9, 9))
+def test_the_seeds_that_an_open_claim_needs_are_those_of_students_t(reproduce: ModuleType, values, bound) -> None:
+    claims = sys.modules["claims"]
+    deviation, gap = statistics.stdev(values), abs(statistics.fmean(values) - bound)
+    halves = [stats.t.ppf(0.975, n - 1) * deviation / n**0.5 for n in range(2, claims.MOST + 1)]
+    assume(deviation > 0.1 and halves[len(values) - 2] >= gap)
+    enough = [n for n, half in enumerate(halves, start=2) if half < gap and n > len(values)]
+    said = claims.seeds_needed(values, bound)
+    if said.startswith("over"):
+        assert not enough or enough[0] >= claims.MOST - 1
+    else:
+        assert abs(int(said.removesuffix(" seeds")) - (enough or [claims.MOST + 1])[0]) <= 1, "the table is rounded"
+
+
+def test_many_seeds_are_said_by_their_ends_and_in_the_order_of_numbers(reproduce: ModuleType) -> None:
+    claims = sys.modules["claims"]
+    found = {"a": {str(s): 1.0 + s for s in (10, 2, 0, 1, 9)}, "b": {str(s): 0.0 for s in range(30)}}
+    check = {"what": "w", "left": "a", "right": "b", "at_least": 0}
+
+    def seeds() -> str:
+        return claims.verdicts([{"claim": "c", "checks": [check]}], found, {"a": "", "b": ""})[0]["seeds"]
+
+    assert seeds() == "0, 1, 2, 9, 10"
+    found["a"] = {str(s): 1.0 + s for s in reversed(range(30))}
+    assert seeds() == "0 to 29"
 
 
 def test_no_interval_says_what_the_figure_cannot_be(reproduce: ModuleType) -> None:
@@ -99,8 +132,8 @@ def test_checks_of_one_line_stand_side_by_side_each_with_its_verdict(reproduce: 
     assert claims.lines([{"claim": "c", "columns": ["few", "all"], "checks": checks}], found, doubts) == [
         *("**c**", "", "| what | bound, points | few | all | seeds |", "|---|---|---|---|---|"),
         "| w | at least 0 | -5.0 one seed: its sign does not |  | 0 |",
-        "| w | at least 0 | -10.0 (-100.0 to +100.0) open: the mean does not "
-        "| +10.0 (-100.0 to +100.0) open: the mean holds | 0, 1 |",
+        "| w | at least 0 | -10.0 (-100.0 to +100.0) open: the mean does not (34 seeds) "
+        "| +10.0 (-100.0 to +100.0) open: the mean holds (34 seeds) | 0, 1 |",
         "",
     ]
     with pytest.raises(ValueError, match="'none'"):
@@ -391,6 +424,37 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     assert run["experiment"]["run"]["seed"] == 3
     assert kept["before"] == round(100 * run["result"]["details"]["accuracy_before_aggregation"], 3)
     assert len(reproduce.curves(found)) == 1 + 2 * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "tuned", "searched"),
+    [
+        ({"method.local.learning_rate": 0.5}, True, False),  # the page has the choice
+        ({}, True, True),  # ridge, l2 and shrinkage are no rates, so the page has no key of theirs
+        ({}, False, False),  # there is nothing to search
+    ],
+)
+def test_a_page_keeps_a_row_of_which_it_has_the_choice(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys, tuned, searched
+) -> None:
+    path, asked, changed = tmp_path / "t__r.toml", [], []
+    path.write_text(ROW.replace('name = "fedbaf"', 'name = "fedavg"').replace('foundation = ".data/secret"', ""))
+    choice = sys.modules["rates"].Choice
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    monkeypatch.setattr(reproduce, "chosen", lambda *of: asked.append(of) or ({"k": 1}, "k 1", choice("tuned")))
+    monkeypatch.setattr(reproduce, "finished", lambda path, out, changes: changed.append(changes))
+    monkeypatch.setattr(reproduce, "kept", lambda *_: {"accuracy": 1.0, "more": []})
+    monkeypatch.setattr(reproduce.Run, "open", lambda _: type("R", (), {"manifest": {"ledger": {}}}))
+    old = {str(s): {"accuracy": 1.0, "more": ["words"]} for s in range(2)}
+    before = {"rows": {"r": old}, "choices": {"r": {"how": "tuned", "keys": keys}}}
+    text = {"seeds": 3, "tune": {"r": {"k": [1, 2]}} if tuned else {}}
+    found, choices = reproduce.results(path, tmp_path / ".runs", text, None, tmp_path, before)
+    assert bool(asked) == searched
+    of_row = {"k": 1} if searched else keys
+    assert changed == [{**of_row, "run.seed": 0}, {**of_row, "run.seed": 2}]
+    assert list(found["r"]) == ["0", "1", "2"]
+    assert found["r"]["1"] is old["1"]
+    assert choices["r"].get("keys", {}) == ({} if searched else keys)
 
 
 @pytest.mark.proof

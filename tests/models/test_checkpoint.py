@@ -303,6 +303,20 @@ class TestImageProcessors:
         with pytest.raises(InputError, match=r"image processor of .* cannot be read: .* not a valid JSON file"):
             load(tmp_path, images(), "head")
 
+    def test_what_a_processor_lacks_is_said_and_not_the_names_of_its_classes(self, folder, tmp_path, monkeypatch):
+        def fail(*_args, **_about):  # as transformers 5.20 of SegFormer's
+            classes = "pil: SegformerImageProcessorPil, torchvision: SegformerImageProcessor"
+            raise ValueError(
+                f"Could not load any image processor class for {tmp_path}. The model configuration resolves to the "
+                f"following image processor classes: {classes}. None of these classes could be imported. "
+                "Missing optional dependencies: torchvision. Please install the missing dependencies."
+            )
+
+        shutil.copytree(folder("vit"), tmp_path, dirs_exist_ok=True)
+        monkeypatch.setattr("transformers.AutoImageProcessor.from_pretrained", fail)
+        with pytest.raises(InputError, match=r"cannot be read: Missing optional dependencies: torchvision\."):
+            load(tmp_path, images(), "head")
+
     def test_one_that_does_not_run_here_lends_its_figures(self, folder, tmp_path, monkeypatch):
         def fail(*_args, **_about):
             raise ImportError("DINOv3ViTImageProcessor requires the Torchvision library. Read on")

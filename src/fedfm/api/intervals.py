@@ -32,8 +32,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     deviation = math.hypot(*(v - mean for v in values)) / math.sqrt(
         n - 1
     )  # hypot, since squares of large numbers overflow
-    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
-    return mean, t * deviation / math.sqrt(n)
+    return mean, quantile(n) * deviation / math.sqrt(n)
+
+
+def quantile(n: int) -> float:
+    """Two-sided 95 % quantile of Student's t for ``n`` >= 2 values."""
+    return _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
 
 
 def cut(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:

@@ -122,7 +122,7 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
         if any(stored_file(path, f"{kind}_config.json") is not None for kind in ("preprocessor", "processor")):
             raise InputError(
                 f"model.name: the image processor of {spec.name!r} cannot be read: "
-                f"{textwrap.shorten(refusals.first_of(error), 200, placeholder=' ...')}",
+                f"{textwrap.shorten(refusals.first_of(error).rpartition(' imported. ')[2], 200, placeholder=' ...')}",
                 key="model.name",
             ) from None
         vision = getattr(config, "vision_config", config)
