@@ -58,7 +58,7 @@ def check_as_asked(e: ExperimentParts) -> None:
     if e.model.task is not None or tasks.lists_columns(e.data) or e.data.kind is not None:
         from fedfm.config import options
 
-        options.check_task(e, method)
+        options.check_task(e)
     local_takes = e.method.local.adaptations if isinstance(e.method, TrainsLocally) else ()
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:

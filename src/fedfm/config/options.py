@@ -37,7 +37,7 @@ def check_momentum(local: Local) -> None:
         )
 
 
-def check_task(e: ExperimentParts, method: str) -> None:
+def check_task(e: ExperimentParts) -> None:
     """Check rules on the task that an experiment names.
 
     Raises:

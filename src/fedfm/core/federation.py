@@ -393,7 +393,7 @@ class Federation:
         if (reply.round, reply.call) not in (asked[reply.client], self._restored.get(reply.client)):
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
-    def _exclude(self, client: ClientId, fault: ClientFault, part: str = ROUND) -> None:
+    def _exclude(self, client: ClientId, fault: ClientFault, part: str) -> None:
         reason = fault.reason[:_REASON]  # the client may have written this text
         excluded = Excluded(self.round, client, fault.code, reason, part)
         self.excluded.append(excluded)

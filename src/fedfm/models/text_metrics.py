@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
 
 
-def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
+def likelihood(model: Network, rows: Rows) -> Scores:
     """A language model's loss per predicted token, perplexity and accuracy.
 
     For instructions, only the tokens of the answers count.
     """
-    found = of_tokens(count_tokens(model, rows, batch_size))
+    found = of_tokens(count_tokens(model, rows))
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
 
 

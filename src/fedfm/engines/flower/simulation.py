@@ -276,7 +276,7 @@ def _end_with(end: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[None]:
+def _ray(workers: int, log: Path, gpus: int) -> Iterator[None]:
     """Run Ray and Flower in a temporary folder."""
     folder = _folder()
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
