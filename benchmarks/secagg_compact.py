@@ -108,7 +108,10 @@ def main() -> None:
         ],
         [
             common.goal(
-                "one bound for all of these runs: the largest entry over the smallest bound below 1e-6", spread, most=1
+                "one bound for all runs: their largest entry, divided by the smallest of their bounds for an error "
+                "below 1e-6",
+                spread,
+                most=1,
             )
         ],
         [

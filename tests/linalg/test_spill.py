@@ -246,7 +246,7 @@ from fedfm.runtime.run_directory import Run
 
 column_blocks.WINDOWS = 1 << 22  # of four vectors
 small = [Params({"w": torch.randn(1 << 17)}) for _ in range(4)]
-mix(np.ones((1, 4, 4)), small)  # compiled loops take their libraries' memory for good
+mix(np.ones((1, 4, 4)), small)  # loads the libraries of compiled loops, whose memory is not freed
 del small
 
 def anonymous():

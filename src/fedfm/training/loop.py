@@ -172,13 +172,13 @@ def _train(job: Job) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
-            for p, value in zip(frozen.values(), values, strict=True):  # undoes this step for frozen tensors
+            for p, value in zip(frozen.values(), values, strict=True):  # frozen tensors get back their values
                 p.data.copy_(value)
             flat.clear()
             seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = float(total) / max(seen, 1)
-    del rule, start, correction, values, backward  # frees memory for the result
+    del rule, start, correction, values, backward  # makes room for the result
     if large:
         buffers.give_back()
     trained: Params = model.params()
