@@ -111,7 +111,9 @@ class Silos:
         if transport != EXACT:
             from fedfm.core.transport import Coding
 
-            self._coding = Coding(transport, _existing(population.client_model))
+            if (model := population.client_model) is None:
+                raise RunError('the clients of this method have no model: expected run.transport = "float32"')
+            self._coding = Coding(transport, model)
         self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload in two forms: as received, and decoded
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
@@ -369,12 +371,6 @@ class Silos:
         """Return begin and end of round t as fractions of the run: (0, 0) before all rounds, (1, 1) after them."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
-
-
-def _existing(model: Model | None) -> Model:
-    if model is None:
-        raise RunError('the clients of this method have no model: expected run.transport = "float32"')
-    return model
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:

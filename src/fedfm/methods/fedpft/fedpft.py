@@ -345,25 +345,14 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
 
     def validate(self) -> None:
         if self.counts == "withheld":
-            rules.check_withheld_counts(
-                samples=self.samples,
-                topology=self.topology,
-                bound=self.bound,
-                verify=self.verify,
-                covariance=self.covariance,
-                min_count=self.min_count,
-            )
+            rules.check_withheld_counts(vars(self))
         rules.check_topology(self.topology, self.edges, shuffle=self.shuffle, bound=self.bound)
 
     def settle(self, privacy: PrivacySpec | None) -> Self:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
         if None not in (self.covariance, self.components):
             return self
-        return replace(
-            self,
-            covariance=covariance if self.covariance is None else self.covariance,
-            components=components if self.components is None else self.components,
-        )
+        return replace(self, covariance=self.covariance or covariance, components=self.components or components)
 
     def protect(self, privacy: PrivacySpec) -> Self:
         method = copy.copy(self.settle(privacy))
