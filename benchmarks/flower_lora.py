@@ -1,4 +1,4 @@
-"""Federated LoRA of MiniLM on banking77: whole warm rounds of fedfm beside Flower's simulation.
+"""Federated LoRA of MiniLM on banking77: whole warm rounds of fedfm compared with Flower's simulation.
 
     python benchmarks/flower_lora.py
     python benchmarks/flower_lora.py --rows 64 --rounds 2
@@ -255,7 +255,7 @@ def main() -> None:
         common.goal("times Flower's simulation as its examples are written, bf16", by_written["fedfm, fast_bf16"], 8),
     ]
     notes = [f"One round of ten clients: the means of fedfm and of Flower differ by at most {apart:.1g}."]
-    common.emit("Federated LoRA beside Flower", [table], goals, notes)
+    common.emit("Federated LoRA compared with Flower", [table], goals, notes)
 
 
 if __name__ == "__main__":

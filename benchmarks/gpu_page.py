@@ -24,7 +24,7 @@ Made from `gpu.json` by `python docs/generate.py`; do not edit.
 Measured on {date} on one {gpu}, with {cores} cores of an {cpu}; {versions}. The weights are random: the shapes decide
 seconds and memory.
 
-## A round of LoRA beside TRL and FlowerTune
+## A round of LoRA compared with TRL and FlowerTune
 
 LoRA of rank 16 on all linear maps, AdamW, gradient checkpointing, products in bfloat16. The *TRL loop* loads the model
 once and trains each client by TRL's SFTTrainer. *FlowerTune* is what a client of Flower's FlowerTune templates does

@@ -261,7 +261,7 @@ def main() -> None:
     size = json.loads((folder / "size.json").read_text())
     title = f"Whole jobs with {size['parameters'] / 1e6:.0f} million parameters, {size['rows']} training rows"
     where = "" if options.device == "cpu" else " on a GPU"
-    common.emit(f"Real models beside plain loops{where}", [{"title": title, "rows": rows}], goals)
+    common.emit(f"Real models compared with plain loops{where}", [{"title": title, "rows": rows}], goals)
 
 
 if __name__ == "__main__":

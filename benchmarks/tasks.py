@@ -1,4 +1,4 @@
-"""A client's local pass for each task, beside the Trainer of transformers: same model, rows, batches and optimiser.
+"""A client's local pass for each task, against the Trainer of transformers: same model, rows, batches and optimiser.
 
 ``sequence_to_sequence`` has the Seq2SeqTrainer beside it, ``embedding`` the trainer of sentence-transformers.
 
@@ -491,7 +491,7 @@ def main() -> None:
         rows.append(row)
         goals += more
     table = {"title": f"One local pass over {ROWS} rows, {LOCAL.epochs} epochs in batches of {LOCAL.batch_size}"}
-    common.emit("Tasks beside the Trainer of transformers", [{**table, "rows": rows}], goals, [MEMORY])
+    common.emit("Tasks compared with the Trainer of transformers", [{**table, "rows": rows}], goals, [MEMORY])
 
 
 if __name__ == "__main__":

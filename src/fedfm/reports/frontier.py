@@ -80,8 +80,8 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
     y = Scale(*domain(reached, (0.0, 1.0)), height - 40, 14)
     powers = range(math.ceil(math.log10(x.low)), math.floor(math.log10(x.high)) + 1)
     below = [(t, size(t)) for t in [10.0**k for k in powers] or [min(sent), max(sent)]]
-    beside = [(t, percent(t)) for t in ticks(y.low, y.high)]
-    body = axes(x, y, left, below, beside, width, height, "sent, up and down")
+    at_left = [(t, percent(t)) for t in ticks(y.low, y.high)]
+    body = axes(x, y, left, below, at_left, width, height, "sent, up and down")
     path = "L".join(f"{x(s):.1f} {y(a):.1f}" for _, s, a in best)
     body.append(f'<path class="line s1" d="M{path}"/>')
     written: list[tuple[float, float, float, float]] = []

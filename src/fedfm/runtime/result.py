@@ -220,16 +220,16 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
         found["macs"] = None  # the cohort of a round without a line is unknown
         return
     costs = Costs(*(found[key] for key in ("macs_per_sample", "macs_once_per_sample", "epochs", "samples")))
-    cohorts, beside = ([line.get(key, 0.0) for line in lines if line["round"]] for key in ("cohort", PASSES))
-    found["macs"] = costs.tmac(cohorts, beside)
-    if any(beside):
+    cohorts, passes = ([line.get(key, 0.0) for line in lines if line["round"]] for key in ("cohort", PASSES))
+    found["macs"] = costs.tmac(cohorts, passes)
+    if any(passes):
         visits = sum(map(len, cohorts))
         found["macs_per_client_round"] = (found["macs"] - costs.once(cohorts)) / visits
     target = run.experiment.run.target_accuracy
     if target is not None:
         rounds = rounds_to(target, [(line["round"], line.get("accuracy")) for line in lines])
         found |= {"target_accuracy": target, "rounds_to_target": rounds}
-        found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
+        found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], passes)
 
 
 def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

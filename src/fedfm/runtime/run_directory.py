@@ -223,7 +223,7 @@ class Run:
             "seconds": seconds,
             "excluded": [asdict(e) for e in fed.excluded],
             "cohort": list(fed.cohort),
-            "underway": {client: list(at) for client, at in fed.underway.items()},
+            "underway": {client: list(at) for client, at in fed.in_flight.items()},
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
             "experiment": to_json({k: v for k, v in self.manifest["experiment"].items() if k not in ("name", "data")}),
