@@ -407,7 +407,7 @@ def test_files_are_the_servers_alone_and_at_most_three_a_client(tmp_path):
         w = step(w, t)
     told = json.loads((tmp_path / "underway.json").read_text())
     assert told.keys() == ROWS.keys()
-    assert {name: (sent["round"], sent["call"]) for name, sent in told.items() if name in fed.in_flight} == fed.in_flight
+    assert {name: (told[name]["round"], told[name]["call"]) for name in fed.in_flight} == fed.in_flight
     kept = [tmp_path / "underway.json", *(tmp_path / "underway").iterdir(), *tmp_path.glob(f"*/{FILE}")]
     assert len(kept) <= 1 + 3 * len(ROWS)  # the last two answers here, the last at the site
     assert [path for path in kept if path.stat().st_mode & 0o077] == []

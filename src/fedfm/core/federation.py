@@ -14,7 +14,7 @@ from fedfm.core.client import ClientId, Update, action, each, no_secret
 from fedfm.core.messages import REVEAL, ROUND, SCORES, Excluded, Link, Reply, Request, Streaming
 from fedfm.core.transcript import Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
-from fedfm.linalg.out_of_core import Shelf, to_file
+from fedfm.linalg.out_of_core import VectorStore, to_file
 from fedfm.linalg.params import Layout, Params
 
 if TYPE_CHECKING:
@@ -232,12 +232,12 @@ class Federation:
         came = self.exchange(
             kind, handler, of, payload, hint, form=form, down=down, counted=counted, check=check_reply, least=least
         )
-        shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
+        store, means, replies = VectorStore(), update_metrics.Means(), dict[ClientId, Any]()
         for client, value in came:
             if isinstance(value, Update):
                 means.add(value)
-                value = replace(value, delta=shelf.put(value.delta))
-            replies[client] = shelf.put(value) if isinstance(value, Params) else value
+                value = replace(value, delta=store.put(value.delta))
+            replies[client] = store.put(value) if isinstance(value, Params) else value
         self.metrics.update(means.means())
         return replies
 

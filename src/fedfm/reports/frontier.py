@@ -67,7 +67,7 @@ def frontier(spots: Sequence[Spot]) -> list[Spot]:
     return out
 
 
-def _touch(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
     """Whether two boxes (x, y, width, height) overlap."""
     return a[0] < b[0] + b[2] and b[0] < a[0] + a[2] and a[1] < b[1] + b[3] and b[1] < a[1] + a[3]
 
@@ -93,7 +93,7 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
         long = 6.6 * len(text)
         at, anchor = (x(s) - 7, "end") if x(s) > width * 0.7 else (x(s) + 7, "start")
         box = (at - long if anchor == "end" else at, y(a) - 18, long, 14.0)
-        if not any(_touch(box, other) for other in written):  # a name without room is shown only on hover
+        if not any(_overlap(box, other) for other in written):  # a name without room is shown only on hover
             written.append(box)
             body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(text)}</text>')
     return frame(width, height, label, body)

@@ -29,8 +29,8 @@ from fedfm.errors import (
     E_READONLY,
     E_REFUSED,
     OF_NO_ROW,
+    SEE_LOG,
     SENTENCES,
-    UNTOLD,
     ClientFault,
     Lost,
     RunError,
@@ -203,11 +203,11 @@ class Silos:
             if self._reveal or error.code in OF_NO_ROW:
                 return error
             self._on_error(client, f"{error}\n")
-            return ClientFault(error.code, SENTENCES.get(error.code, UNTOLD))
+            return ClientFault(error.code, SENTENCES.get(error.code, SEE_LOG))
         self._on_error(client, "".join(traceback.format_exception(error)))
         text = first_line(error)
         if isinstance(error, Lost):
-            return ClientFault(E_LOST, text if self._reveal else f"its stored state is damaged or missing: {UNTOLD}")
+            return ClientFault(E_LOST, text if self._reveal else f"its stored state is damaged or missing: {SEE_LOG}")
         if not self._reveal:
             return ClientFault(E_EXCEPTION, SENTENCES[E_EXCEPTION])
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)

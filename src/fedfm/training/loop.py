@@ -41,14 +41,14 @@ class Flat:
         self.g, self._live = torch.empty(0), tuple(live.values())
         for tensor, piece in self._pieces():
             tensor.data = self.p[piece].view(tensor.shape)
-        self.wake()
+        self.allocate_gradients()
 
     @property
     def lean(self) -> bool:
         """Whether the model is so large that its gradients are freed between two steps."""
         return self.p.nbytes >= pages.LARGE
 
-    def wake(self) -> None:
+    def allocate_gradients(self) -> None:
         """Allocate gradients of 0."""
         if len(self.g) != len(self.p):
             self.g = torch.zeros_like(self.p)
@@ -58,7 +58,7 @@ class Flat:
     def clear(self) -> None:
         """Set the gradients to 0. For a large model they are freed, and the next backward pass allocates them again."""
         if not self.lean:
-            self.wake()
+            self.allocate_gradients()
             self.g.zero_()
             return
         self.g = torch.empty(0)
@@ -127,7 +127,7 @@ def flat_of(model: Model) -> Flat:
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
         flat = _flats[model] = Flat(live)
-    flat.wake()
+    flat.allocate_gradients()
     return flat
 
 
@@ -200,11 +200,11 @@ class _Backward:
         if getattr(self.model, "mixes_rows", ""):
             return self._add(rows, index, size)
 
-        def afresh(size: int) -> Tensor:
+        def add_again(size: int) -> Tensor:
             self.flat.clear()
             return self._add(rows, index, size)
 
-        loss, fit = in_halves(size, afresh, self._say)
+        loss, fit = in_halves(size, add_again, self._say)
         self.most = fit if fit < size else self.most
         return loss
 
