@@ -87,6 +87,32 @@ def check_as_asked(e: ExperimentParts) -> None:
             "largest that the model has room for; raise model.adaptation.rank, and set alpha",
             key="method.ranks",
         )
+    _check_engine(e, method)
+    if run.local_scores and e.privacy is not None:
+        raise InputError(
+            "run.local_scores: [privacy] does not cover accuracies of single clients; drop one of the two",
+            key="run.local_scores",
+        )
+    if run.evaluate_fraction < 1 and run.asynchronous is not None:
+        raise InputError(
+            "run.evaluate_fraction: with run.asynchronous every client works, and sends scores with its updates; drop "
+            "one of the two",
+            key="run.evaluate_fraction",
+        )
+    _check_early_end(e, method)
+    if e.aggregation.transport.form != "plain":
+        from fedfm.config import guarantee
+
+        guarantee.check_hidden(e, method)
+    if run.transport != EXACT:
+        from fedfm.config import options
+
+        options.check_transport(e, method)
+
+
+def _check_engine(e: ExperimentParts, method: str) -> None:
+    """Refuse keys and models that do not go with the engine, or with its processes."""
+    run, needs = e.run, e.method.needs
     if run.superlink is not None and run.engine != "deployment":
         raise InputError(f'run.superlink: only engine = "deployment" takes it, not "{run.engine}"', key="run.superlink")
     if run.ray_address is not None and run.engine != "simulation":
@@ -121,17 +147,11 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f'{needs.local}: all parties are in one place: expected run.engine = "local"', key="run.engine"
         )
-    if run.local_scores and e.privacy is not None:
-        raise InputError(
-            "run.local_scores: [privacy] does not cover accuracies of single clients; drop one of the two",
-            key="run.local_scores",
-        )
-    if run.evaluate_fraction < 1 and run.asynchronous is not None:
-        raise InputError(
-            "run.evaluate_fraction: with run.asynchronous every client works, and sends scores with its updates; drop "
-            "one of the two",
-            key="run.evaluate_fraction",
-        )
+
+
+def _check_early_end(e: ExperimentParts, method: str) -> None:
+    """Refuse early stopping without its validation rows, and any early end that would leave the model incomplete."""
+    run = e.run
     if run.patience and e.privacy is not None:
         raise InputError(
             "run.patience: [privacy] does not cover validation losses of single clients; drop one of the two",
@@ -151,14 +171,6 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f"{key}: {method} completes its model in the last round, which an early end would skip; drop it", key=key
         )
-    if e.aggregation.transport.form != "plain":
-        from fedfm.config import guarantee
-
-        guarantee.check_hidden(e, method)
-    if run.transport != EXACT:
-        from fedfm.config import options
-
-        options.check_transport(e, method)
 
 
 def _check_folder(e: ExperimentParts) -> None:
