@@ -20,7 +20,8 @@ from fedfm.audits.replay import Replay, Watch, check_unchanged, open_finished, p
 from fedfm.audits.steps import Step, TimeUpError, command, deadline, steps, until
 from fedfm.config.registry import available
 from fedfm.core import storage
-from fedfm.core.text import duration_text, to_json
+from fedfm.core.durations import duration_text
+from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError, close, quote_names
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress

@@ -10,7 +10,7 @@ from fedfm.api.command_registry import action
 from fedfm.api.terminal import hint_for_epochs, hint_on_stop, say, tell
 from fedfm.cli.imports import quick_imports
 from fedfm.cli.running import tell_missing, watch
-from fedfm.core.text import duration_text, to_json, visible
+from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
 
 
@@ -36,6 +36,7 @@ def audit(args: Namespace) -> int:
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
+    from fedfm.core.durations import duration_text
     from fedfm.reports import dossier, renewal
     from fedfm.runtime.run_directory import Run
     from fedfm.runtime.step_bars import Attacks

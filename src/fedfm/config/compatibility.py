@@ -6,15 +6,12 @@ its ``validate``.
 
 from __future__ import annotations
 
-from typing import Any, cast, get_type_hints
-
 from fedfm.aggregation.mean import Mean
-from fedfm.attacks.attack import halves_of, locals_of
+from fedfm.attacks.attack import locals_of
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
-from fedfm.core.client import Update
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, quote_names
 from fedfm.linalg.precisions import EXACT
@@ -99,7 +96,10 @@ def check_as_asked(e: ExperimentParts) -> None:
             "one of the two",
             key="run.evaluate_fraction",
         )
-    _check_early_end(e, method)
+    if run.patience or getattr(e.privacy, "halt_at_epsilon", None):
+        from fedfm.config import options
+
+        options.check_early_end(e, method)
     if e.aggregation.transport.form != "plain":
         from fedfm.config import guarantee
 
@@ -119,7 +119,10 @@ def _check_engine(e: ExperimentParts, method: str) -> None:
         raise InputError(
             f'run.ray_address: only engine = "simulation" takes it, not "{run.engine}"', key="run.ray_address"
         )
-    _check_folder(e)
+    if run.engine == "folder" or (run.folder, run.roster, run.identity) != (None, None, None):
+        from fedfm.config import options
+
+        options.check_folder(e, method)
     if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
         raise InputError(
             f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs",
@@ -149,83 +152,17 @@ def _check_engine(e: ExperimentParts, method: str) -> None:
         )
 
 
-def _check_early_end(e: ExperimentParts, method: str) -> None:
-    """Refuse early stopping without its validation rows, and any early end that would leave the model incomplete."""
-    run = e.run
-    if run.patience and e.privacy is not None:
-        raise InputError(
-            "run.patience: [privacy] does not cover validation losses of single clients; drop one of the two",
-            key="run.patience",
-        )
-    if run.patience and not e.data.val_fraction:
-        raise InputError(
-            "run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1", key="run.patience"
-        )
-    if run.patience and not run.evaluate_every:
-        raise InputError(
-            "run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not",
-            key="run.patience",
-        )
-    early = {"run.patience": run.patience, "privacy.halt_at_epsilon": getattr(e.privacy, "halt_at_epsilon", None)}
-    for key in (key for key, value in early.items() if value and e.method.traits.last_round_differs):
-        raise InputError(
-            f"{key}: {method} completes its model in the last round, which an early end would skip; drop it", key=key
-        )
-
-
-def _check_folder(e: ExperimentParts) -> None:
-    """Refuse settings that do not work on the folder engine, and this engine's keys on other engines."""
-    run, method = e.run, f'method "{e.method_name}"'
-    if run.engine != "folder":
-        for key in ("folder", "roster", "identity"):
-            if getattr(run, key) is not None:
-                raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"', key=f"run.{key}")
-        return
-    if run.folder is None:
-        raise InputError('run.folder: engine = "folder" needs the folder for the messages', key="run.folder")
-    if run.roster is None:
-        raise InputError(
-            "run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one",
-            key="run.roster",
-        )
-    if e.attack is not None:
-        raise InputError(
-            f'[attack]: {method} on engine = "folder" has real silos, which do not attack; drop it',
-            key="attack",
-        )
-
-
 def check_as_run(e: ExperimentParts) -> None:
     """Check the rules on the method under [privacy], which may make it call other client halves.
 
     Raises:
         InputError: a rule is broken; the message is about the first one.
     """
-    method, attack = f'method "{e.method_name}"', cast(Any, e.attack)
-    if attack is not None:
-        if e.in_memory or e.own_code:
-            raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it", key="attack")
-        halves, needs = halves_of(e.method), e.method.needs
-        if needs.model == "server":
-            raise InputError(
-                f"[attack]: the clients of {method} have no model, and attacks act on rows and updates of clients that "
-                "have one; drop it",
-                key="attack",
-            )
-        if not e.method.rounds or needs.pooled or not halves:
-            raise InputError(f"[attack]: {method} has no client that trains, so none can attack; drop it", key="attack")
-        if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
-            raise InputError(
-                f'attack.name = "{name_of("attacks", attack)}": the clients of {method} send no updates; '
-                'expected "label_shuffle"',
-                key="attack.name",
-            )
-        if attack.needs == "epochs" and not locals_of(e.method):
-            raise InputError(
-                f"attack.intensity = {attack.intensity}: {method} has no [method.local] whose epochs it could "
-                "multiply; expected 1",
-                key="attack.intensity",
-            )
+    method = f'method "{e.method_name}"'
+    if e.attack is not None:
+        from fedfm.config import options
+
+        options.check_attack(e, method)
     if not isinstance(e.aggregation, Mean):
         where = f'aggregation.name = "{name_of("aggregation", e.aggregation)}":'
         if not e.method.means:

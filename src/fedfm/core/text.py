@@ -128,18 +128,6 @@ def several(word: str) -> str:
     return f"{word}es" if word.endswith("s") else f"{word}s"
 
 
-def duration_text(seconds: float) -> str:
-    """An estimated duration in words.
-
-    Example:
-        >>> duration_text(0.4), duration_text(47.0), duration_text(400.0), duration_text(9000.0)
-        ('1 s', '47 s', '7 min', '2.5 h')
-    """
-    if seconds < 100:
-        return f"{max(round(seconds), 1)} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 def complain(text: object) -> None:
     """Print one line on stderr, for use if no log can be written."""
     sys.stderr.write(f"fedfm: {visible(text)}\n")

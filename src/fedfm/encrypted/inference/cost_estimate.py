@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.core.text import duration_text
+from fedfm.core.durations import duration_text
 from fedfm.encrypted.ckks import slot_permutation
 from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, distance
 from fedfm.encrypted.ckks.ring import SECURE_BITS, Parameters

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedfm.core.client import ClientId, each
 from fedfm.core.crossing import Crossing
+from fedfm.core.durations import duration_text
 from fedfm.core.federation import Federation
-from fedfm.core.text import duration_text
 from fedfm.encrypted.protocol import text_rows
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.protocol.out_of_range import within_limits
