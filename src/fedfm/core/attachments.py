@@ -48,7 +48,7 @@ class Attachment:
         return hashlib.sha256(self.content()).hexdigest()
 
 
-def readable(source: str | bytes) -> str | io.BytesIO:
+def readable(source: str | Path | bytes) -> str | Path | io.BytesIO:
     """A file's path, or its content as a file, for libraries that open either."""
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
