@@ -352,7 +352,8 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
         if None not in (self.covariance, self.components):
             return self
-        return replace(self, covariance=self.covariance or covariance, components=self.components or components)
+        components = components if self.components is None else self.components  # 0 is refused later
+        return replace(self, covariance=self.covariance or covariance, components=components)
 
     def protect(self, privacy: PrivacySpec) -> Self:
         method = copy.copy(self.settle(privacy))
