@@ -350,10 +350,9 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
 
     def settle(self, privacy: PrivacySpec | None) -> Self:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
-        if None not in (self.covariance, self.components):
-            return self
-        components = components if self.components is None else self.components  # 0 is refused later
-        return replace(self, covariance=self.covariance or covariance, components=components)
+        unset: dict[str, Any] = {"covariance": covariance, "components": components}
+        unset = {key: value for key, value in unset.items() if getattr(self, key) is None}
+        return replace(self, **unset) if unset else self
 
     def protect(self, privacy: PrivacySpec) -> Self:
         method = copy.copy(self.settle(privacy))
